@@ -15,8 +15,8 @@ from finetune.data.tokenize import IGNORE_INDEX, Example
 from finetune.env import cache_dir
 from finetune.model.tokenizer import load_tokenizer
 from finetune.recipe.load import load_recipe
+from finetune.recipe.objective_section import formats_of
 from finetune.recipe.recipe import Recipe
-from finetune.recipe.row_formats import formats_of
 from finetune.report.data_view import DataView, Piece, SeenRow, SeenSource, Taught, histogram
 from finetune.report.progress import Working
 from finetune.training.packing import settled_packing

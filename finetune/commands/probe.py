@@ -21,7 +21,7 @@ def probed_with_network(dtype: str, ranks: Ranks, *, note: Callable[[str], None]
     machine = ranks.from_main(own)
     if ranks.num == 1:
         return machine
-    from finetune.recipe.sections import OffloadSection
+    from finetune.recipe.offload_section import OffloadSection
     from finetune.training.preflight import torch_device
     from finetune.training.world.network_probe import measure_network
 

@@ -32,7 +32,7 @@ from finetune.data.turns import (
 from finetune.data.unread import MEANINGS, find_unread, find_unread_in_turns
 from finetune.errors import DataError
 from finetune.recipe.data_section import FORMAT_COLUMNS, ColumnName, DataSection
-from finetune.recipe.row_formats import COMPARED, SUPERVISED
+from finetune.recipe.objective_section import COMPARED, SUPERVISED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

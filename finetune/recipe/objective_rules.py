@@ -4,8 +4,13 @@ from collections.abc import Iterator
 from typing import get_args
 
 from finetune.recipe.breach import Allowed, Breach, breaches
-from finetune.recipe.objective_section import LOSSES, Method, ObjectiveSection, read_settings
-from finetune.recipe.row_formats import formats_of
+from finetune.recipe.objective_section import (
+    LOSSES,
+    Method,
+    ObjectiveSection,
+    formats_of,
+    read_settings,
+)
 from finetune.recipe.sections import AdapterSection, Settings
 from offload.plan.facts.trainable import SCORE
 

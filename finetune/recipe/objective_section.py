@@ -112,6 +112,28 @@ _OF_LOSS: Mapping[tuple[str, str], Mapping[str, object]] = {
     ("distill", "kl_top"): {"temperature": 1.0},
 }
 
+SUPERVISED = ("messages", "alpaca", "sharegpt", "prompt_completion", "text")
+COMPARED = (
+    "preference",
+    "ranking",
+    "labelled",
+    "sampled",
+    "distilled",
+    "rated",
+    "classified",
+    "tagged",
+)
+
+_FORMATS = {
+    "sft": SUPERVISED,
+    "kto": ("labelled",),
+    "grpo": ("sampled",),
+    "distill": ("distilled",),
+    "reward": ("rated",),
+    "classify": ("classified",),
+    "classify_tokens": ("tagged",),
+}
+
 
 class ObjectiveSection(Section):
     """What is learned from the rows: to repeat them, to prefer some of them, or their rewards."""
@@ -321,3 +343,10 @@ def read_settings(section: ObjectiveSection) -> frozenset[str]:
 def _is_capped(mode: object) -> bool:
     """Return whether the sampler's log-probabilities make weights that have a largest value."""
     return isinstance(mode, str) and mode.endswith(("_truncate", "_mask"))
+
+
+def formats_of(objective: ObjectiveSection) -> tuple[str, ...]:
+    """Return the values of `data.format` that an objective reads; of `auto`, one of these."""
+    if objective.is_ranking:
+        return ("preference", "ranking")
+    return _FORMATS.get(objective.method, ("preference",))

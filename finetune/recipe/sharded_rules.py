@@ -3,10 +3,14 @@
 from collections.abc import Iterator
 
 from finetune.recipe.breach import Allowed, Breach, breaches
-from finetune.recipe.sections import OffloadSection, Settings
+from finetune.recipe.offload_section import OffloadSection
+from finetune.recipe.sections import Settings
 
 OPTIMIZERS = ("adamw", "sgd")
-_OF_SLOTS = ("num_slots", "kept_graphs", "sent_graphs", "attention_outputs", "stash")
+_OF_SLOTS = (
+    *("num_slots", "kept_graphs", "sent_graphs", "attention_outputs", "stash"),
+    "embeddings",
+)
 _OF_CHUNKS = ("head_chunk", "mlp_chunk")
 
 

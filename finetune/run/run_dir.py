@@ -408,9 +408,10 @@ def as_begun(recipe: Recipe, begun: Recipe | None, *, num_ranks: int = 1) -> Rec
     """Return the recipe with what was open when the run began as it was chosen then.
 
     Another machine, or this one measured again, might choose other sizes of micro-batch, head
-    chunk and tile of an MLP, other layer kernels, shares of the ranks or another place of updates;
-    a later version might pack rows, choose another precision of adapters, take a router loss over
-    the step, or add up gradients by layer. Shares of another number of ranks are chosen again.
+    chunk and tile of an MLP, other layer kernels, shares of the ranks or another place of updates
+    or of the input embedding; a later version might pack rows, choose another precision of
+    adapters, take a router loss over the step, or add up gradients by layer. Shares of another
+    number of ranks are chosen again.
     """
     if begun is None:
         return recipe
@@ -420,6 +421,8 @@ def as_begun(recipe: Recipe, begun: Recipe | None, *, num_ranks: int = 1) -> Rec
         recipe = with_offload(recipe, head_chunk=begun.offload.head_chunk)
     if recipe.offload.mlp_chunk == "auto" and begun.offload.mlp_chunk != "auto":
         recipe = with_offload(recipe, mlp_chunk=begun.offload.mlp_chunk)
+    if recipe.offload.embeddings == "auto":
+        recipe = with_offload(recipe, embeddings=begun.offload.embeddings)
     if recipe.adapter.compute_dtype == "auto":
         recipe = with_compute_dtype(recipe, begun.adapter.compute_dtype)
     if recipe.data.packing == "auto" and begun.data.packing != "auto":

@@ -15,7 +15,7 @@ from finetune.data.sources import RowError, decoded
 from finetune.data.tokenize import IGNORE_INDEX, Encoder, Fate
 from finetune.errors import DataError
 from finetune.recipe.data_section import DataSection, MixSource
-from finetune.recipe.row_formats import COMPARED
+from finetune.recipe.objective_section import COMPARED
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

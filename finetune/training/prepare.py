@@ -21,6 +21,7 @@ from finetune.planning.parallel import compare_ways
 from finetune.planning.ranks import require_ranks_for
 from finetune.planning.request import find_machine, trained_spec
 from finetune.planning.shares import Shares, own_choice, share_out
+from finetune.recipe.objective_section import formats_of
 from finetune.recipe.recipe import (
     Recipe,
     with_micro_batch_size,
@@ -29,7 +30,6 @@ from finetune.recipe.recipe import (
     with_shares,
     with_update,
 )
-from finetune.recipe.row_formats import formats_of
 from finetune.training import preflight
 from finetune.training.expert_backend import fastest_expert_backend, resolve_expert_backend
 from finetune.training.objectives import num_parts_of
@@ -358,6 +358,7 @@ def plan_steps(run: Run, facts: ModelFacts, data: Data, cards: Cards) -> Planned
             and one.typical.head_chunk_tokens == typical.head_chunk_tokens
             and one.typical.mlp_chunk_tokens == typical.mlp_chunk_tokens
             and one.typical.updates == typical.updates
+            and one.typical.embeddings == typical.embeddings
         ),
         cards=cards,
     )
@@ -393,7 +394,7 @@ def _sending_update(request: PlanRequest, *, sends_update: bool) -> PlanRequest:
 
 
 def with_chosen(recipe: Recipe, plan: Plan) -> Recipe:
-    """Return the recipe with what a plan has chosen: head chunk, MLP tile, place of updates."""
+    """Return the recipe with what a plan has chosen: sizes of chunks, and where things are."""
     if recipe.train.is_sharded:  # head and MLPs are whole
         return recipe
     chosen = plan.request.typical
@@ -403,4 +404,5 @@ def with_chosen(recipe: Recipe, plan: Plan) -> Recipe:
         recipe,
         head_chunk=chosen.head_chunk_tokens,
         mlp_chunk=chosen.mlp_chunk_tokens or "whole",
+        embeddings="host" if chosen.embeddings == "host" else None,
     )

@@ -13,6 +13,7 @@ for that transfer. The allocator may then reuse the memory for whatever is compu
 """
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -67,6 +68,7 @@ class Executor:
         """Keep the parts; nothing is moved."""
         self._model = model
         self._sent, self._host_gradients = places.sent, places.host_gradients
+        self._embedding = places.embedding
         self._device = device
         self._transfers = Transfers(places, device)
         self._tail = Tail(model, head_chunk_tokens=computing.head_chunk_tokens)
@@ -375,9 +377,17 @@ class Executor:
 
     def _front(self, state: PassState, op: Op, inputs: Batch, seed: int) -> None:
         self._randomness.seed(seed)
-        front, m = self._model.front(inputs), op.micro_batch_index
+        m = op.micro_batch_index
+        with self._rows(op):
+            front = self._model.front(inputs)
         state.fronts[m] = front
         state.inputs[0, m] = front.hidden_BTD.detach().contiguous()
+
+    def _rows(self, op: Op) -> AbstractContextManager[None]:
+        """Look tokens up in the rows that were brought for a front, if any were."""
+        if self._embedding is None or op.buffer is None:
+            return nullcontext()
+        return self._embedding.present(op)
 
     def _forward(
         self, state: PassState, op: Op, part: Part, *, is_kept: bool, is_stashed: bool
@@ -410,7 +420,7 @@ class Executor:
     def _front_to_score(self, state: PassState, op: Op, scored: Scoring | ScoredPasses) -> None:
         number = op.micro_batch_index
         VISIT_CACHE.enter((op.kind, number))
-        with torch.no_grad(), scored.of_pass(number).around_layers():
+        with torch.no_grad(), scored.of_pass(number).around_layers(), self._rows(op):
             front = self._model.front(scored.batch(number).inputs)
         state.fronts[number] = front
         state.inputs[0, number] = front.hidden_BTD.contiguous()

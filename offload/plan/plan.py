@@ -342,6 +342,7 @@ def calibrate(
             measured, Kind.FETCH, _rate(measured, Kind.RETURN, costs.fetch_bytes_per_s)
         ),
         read_bytes_per_s=_rate(measured, Kind.READ, costs.read_bytes_per_s),
+        look_up_bytes_per_s=_rate(measured, Kind.LOOK_UP, costs.look_up_bytes_per_s),
     )
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from offload.errors import DoesNotFitError
 from offload.plan.facts.codec import decode_workspace_bytes
+from offload.plan.facts.embedding import embedding_bytes
 from offload.plan.facts.facts import ModelFacts
 from offload.plan.facts.workload import Workload
 from offload.plan.machine.machine import GIB, Machine
@@ -21,6 +22,7 @@ from offload.plan.memory.memory import (
     FRAGMENTATION,
     FRAGMENTATION_FRAC,
     HEAD_CHUNK,
+    OUTER,
     SLOTS,
     VISIT,
     MemoryTerm,
@@ -236,7 +238,7 @@ class _Draft:
         ]
         sizes = {
             SLOTS: num_slots * max(load.cargo_bytes(layer) for layer in set(facts.layers)),
-            "embeddings, norm and head": facts.outer_parameters * load.dtype_bytes,
+            OUTER: facts.outer_parameters * load.dtype_bytes - embedding_bytes(facts, load),
             "adapters": self.request.adapter_bytes,
             "hidden states": hidden_bytes,
             # what a graph would save is no less than what a visit without one has at a time
@@ -325,10 +327,13 @@ def _require_ram(facts: ModelFacts, machine: Machine, request: ScoreRequest) -> 
     Raises:
         DoesNotFitError: They do not.
     """
-    layers_bytes = sum(request.workload.cargo_bytes(layer) for layer in facts.layers)
-    if not request.is_on_disk and layers_bytes > machine.ram_bytes:
+    load = request.workload
+    waiting = 0 if request.is_on_disk else sum(map(load.cargo_bytes, facts.layers))
+    waiting += embedding_bytes(facts, load)
+    also = " and the embedding" if load.embeddings == "host" else ""
+    if waiting > machine.ram_bytes:
         raise DoesNotFitError(
-            f"the layers take {layers_bytes / GIB:.2f} GiB of RAM",
+            f"the layers{also} take {waiting / GIB:.2f} GiB of RAM",
             limit=f"{machine.ram_bytes / GIB:.2f} GiB of RAM is there on {machine.name}",
             hint="`offload.tier=disk`, or `offload.codec=nf4`",
         )

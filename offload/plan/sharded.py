@@ -70,6 +70,7 @@ def as_sharded(request: PlanRequest) -> PlanRequest:
             layer_code="plain",
             leaves_out=False,
             mlp_chunk_tokens=None,
+            embeddings="device",
             head_chunk_tokens=max(1, one.label_tokens),
         )
 

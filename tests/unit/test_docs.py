@@ -18,8 +18,8 @@ from finetune import app
 from finetune.data.rows import Compared, RowForm, read_conversations
 from finetune.planning.request import full_request
 from finetune.recipe.load import is_recipe, load_recipe
+from finetune.recipe.objective_section import COMPARED
 from finetune.recipe.recipe import Recipe, shipped_recipes
-from finetune.recipe.row_formats import COMPARED
 from finetune.recipe.shipped import load_shape
 from finetune.sweep.variants import variants_of
 from offload.plan import model_facts, named_machine, plan

@@ -21,6 +21,7 @@ from offload.plan.facts.trainable import unread_linears
 # What computes norms, rotary embedding and gated activations: the model's own code, one operator
 # each, or torch's compiler; `auto` is `fused` on CUDA and `plain` on a CPU.
 LayerCode = Literal["auto", "plain", "fused", "compiled"]
+EmbeddingPlace = Literal["device", "host"]
 HALF_BYTES = 2  # of the types that flash attention computes
 TILED_GROUPS = ("mlp", "shared_experts")
 
@@ -45,6 +46,7 @@ class Workload:
         mlp_chunk_tokens: Tokens that an MLP computes at a time; None for the whole micro-batch.
         packed_tokens: Tokens of a micro-batch whose rows are packed; None where they are not.
         updates: Where the layers' own weights are updated, if they train.
+        embeddings: Where the input embedding's weight is; on the host, a step brings rows of it.
     """
 
     micro_batch_size: int
@@ -61,6 +63,7 @@ class Workload:
     mlp_chunk_tokens: int | None = None
     packed_tokens: int | None = None
     updates: UpdatePlace = "host"
+    embeddings: EmbeddingPlace = "device"
 
     @property
     def num_tokens(self) -> int:

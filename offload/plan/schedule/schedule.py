@@ -61,6 +61,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from offload.plan.schedule.hazards import Line, Resource, parallel
+from offload.plan.schedule.lookups import looked_up
 from offload.plan.schedule.op import Kind, Lane, Op
 from offload.plan.schedule.passes import Passes, numbered
 from offload.plan.schedule.reduced import Reduced
@@ -110,6 +111,7 @@ class TransferSizes:
         state_bytes: Of what an update on the device brings along and takes back, by layer; None if
             layers are updated on the host.
         reduced: What of each run's gradients crosses the network; none with a single rank.
+        row_bytes: Of the input embedding's rows, by pass; empty if the device has all of them.
     """
 
     layer_bytes: tuple[int, ...]
@@ -120,6 +122,7 @@ class TransferSizes:
     updated: frozenset[int] = frozenset()
     state_bytes: tuple[int, ...] | None = None
     reduced: tuple[Reduced, ...] = ()
+    row_bytes: tuple[int, ...] = ()
 
     @classmethod
     def frozen(
@@ -361,12 +364,19 @@ class _Program:
             writes = self._kept(0, m) if kind is Kind.FRONT else ()
             if kind in (Kind.TAIL, Kind.FRONT_BACKWARD):
                 writes = self._added_up(None, m)
-            self.lines.append(Line(ops=(op,), reads=reads, writes=writes))
+            self._add(Line(ops=(op,), reads=reads, writes=writes))
 
     def apart(self, kind: Kind, group: Sequence[int]) -> None:
         """Write ops that touch no memory of other lanes."""
         for m in group:
-            self.lines.append(Line(ops=(Op(lane=Lane.COMPUTE, kind=kind, micro_batch=m),)))
+            self._add(Line(ops=(Op(lane=Lane.COMPUTE, kind=kind, micro_batch=m),)))
+
+    def _add(self, line: Line) -> None:
+        """Write a line outside the layers; a front's after those that bring its rows, if any."""
+        (op,) = line.ops
+        is_looked_up = op.kind is Kind.FRONT and self.sizes.row_bytes
+        row_bytes = self.sizes.row_bytes[op.micro_batch_index] if is_looked_up else 0
+        self.lines += looked_up(line, row_bytes) if is_looked_up else (line,)
 
     def tail(self, number: int, run: Passes, group: Sequence[int]) -> None:
         """Write what comes after the last layer for micro-batches of a run."""
