@@ -117,7 +117,7 @@ def test_two_launches_restart_a_killed_rank_and_go_on_to_the_bit(
         port = probe.getsockname()[1]
     launches = [
         torchrun(
-            *("-m", "tests.e2e.broken_rank", "killed", *words),
+            *("-m", "tests.e2e.broken_rank", "SIGKILL", *words),
             *(f"output.dir={tmp_path / str(node)}",),
             node=node,
             port=port,
