@@ -18,7 +18,7 @@ import hashlib
 import pickle
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from threading import Event, Thread
@@ -96,7 +96,9 @@ class ProcessGroup(Ranks):
         try:
             store = opened_store(launch, timeout_s=JOIN_S)
             self._meeting = meet(store, index=self.index, num=self.num, timeout_s=JOIN_S)
-            self._heartbeat = Heartbeat(self._meeting.store, index=self.index, num=self.num)
+            self._heartbeat = Heartbeat(
+                self._meeting.store, index=self.index, num=self.num, end=self._end
+            )
             dist.init_process_group(
                 backend="cuda:nccl,cpu:gloo" if has_cuda else "gloo",
                 store=self._meeting.store,
@@ -138,6 +140,9 @@ class ProcessGroup(Ranks):
             self.exchange(None)
         elif isinstance(error, ToldRankError):
             self._wait_for(error.speaker)
+        elif isinstance(error, KeyboardInterrupt):
+            self._is_broken = True
+            self._heartbeat.leave(f"rank {self.index} was stopped before a step had ended")
         elif isinstance(error, Exception) and not (isinstance(error, RankError) or self._is_broken):
             self._tell(error)
 
@@ -170,6 +175,7 @@ class ProcessGroup(Ranks):
 
     def _reported(self, failed: Sequence[int], failure: str) -> ToldRankError:
         """Return the error for a rank to which others have reported a failure."""
+        self._heartbeat.note_ending()
         here = [rank for rank in range(self.num) if self.nodes[rank] == self.nodes[self.index]]
         speaker = next((rank for rank in failed if rank in here), here[0])
         is_shown = speaker == self.index
@@ -180,7 +186,8 @@ class ProcessGroup(Ranks):
         """Fail on all ranks if one fails in this context, with its error."""
         failure: SluiceError | None = None
         try:
-            yield
+            with self._heartbeat.writing() if self.is_main else nullcontext():
+                yield
         except RankError:
             raise
         except SluiceError as error:
@@ -247,7 +254,9 @@ class ProcessGroup(Ranks):
                 flat = bucket[: sum(sizes)]
                 if self.is_main:
                     torch.cat(list(part), out=flat)
-                self._wait(dist.broadcast(flat, src=0, async_op=True), limit_s=self._timeout_s)
+                self._wait(
+                    dist.broadcast(flat, src=0, async_op=True), limit_s=self._step_timeout_s()
+                )
                 for piece, sent in zip(part, flat.split(sizes), strict=True):
                     piece.copy_(sent)
 
@@ -255,6 +264,7 @@ class ProcessGroup(Ranks):
         """Return the sum of the losses of all ranks, at the end of a step."""
         losses = self._exchange(loss, limit_s=self._step_timeout_s())
         self._has_summed, self._begun_s = True, time.monotonic()
+        self._heartbeat.has_steps = True
         return sum(losses)
 
     def _step_timeout_s(self) -> float:
@@ -325,8 +335,10 @@ class ProcessGroup(Ranks):
         """Check that all ranks live, and that none has let this one wait for too long.
 
         Raises:
-            RankError: A rank does not answer.
+            RankError: A rank does not answer, or has left.
         """
+        if self._heartbeat.have_left():
+            raise self._lost([], "")
         stopped = self._heartbeat.stopped(waited_s=waited_s)
         if stopped:
             raise self._lost(stopped, f"no sign of life for {STOPPED_S:.0f} s")
@@ -366,6 +378,7 @@ class ProcessGroup(Ranks):
         failure = (
             error.what if isinstance(error, SluiceError) else f"{type(error).__name__}: {error}"
         )
+        self._heartbeat.fail(f"rank {self.index} has failed: {failure}")
         try:
             words = self._gather(_Word(value=None, failure=failure), limit_s=self._timeout_s)
         except RankError:
@@ -399,18 +412,18 @@ class ProcessGroup(Ranks):
         If others have left because of it, it is the error that they have said.
         """
         self._is_broken = True
+        self._heartbeat.note_ending()
         machine = "" if self.num_machines == 1 else " (machine {})"
         names = [f"rank {rank}{machine.format(self.nodes[rank])}" for rank in ranks]
         what = self._heartbeat.reason() or (
             f"{' and '.join(names) or 'another rank'} is gone or does not answer: {why}"
         )
         self._heartbeat.leave(what)
-        return RankError(
-            what,
-            limit="all must live, and do their share of each step",
-            hint="see what the others and the launcher show; `--resume` continues from the"
-            " newest checkpoint",
-        )
+        return _rank_error(what)
+
+    def _end(self, why: str) -> None:
+        """End this process, whose main thread has not come to notice that the others do."""
+        end_at_once(_rank_error(why))
 
     def _leave(self) -> None:
         """Disconnect, unless an exchange is unfinished, which would be waited for."""
@@ -487,14 +500,23 @@ class ProcessGroup(Ranks):
     ) -> None:
         """Run a collective that moves bytes: gloo does not know all types."""
         as_bytes = target.view(torch.uint8), source.view(torch.uint8)
-        self._wait(collective(*as_bytes, async_op=True), limit_s=self._timeout_s)
+        self._wait(collective(*as_bytes, async_op=True), limit_s=self._step_timeout_s())
 
     def _sum_as_backend(self, part: Sequence[torch.Tensor], bucket: torch.Tensor) -> None:
         sizes = [piece.numel() for piece in part]
         flat = torch.cat(list(part), out=bucket[: sum(sizes)])
-        self._wait(dist.all_reduce(flat, async_op=True), limit_s=self._timeout_s)
+        self._wait(dist.all_reduce(flat, async_op=True), limit_s=self._step_timeout_s())
         for piece, summed in zip(part, flat.split(sizes), strict=True):
             piece.copy_(summed)
+
+
+def _rank_error(what: str) -> RankError:
+    return RankError(
+        what,
+        limit="all must live, and do their share of each step",
+        hint="see what the others and the launcher show; `--resume` continues from the newest"
+        " checkpoint",
+    )
 
 
 def _parts(gradients: Sequence[torch.Tensor], *, max_elements: int) -> Iterator[list[torch.Tensor]]:
