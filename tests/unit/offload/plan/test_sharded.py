@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 
 from offload.errors import DoesNotFitError
-from offload.plan.facts.facts import AdapterSpec
+from offload.plan.facts.facts import AdapterSpec, ModelFacts
 from offload.plan.facts.trainable import all_weights
+from offload.plan.facts.workload import Workload
 from offload.plan.machine.machine import GIB, MEASURED, Machine, Network, Rate, named_machine
 from offload.plan.memory.memory import GRADIENTS, STATES
 from offload.plan.plan import Plan, plan
@@ -15,6 +16,12 @@ from offload.plan.sharded import (
     CHECKPOINT,
     COLLECTIVE_LATENCY_S,
     GATHERED,
+    LOGITS,
+    LOSS,
+    NEW_GRADIENTS,
+    OUTER,
+    OUTER_BUFFER,
+    OVERLAP_FRAC,
     SHARDS,
     as_sharded,
     sharded_choice,
@@ -35,9 +42,14 @@ NETWORK = Network(
 HERE = replace(named_machine("h100"), network=NETWORK)
 
 
-def planned(*, spec: AdapterSpec | None = None, machine: Machine = HERE) -> Plan:
-    micro_batch = workload() if spec is None else workload(adapter=spec)
-    return sharded_plan(qwen3_8b(), machine, as_sharded(request(micro_batch, num_ranks=4)))
+def planned(
+    *,
+    micro_batch: Workload | None = None,
+    facts: ModelFacts | None = None,
+    machine: Machine = HERE,
+) -> Plan:
+    asked = request(micro_batch or workload(), num_ranks=4)
+    return sharded_plan(facts or qwen3_8b(), machine, as_sharded(asked))
 
 
 def bytes_of(made: Plan) -> dict[str, int]:
@@ -59,13 +71,45 @@ def test_a_rank_sends_three_quarters_of_what_four_gather() -> None:
 def test_each_rank_holds_a_quarter_and_the_layers_that_it_gathers() -> None:
     found = bytes_of(planned())
     assert found[SHARDS] == 2 * WEIGHTS / 4
-    assert found[GATHERED] == 3 * (2 * LAYER + 4 * ADAPTER)
-    assert found["embeddings, norm and head"] == 2 * OUTER  # gathered for a micro-batch
+    assert found["adapters"] == found[GRADIENTS] == 36 * ADAPTER
+    # the worst instant is the loss, at which no layer is gathered
+    assert found[OUTER] == 2 * OUTER  # gathered for a micro-batch
     assert found["kept layer inputs"] == 36 * 2048 * 4096 * 2  # of one micro-batch
+    assert found[LOGITS] == 2048 * 151_936 * 2
+    assert found[LOSS] == 2048 * 151_936 * (2 + 4 + 4)  # a copy, in fp32, and the log-softmax
+    assert GATHERED not in found
+
+
+def test_of_short_rows_the_worst_instant_is_a_gather() -> None:
+    gathered, short = 2 * LAYER + 4 * ADAPTER, workload(seq_len=16)
+    first = bytes_of(planned(micro_batch=short))
+    assert (first[OUTER], first[OUTER_BUFFER]) == (2 * OUTER, 2 * OUTER)
+    assert first[GATHERED] == 2 * gathered
+    assert "kept layer inputs" not in first  # no layer has computed
+    last = bytes_of(planned(micro_batch=short, facts=qwen3_8b(vocab_size=1024)))
+    assert last[GATHERED] == 3 * gathered
+    assert last["kept layer inputs"] == 36 * 16 * 4096 * 2
+    assert OUTER_BUFFER not in last
+
+
+def test_of_long_rows_and_few_words_it_is_the_backward_of_a_layer() -> None:
+    found = bytes_of(planned(facts=qwen3_8b(vocab_size=1024)))
+    assert found[GATHERED] == 2 * (2 * LAYER + 4 * ADAPTER)
+    assert found[NEW_GRADIENTS] == 4 * ADAPTER + int(OVERLAP_FRAC * 4 * ADAPTER)
+    assert found["one visit: saved activations"] > found[GATHERED] / 2
+    assert LOGITS not in found
+
+
+def test_of_all_weights_and_short_rows_it_is_the_end_of_the_backward() -> None:
+    spec = AdapterSpec.none(all_weights(qwen3_8b()))
+    found = bytes_of(planned(micro_batch=workload(seq_len=16, adapter=spec)))
+    # gradients in bf16 and fp32 of what is around the layers, and a copy of the head's
+    assert found[NEW_GRADIENTS] == 6 * OUTER + 2 * 151_936 * 4096
+    assert OUTER not in found
 
 
 def test_of_weights_that_train_each_rank_has_a_quarter_of_16_bytes() -> None:
-    made = planned(spec=AdapterSpec.none(all_weights(qwen3_8b())))
+    made = planned(micro_batch=workload(adapter=AdapterSpec.none(all_weights(qwen3_8b()))))
     found = bytes_of(made)
     assert found[SHARDS] == 4 * WEIGHTS / 4  # fp32 masters
     assert found[GRADIENTS] == 4 * WEIGHTS / 4
