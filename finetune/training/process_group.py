@@ -17,7 +17,8 @@ import atexit
 import hashlib
 import pickle
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -55,6 +56,8 @@ TIMEOUT_S = 6 * 3600.0
 # Within steps, for a process that hangs; one that dies or is stopped is noticed before.
 LEAST_STEP_TIMEOUT_S, STEP_TIMEOUT_STEPS = 60.0, 10
 FAREWELL_S = 30.0
+# gloo moves a large message in one direction at a time, and small ones in both.
+GLOO_BLOCK_BYTES, MOST_RUNNING = 512 * 1024, 4
 _POLL_S, _POLL_FRAC, _MOST_POLL_S = 0.0002, 0.02, 0.01
 
 
@@ -481,26 +484,45 @@ class ProcessGroup(Ranks):
         it: a layer's own sums are those of all gradients at once.
         """
         sizes = [piece.numel() for piece in part]
-        share = -(-sum(sizes) // self.num)
+        num_elements = -(-sum(sizes) // self.num) * self.num
         memory = bucket.view(dtype)
-        sent, received = memory[: 2 * self.num * share].split(self.num * share)
+        sent, received = memory[: 2 * num_elements].split(num_elements)
         for piece, place in zip(part, sent.split([*sizes, len(sent) - sum(sizes)]), strict=False):
             place.copy_(piece)
-        self._exchange_bytes(dist.all_to_all_single, received, sent)
-        first, *others = received.view(self.num, share)
-        total = first.float()
-        for other in others:
-            total += other
-        self._exchange_bytes(dist.all_gather_into_tensor, sent, total.to(dtype))
+        is_gloo = bucket.device.type == "cpu"
+        most = self.num * GLOO_BLOCK_BYTES // dtype.itemsize if is_gloo else num_elements
+        blocks = list(zip(sent.split(most), received.split(most), strict=True))
+        self._exchange_bytes(dist.all_to_all_single, ((own, others) for others, own in blocks))
+        shares = []
+        for block, every in blocks:
+            first, *others = every.view(self.num, -1)
+            total = first.float()
+            for other in others:
+                total += other
+            shares.append((block, first.copy_(total)))
+        self._exchange_bytes(dist.all_gather_into_tensor, shares)
         for piece, summed in zip(part, sent[: sum(sizes)].split(sizes), strict=True):
             piece.copy_(summed)
 
     def _exchange_bytes(
-        self, collective: Callable[..., Any], target: torch.Tensor, source: torch.Tensor
+        self,
+        collective: Callable[..., Any],
+        blocks: Iterable[tuple[torch.Tensor, torch.Tensor]],
     ) -> None:
-        """Run a collective that moves bytes: gloo does not know all types."""
-        as_bytes = target.view(torch.uint8), source.view(torch.uint8)
-        self._wait(collective(*as_bytes, async_op=True), limit_s=self._step_timeout_s())
+        """Run a collective that moves bytes, as gloo does not know all types, on each block.
+
+        Args:
+            collective: Of torch.distributed.
+            blocks: Its target and source, each.
+        """
+        running = deque[Any]()
+        for target, source in blocks:
+            if len(running) == MOST_RUNNING:
+                self._wait(running.popleft(), limit_s=self._step_timeout_s())
+            as_bytes = target.view(torch.uint8), source.view(torch.uint8)
+            running.append(collective(*as_bytes, async_op=True))
+        while running:
+            self._wait(running.popleft(), limit_s=self._step_timeout_s())
 
     def _sum_as_backend(self, part: Sequence[torch.Tensor], bucket: torch.Tensor) -> None:
         sizes = [piece.numel() for piece in part]
