@@ -16,6 +16,7 @@ error, so those that have nothing to report wait until the one that shows the er
 import atexit
 import hashlib
 import pickle
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -213,7 +214,7 @@ class ProcessGroup(Ranks):
             if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
                 gone = self._heartbeat.gone()
                 if gone or self._heartbeat.reason():
-                    raise self._lost(gone, str(error).splitlines()[0]) from error
+                    raise self._lost(gone, _cause(error)) from error
             self._is_broken = True
             what = f"{type(error).__name__}: {str(error).splitlines()[0]}"
             self._heartbeat.leave(f"rank {self.index} has failed: {what}")
@@ -407,7 +408,7 @@ class ProcessGroup(Ranks):
         try:
             yield
         except RuntimeError as error:
-            raise self._lost(self._heartbeat.gone(), str(error).splitlines()[0]) from error
+            raise self._lost(self._heartbeat.gone(), _cause(error)) from error
 
     def _lost(self, ranks: Sequence[int], why: str) -> RankError:
         """Return the error that ranks are gone, and let the others know that this one is not.
@@ -530,6 +531,12 @@ class ProcessGroup(Ranks):
         self._wait(dist.all_reduce(flat, async_op=True), limit_s=self._step_timeout_s())
         for piece, summed in zip(part, flat.split(sizes), strict=True):
             piece.copy_(summed)
+
+
+def _cause(error: RuntimeError) -> str:
+    """Return what gloo says of a connection, without its source file and its advice."""
+    first = str(error).splitlines()[0]
+    return re.sub(r"^\[\S+:\d+\] |\. This is typically caused by .*", "", first)
 
 
 def _rank_error(what: str) -> RankError:
