@@ -234,7 +234,7 @@ FAULTS = (
         kind="SIGSTOP",
         codes=(1, 1),
         causes=(  # and rank 1, once it goes on, finds that rank 0 is no longer there
-            "error (rank 0): rank 1 (machine 1) is gone or does not answer: no sign of life for 20 s",
+            "error (rank 0): rank 1 (machine 1) is gone or does not answer: no sign of life",
             "error (rank 1): rank 0 (machine 0) is gone or does not answer",
         ),
     ),

@@ -32,7 +32,9 @@ from offload.plan.memory.memory import (
 from offload.plan.sharded import SHARDS, as_sharded, sharded_plan
 from tests.builders import lora, request, workload
 
-LEAST_FRAC, MOST_FRAC = -0.04, 0.11  # of the count, that the plan may be off
+# Of the count, that the plan may be off: most where all weights train in bf16, whose visits it
+# counts with more copies in fp32 than there are on a CPU.
+LEAST_FRAC, MOST_FRAC = -0.04, 0.16
 NUM_MICRO_BATCHES, RANK = 2, 16
 STANDING = (SHARDS, ADAPTERS, GRADIENTS, STATES)  # there before a step
 
@@ -134,20 +136,40 @@ def planned(case: Case) -> int:
     return sum(t.num_bytes for t in terms if t.name not in (*STANDING, FRAGMENTATION))
 
 
+SHAPES = (
+    (torch.float32, 512, (1, 64)),  # LoRA: the last gather of the forward; else a backward
+    (torch.float32, 512, (2, 256)),  # the backward of a layer
+    (torch.float32, 8192, (1, 64)),  # LoRA: the first gather
+    (torch.float32, 8192, (2, 256)),  # the loss
+    (torch.bfloat16, 512, (2, 256)),
+    (torch.bfloat16, 8192, (1, 64)),  # all weights: the end of the backward
+)
+
+
+def assert_as_planned(case: Case) -> None:
+    found = counted(case)
+    assert LEAST_FRAC <= planned(case) / found - 1 <= MOST_FRAC
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("is_full", [False, True])
-@pytest.mark.parametrize("layers", [3, 4, 6, 8])
-@pytest.mark.parametrize(
-    ("dtype", "vocab_size", "shape"),
-    [
-        (torch.float32, 512, (1, 64)),  # LoRA: the last gather of the forward; else a backward
-        (torch.float32, 512, (2, 256)),  # the backward of a layer
-        (torch.float32, 8192, (1, 64)),  # LoRA: the first gather
-        (torch.float32, 8192, (2, 256)),  # the loss
-        (torch.bfloat16, 512, (2, 256)),
-        (torch.bfloat16, 8192, (1, 64)),  # all weights: the end of the backward
-    ],
-)
+@pytest.mark.parametrize(("dtype", "vocab_size", "shape"), SHAPES)
+def test_a_rank_has_as_many_bytes_as_planned(
+    is_full: bool,
+    dtype: torch.dtype,
+    vocab_size: int,
+    shape: tuple[int, int],
+    other_rank: None,
+) -> None:
+    assert_as_planned(
+        Case(layers=4, is_full=is_full, dtype=dtype, vocab_size=vocab_size, shape=shape)
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_full", [False, True])
+@pytest.mark.parametrize("layers", [3, 6, 8])
+@pytest.mark.parametrize(("dtype", "vocab_size", "shape"), SHAPES)
 def test_a_rank_has_as_many_bytes_as_planned_whatever_the_number_of_layers(
     is_full: bool,
     layers: int,
@@ -156,6 +178,6 @@ def test_a_rank_has_as_many_bytes_as_planned_whatever_the_number_of_layers(
     shape: tuple[int, int],
     other_rank: None,
 ) -> None:
-    case = Case(layers=layers, is_full=is_full, dtype=dtype, vocab_size=vocab_size, shape=shape)
-    found = counted(case)
-    assert LEAST_FRAC <= planned(case) / found - 1 <= MOST_FRAC
+    assert_as_planned(
+        Case(layers=layers, is_full=is_full, dtype=dtype, vocab_size=vocab_size, shape=shape)
+    )
