@@ -116,9 +116,11 @@ class Kept:
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Return the rows as a table in Markdown: each rate with both ways, and what they differ by."""
-    head = ("limit, Mb/s", "probed, Mb/s", "by layer: predicted, measured, s", "hidden")
-    head += ("at the end: predicted, measured, s", "by layer takes: predicted, measured")
-    lines = [head, ("---",) * len(head)]
+    head = (
+        *("limit, Mb/s", "probed, Mb/s", "by layer: predicted, measured, s", "hidden"),
+        *("at the end: predicted, measured, s", "by layer takes: predicted, measured"),
+    )
+    lines: list[Sequence[str]] = [head, ("---",) * len(head)]
     for factor in dict.fromkeys(row["factor"] for row in rows):
         by_layer, *at_end = [row for row in rows if row["factor"] == factor]
         both = [by_layer, *at_end]

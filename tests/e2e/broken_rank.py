@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import NoReturn
 
@@ -147,8 +148,11 @@ def drift() -> None:
 
 def have_another_version() -> None:
     """Have another version of peft."""
-    whole = surroundings.version
-    surroundings.version = lambda name: OTHER_VERSION if name == "peft" else whole(name)
+
+    def other_version(name: str) -> str:
+        return OTHER_VERSION if name == "peft" else version(name)
+
+    vars(surroundings)["version"] = other_version
 
 
 def hang() -> None:
@@ -185,7 +189,10 @@ def main(argv: Sequence[str]) -> None:
     if kind.startswith("hangs"):
         process_group.LEAST_STEP_TIMEOUT_S = LEAST_TIMEOUT_S
         process_group.STEP_TIMEOUT_STEPS = TIMEOUT_STEPS
-    in_steps = {**IN_STEP, FULL_DISK: partial(fill_disk, words)}
+    in_steps: Mapping[str, Callable[[], object]] = {
+        **IN_STEP,
+        FULL_DISK: partial(fill_disk, words),
+    }
     if launch().index == (0 if kind == FULL_DISK else 1):
         if kind in in_steps:
             in_step(failing(in_steps[kind]))

@@ -360,7 +360,8 @@ def suffer(scene: Scene, fault: Fault) -> Outcome:
                 flags = ["--resume"]
             start_s = time.monotonic()
             ranks = scene.start(
-                *(run_dir, *flags),
+                run_dir,
+                *flags,
                 kind=fault.kind,
                 of_rank_1=around.of_rank_1,
                 variables=around.variables,

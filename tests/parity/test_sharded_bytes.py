@@ -87,7 +87,8 @@ class Case:
 def counted(case: Case) -> int:
     """Return the most live bytes of torch's allocator in a step, by its profiler."""
     torch.manual_seed(0)
-    model: Any = Qwen3ForCausalLM(Qwen3Config(**case.config)).to(case.dtype)
+    model: Any = Qwen3ForCausalLM(Qwen3Config(**case.config))
+    model = model.to(case.dtype)
     if not case.is_full:
         model = get_peft_model(model, LoraConfig(r=RANK, target_modules=["q_proj", "v_proj"]))
     engine = ShardedEngine(model.train(), device=torch.device("cpu"), ranks=Halves())
