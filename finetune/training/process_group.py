@@ -170,6 +170,13 @@ class ProcessGroup(Ranks):
             self._wait(work, limit_s=self._timeout_s)
         return made[0] if made else pickle.loads(sent.numpy().data)
 
+    @contextmanager
+    def first_here_first(self) -> Iterator[None]:
+        """See `Ranks`; a run is loaded, for which each machine takes its own time."""
+        self._heartbeat.has_steps = False
+        with super().first_here_first():
+            yield
+
     def _exchange(self, value: T, *, limit_s: float) -> tuple[T, ...]:
         words = self._gather(_Word(value=value, failure=None), limit_s=limit_s)
         failed = [rank for rank, word in enumerate(words) if word.failure is not None]
@@ -280,6 +287,11 @@ class ProcessGroup(Ranks):
         allowed_s = max(LEAST_STEP_TIMEOUT_S, STEP_TIMEOUT_STEPS * self._longest_step_s)
         return min(self._timeout_s, allowed_s)
 
+    def _idle_timeout_s(self) -> float:
+        """Return how long the others may take longer than this rank for what all do alike."""
+        own_s = max(self._longest_step_s, time.monotonic() - self._begun_s)
+        return max(LEAST_STEP_TIMEOUT_S, STEP_TIMEOUT_STEPS * own_s)
+
     def add_up(self, own: torch.Tensor) -> torch.Tensor:
         """Add up a vector over the ranks, in rank order; waits for the device."""
         every = self._exchange(own.tolist(), limit_s=self._step_timeout_s())
@@ -327,16 +339,21 @@ class ProcessGroup(Ranks):
             RuntimeError: A connection is closed.
         """
         assert work is not None
-        start_s = time.monotonic()
+        start_s, idle_s = time.monotonic(), self._idle_timeout_s()
         while not work.is_completed():
             waited_s = time.monotonic() - start_s
-            self._require_answers(waited_s=waited_s, limit_s=limit_s)
+            self._require_answers(waited_s=waited_s, limit_s=limit_s, idle_s=idle_s)
             # a lane that polls often would keep the interpreter from others
             time.sleep(min(_POLL_S + _POLL_FRAC * waited_s, _MOST_POLL_S))
         work.wait()
 
-    def _require_answers(self, *, waited_s: float, limit_s: float) -> None:
+    def _require_answers(self, *, waited_s: float, limit_s: float, idle_s: float) -> None:
         """Check that all ranks live, and that none has let this one wait for too long.
+
+        Args:
+            waited_s: How long this rank has waited.
+            limit_s: How long it may wait for the main rank, which may be at work for all.
+            idle_s: How long for others, between the steps of a run.
 
         Raises:
             RankError: A rank does not answer, or has left.
@@ -346,8 +363,10 @@ class ProcessGroup(Ranks):
         stopped = self._heartbeat.stopped(waited_s=waited_s)
         if stopped:
             raise self._lost(stopped, f"no sign of life for {STOPPED_S:.0f} s")
+        late = self._heartbeat.late()
+        if self._heartbeat.has_steps and late and 0 not in late:
+            limit_s = min(limit_s, idle_s)
         if waited_s > limit_s:
-            late = self._heartbeat.late()
             raise self._lost(late, f"others have waited for it for {limit_s:,.0f} s")
 
     @contextmanager
@@ -361,11 +380,13 @@ class ProcessGroup(Ranks):
 
         def watch() -> None:
             place, since_s = self._heartbeat.place, time.monotonic()
+            idle_s = self._idle_timeout_s()
             while not is_done.wait(BEAT_S):
                 if self._heartbeat.place != place:
                     place, since_s = self._heartbeat.place, time.monotonic()
+                waited_s = time.monotonic() - since_s
                 try:
-                    self._require_answers(waited_s=time.monotonic() - since_s, limit_s=limit_s)
+                    self._require_answers(waited_s=waited_s, limit_s=limit_s, idle_s=idle_s)
                 except RankError as error:
                     end_at_once(error)
 

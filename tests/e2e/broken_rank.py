@@ -12,7 +12,7 @@ from contextlib import suppress
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -117,6 +117,17 @@ def in_visit(act: Callable[[], None]) -> None:
     _Clock.mark = broken_in_parts  # type: ignore[method-assign]
 
 
+def in_evaluation(act: Callable[[], None]) -> None:
+    """Do something as this rank's first evaluation begins."""
+    whole = Loop.validation_loss
+
+    def broken(self: Loop, *args: Any, **settings: Any) -> float:
+        act()
+        return whole(self, *args, **settings)
+
+    Loop.validation_loss = broken  # type: ignore[method-assign]
+
+
 def be_slow() -> None:
     """Let each backward visit take longer."""
     backward = Executor._backward
@@ -180,6 +191,7 @@ DIFFERENT: Mapping[str, Callable[[], object]] = {
     "version": have_another_version,
     "threads": partial(torch.set_num_threads, 2),
 }
+HANGS_IN_EVALUATION = "hangs in an evaluation"
 FULL_DISK = "full disk"  # of rank 0, which writes the run's directory
 
 
@@ -198,6 +210,8 @@ def main(argv: Sequence[str]) -> None:
             in_step(failing(in_steps[kind]))
         elif kind in IN_VISIT:
             in_visit(failing(IN_VISIT[kind]))
+        elif kind == HANGS_IN_EVALUATION:
+            in_evaluation(failing(hang))
         else:
             DIFFERENT[kind]()
     app.main(words)

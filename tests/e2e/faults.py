@@ -59,20 +59,26 @@ class Scene:
     words: Sequence[object]
     forked: Forked
 
+    @property
+    def place(self) -> Path:
+        """The directory of runs that are resumed, which their recipe names."""
+        return self.folder / "run"
+
     @cached_property
     def whole(self) -> Path:
         """A run without a fault."""
-        run_dir = self.folder / "whole" / "run"
-        ranks = self.start(run_dir)
+        ranks = self.start(self.place)
         assert [rank.end() for rank in ranks] == [0, 0], [rank.shown for rank in ranks]
-        return run_dir
+        return shutil.copytree(self.place, self.folder / "whole")
 
-    def begun(self, run_dir: Path) -> Path:
-        """Copy the whole run as it was when its next to last checkpoint had been written."""
-        shutil.copytree(self.whole, run_dir)
-        shutil.rmtree(run_dir / "checkpoints" / f"step-{NUM_STEPS:07d}")
-        shutil.rmtree(run_dir / "adapter")
-        return run_dir
+    def begun(self) -> Path:
+        """Put the whole run in its place as it was after its next to last checkpoint."""
+        whole = self.whole
+        shutil.rmtree(self.place)
+        shutil.copytree(whole, self.place)
+        shutil.rmtree(self.place / "checkpoints" / f"step-{NUM_STEPS:07d}")
+        shutil.rmtree(self.place / "adapter")
+        return self.place
 
     def cache(self, node: int) -> Path:
         return self.folder / f"cache-{node}"
@@ -209,7 +215,7 @@ def _on_both(cause: str) -> tuple[str, str]:
     return cause, cause
 
 
-INT8 = ("offload.codec=int8",)
+INT8, EVALUATED = ("offload.codec=int8",), ("output.eval_every=3",)
 FAULTS = (
     Fault(
         name="killed (SIGKILL)",
@@ -250,6 +256,14 @@ FAULTS = (
         kind="hangs in a visit",
         codes=(1, 1),
         causes=_on_both("rank 1 (machine 1) is gone or does not answer: others have waited for it"),
+        waited_s=LEAST_TIMEOUT_S,
+    ),
+    Fault(
+        name="hangs in an evaluation",
+        kind="hangs in an evaluation",
+        codes=(1, 1),
+        causes=_on_both("rank 1 (machine 1) is gone or does not answer: others have waited for it"),
+        more=EVALUATED,
         waited_s=LEAST_TIMEOUT_S,
     ),
     Fault(
@@ -349,15 +363,11 @@ def suffer(scene: Scene, fault: Fault) -> Outcome:
     Raises:
         NoDiskError: It takes a disk that cannot be mounted here.
     """
-    place = scene.folder / fault.name.replace(" ", "-")
-    run_dir = place / "run"
+    whole, flags = scene.whole, ["--resume"] if fault.is_from_start else []
+    run_dir = scene.begun() if flags else scene.folder / fault.name.replace(" ", "-") / "run"
     with ExitStack() as held:
         with ExitStack() as faulty:
             around = fault.around(scene, held if fault.kind else faulty, run_dir)
-            flags = []
-            if fault.is_from_start:
-                scene.begun(run_dir)
-                flags = ["--resume"]
             start_s = time.monotonic()
             ranks = scene.start(
                 run_dir,
@@ -378,7 +388,7 @@ def suffer(scene: Scene, fault: Fault) -> Outcome:
             codes=codes,
             shown=shown,
             checkpoint=max(steps, default=0),
-            is_resumed=is_ended and are_same(run_dir, scene.whole),
+            is_resumed=is_ended and are_same(run_dir, whole),
             resume_shown=tuple(rank.shown for rank in resume),
         )
 
@@ -438,7 +448,7 @@ class Resumed:
 
 def resumed_by(scene: Scene, *sizes: int) -> Resumed:
     """Resume the run with another number of ranks and machines; a lone one streams."""
-    run_dir = scene.begun(scene.folder / f"by-{'-'.join(map(str, sizes))}" / "run")
+    run_dir = scene.begun()
     alone = ["train.parallel=stream"] if sum(sizes) == 1 else []
     ranks = scene.start(run_dir, "--resume", *alone, sizes=sizes)
     codes = tuple(rank.end() for rank in ranks)
