@@ -97,9 +97,12 @@ class Bench:
         if (way, *more) not in self._scenes:
             folder = self._folder / "-".join((way, *more))
             recipe = recipe_writer(folder, self._model, self._rows)(**SECTIONS)
-            words = ("finetune", recipe, "--machine", self._machine, f"train.parallel={way}")
             self._scenes[way, *more] = Scene(
-                folder=folder, model=self._model, words=(*words, *more), forked=self._forked
+                folder=folder,
+                model=self._model,
+                words=("finetune", recipe, "--machine", self._machine, *more),
+                way=way,
+                forked=self._forked,
             )
         return self._scenes[way, *more]
 

@@ -51,12 +51,14 @@ class Scene:
         folder: For all of them.
         model: The base's folder.
         words: Of the command.
+        way: How the ranks share a step.
         forked: What starts processes.
     """
 
     folder: Path
     model: Path
     words: Sequence[object]
+    way: str
     forked: Forked
 
     @property
@@ -88,6 +90,7 @@ class Scene:
         run_dir: Path,
         *more: object,
         kind: str | None = None,
+        way: str | None = None,
         sizes: Sequence[int] = (1, 1),
         of_rank_1: Sequence[object] = (),
         variables: Mapping[int, Mapping[str, str]] | None = None,
@@ -101,7 +104,7 @@ class Scene:
         }
         return self.forked.start_machines(
             *([] if kind is None else [kind]),
-            *(*self.words, *more),
+            *(*self.words, f"train.parallel={way or self.way}", *more),
             sizes=sizes,
             more={
                 rank: [f"output.dir={place}", *(of_rank_1 if rank == 1 else ())]
@@ -449,8 +452,8 @@ class Resumed:
 def resumed_by(scene: Scene, *sizes: int) -> Resumed:
     """Resume the run with another number of ranks and machines; a lone one streams."""
     run_dir = scene.begun()
-    alone = ["train.parallel=stream"] if sum(sizes) == 1 else []
-    ranks = scene.start(run_dir, "--resume", *alone, sizes=sizes)
+    way = STREAM if sum(sizes) == 1 else scene.way
+    ranks = scene.start(run_dir, "--resume", way=way, sizes=sizes)
     codes = tuple(rank.end() for rank in ranks)
     return _against_whole(scene, run_dir, codes, tuple(rank.shown for rank in ranks))
 
@@ -463,7 +466,8 @@ def restarted(scene: Scene) -> Resumed:
     places = [scene.folder / "restarted" / name for name in ("run", "none")]
     launches = [
         torchrun(
-            *("-m", "tests.e2e.broken_rank", "SIGKILL", *scene.words, f"output.dir={place}"),
+            *("-m", "tests.e2e.broken_rank", "SIGKILL", *scene.words),
+            *(f"train.parallel={scene.way}", f"output.dir={place}"),
             node=node,
             port=port,
             cache=scene.cache(node),

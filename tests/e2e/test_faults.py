@@ -41,8 +41,8 @@ def scene_of(
     def scene(way: str, *more: str) -> Scene:
         folder = tmp_path_factory.mktemp(way)
         recipe = recipe_writer(folder, model_dir, rows_file)(**SECTIONS)
-        words = ("finetune", recipe, "--machine", machine_file, f"train.parallel={way}", *more)
-        return Scene(folder=folder, model=model_dir, words=words, forked=fork_server)
+        words = ("finetune", recipe, "--machine", machine_file, *more)
+        return Scene(folder=folder, model=model_dir, words=words, way=way, forked=fork_server)
 
     yield scene
     fork_server.end_all()
