@@ -10,11 +10,12 @@ may be in a long computation, or may hang: the thread ends its process.
 """
 
 import json
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from threading import Event, Thread
+from threading import Event, Thread, main_thread
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # no stub has it
 
@@ -22,6 +23,7 @@ BEAT_S = 0.5
 STOPPED_S = 20.0
 GIVEN_UP_S = 5.0
 FAREWELL_S = 6.0
+WAITING_IN = ("/torch/distributed/", "/finetune/training/process_group.py")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,12 +33,14 @@ class _Sign:
     Attributes:
         number: Of the rank's signs before.
         place: The exchanges and collectives that it has come to.
+        is_waiting: Whether its main thread waits in one, as far as Python's stack says.
         has_left: Whether it is the last one.
         why: Why it fails, or has left; empty if it does neither, or has nothing to say.
     """
 
     number: int = 0
     place: int = 0
+    is_waiting: bool = False
     has_left: bool = False
     why: str = ""
 
@@ -145,12 +149,16 @@ class Heartbeat:
         return self._silent(since_s=start_s) if self._has_store else [0]
 
     def late(self) -> list[int]:
-        """Return ranks that have not come to the exchange that this one waits in."""
-        return [
-            rank
-            for rank, (sign, _) in enumerate(self._seen)
-            if sign and not sign.has_left and sign.place < self.place
-        ]
+        """Return ranks that have not come to the exchange that this one waits in.
+
+        In a collective of a library within a visit all have come equally far; then it is those that
+        do not wait.
+        """
+        signs = [sign or _Sign(has_left=True) for sign, _ in self._seen]
+        late = [r for r, sign in enumerate(signs) if not sign.has_left and sign.place < self.place]
+        if late or not signs[self._index].is_waiting:
+            return late
+        return [r for r, sign in enumerate(signs) if not (sign.has_left or sign.is_waiting)]
 
     def _silent(self, *, since_s: float) -> list[int]:
         return [
@@ -164,7 +172,8 @@ class Heartbeat:
         try:
             while not self._has_ended.wait(BEAT_S):
                 number += 1
-                self._give(store, _Sign(number=number, place=self.place, why=self._why))
+                waits, why = _is_main_thread_waiting(), self._why
+                self._give(store, _Sign(number=number, place=self.place, is_waiting=waits, why=why))
                 self._look(store.multi_get(self._keys))
                 self._end_if_lost(store)
             self._give(store, _Sign(number=number + 1, has_left=True, why=self._why))
@@ -229,3 +238,9 @@ class Heartbeat:
             before if before[0] == sign else (sign, now_s)
             for before, sign in zip(self._seen, signs, strict=True)
         ]
+
+
+def _is_main_thread_waiting() -> bool:
+    """Return whether the main thread is in an exchange or a collective."""
+    frame = sys._current_frames().get(main_thread().ident or 0)
+    return frame is not None and any(place in frame.f_code.co_filename for place in WAITING_IN)

@@ -130,6 +130,19 @@ def hung(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Heartbeat, Heartbeat
         rank.leave()
 
 
+def test_of_ranks_that_have_come_equally_far_who_does_not_wait_lets_others_wait(
+    three: list[Heartbeat], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, _ = three
+    wait_for(lambda: second.stopped(waited_s=0.0) == [2])
+    assert first.late() == []
+    here = __file__  # the main thread of both is in this test
+    monkeypatch.setattr(heartbeat, "WAITING_IN", (here,))
+    wait_for(lambda: first.late() == [2])
+    for rank in (first, second):
+        rank.leave()
+
+
 def test_who_comes_to_no_exchange_after_others_have_left_is_ended_by_their_words(
     hung: tuple[Heartbeat, Heartbeat, Ended],
 ) -> None:
