@@ -149,16 +149,17 @@ class Heartbeat:
         return self._silent(since_s=start_s) if self._has_store else [0]
 
     def late(self) -> list[int]:
-        """Return ranks that have not come to the exchange that this one waits in.
+        """Return ranks that have not come to the exchange that others wait in, this one included.
 
         In a collective of a library within a visit all have come equally far; then it is those that
-        do not wait.
+        do not wait, if others do.
         """
-        signs = [sign or _Sign(has_left=True) for sign, _ in self._seen]
-        late = [r for r, sign in enumerate(signs) if not sign.has_left and sign.place < self.place]
-        if late or not signs[self._index].is_waiting:
+        here = [(rank, sign) for rank, (sign, _) in enumerate(self._seen) if sign]
+        here = [(rank, sign) for rank, sign in here if not sign.has_left]
+        late = [rank for rank, sign in here if sign.place < self.place]
+        if late or not any(sign.is_waiting for _, sign in here):
             return late
-        return [r for r, sign in enumerate(signs) if not (sign.has_left or sign.is_waiting)]
+        return [rank for rank, sign in here if not sign.is_waiting]
 
     def _silent(self, *, since_s: float) -> list[int]:
         return [
