@@ -39,7 +39,8 @@ def shown_signal(number: int, ranks: Sequence[int], *, num_ranks: int) -> str:
     """Return which signal ended a run and which of its ranks got one; nothing of a lone process."""
     if num_ranks == 1:
         return ""
-    who = "all ranks" if len(ranks) == num_ranks else f"rank {', '.join(map(str, ranks))}"
+    who = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    who = "all ranks" if len(ranks) == num_ranks else who
     return f" by {signal.Signals(number).name} to {who}"
 
 

@@ -5,8 +5,9 @@ is killed closes its connections, which at once is an error on the others. One t
 whose machine is gone, no longer gives signs of life. Our own collectives are polled; while a
 library's are waited for, as those that gather parts of a model, a thread looks for these signs. One
 that hangs lets the others wait for its share of a step, for no longer than ten times the longest
-step so far. A rank that fails but lives takes part in the others' next exchange with the reason in
-place of a value.
+step so far, and between steps, unless it is the main one, than ten times what they took themselves.
+A rank that fails but lives takes part in the others' next exchange with the reason in place of a
+value; who does not come to it is ended, see `heartbeat`.
 
 No error report is cut off. On each machine one rank shows the error: the one that has it, or the
 first if that is elsewhere. A launcher ends all ranks of its machine as soon as one exits with an
@@ -52,7 +53,7 @@ from offload.plan.memory.memory import GRADIENT_BUCKET_BYTES
 T = TypeVar("T")
 
 JOIN_S = 120.0
-# Between steps: the main rank can sample for hours while the others wait.
+# Before the first step, and between steps for the main rank, which can sample for hours.
 TIMEOUT_S = 6 * 3600.0
 # Within steps, for a process that hangs; one that dies or is stopped is noticed before.
 LEAST_STEP_TIMEOUT_S, STEP_TIMEOUT_STEPS = 60.0, 10
