@@ -1,5 +1,6 @@
 """The only place that reads or sets environment variables."""
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -144,6 +145,8 @@ def quiet_libraries() -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its store warns of closed connections
     for name in ("TRANSFORMERS_VERBOSITY", "HF_HUB_VERBOSITY", "DATASETS_VERBOSITY"):
         os.environ.setdefault(name, "error")
+    # On a processor with bf16 products it asks for a kernel that nothing here would call.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
 def cache_dir() -> Path:

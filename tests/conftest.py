@@ -15,6 +15,7 @@ import torch
 pytest_plugins = ["pytester"]
 
 PARTED = ("slow", "bench")  # tests of which CI runs another part with each commit
+NUM_THOROUGH_PARTS = 3  # and of thorough ones it runs one of so many
 EXPECTED_SKIPS = (
     "torch sees no CUDA device",
     "there is a CUDA device",  # what holds without one
@@ -61,7 +62,7 @@ def pytest_collectstart() -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    said = "of slow tests, and those of benchmarks, run the K-th of N parts, counted from 1"
+    said = "of slow tests run the K-th of N parts, counted from 1, and a part of thorough ones"
     parser.addoption("--part", metavar="K/N", type=_part, help=said)
 
 
@@ -72,16 +73,19 @@ def _part(text: str) -> tuple[int, int]:
     return part, num_parts
 
 
+def _is_in_part(item: pytest.Item, part: int, num_parts: int) -> bool:
+    if not any(map(item.get_closest_marker, PARTED)):
+        if item.get_closest_marker("thorough") is None:
+            return True
+        num_parts = min(num_parts, NUM_THOROUGH_PARTS)
+    return crc32(item.nodeid.encode()) % num_parts == part % num_parts
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Begin with long tests; a worker that has none left takes some of the others'."""
     if config.option.part is not None:
         part, num_parts = config.option.part
-        kept = [
-            item
-            for item in items
-            if not any(map(item.get_closest_marker, PARTED))
-            or crc32(item.nodeid.encode()) % num_parts == part - 1
-        ]
+        kept = [item for item in items if _is_in_part(item, part - 1, num_parts)]
         config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
         items[:] = kept
     items.sort(key=lambda item: item.get_closest_marker("long") is None)

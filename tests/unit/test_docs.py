@@ -425,7 +425,7 @@ def recipe_of(target: str) -> list[str]:
 
 
 def test_ci_runs_what_make_check_runs() -> None:
-    ci = (ROOT / ".ci/run").read_text().splitlines()
+    ci = re.sub(r"(?m)^in_background \w+ ", "", (ROOT / ".ci/run").read_text()).splitlines()
     assert [line for line in recipe_of("check") if line not in ci] == []
 
 
