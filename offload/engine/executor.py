@@ -76,6 +76,7 @@ class Executor:
         self._randomness = VisitRandomness(device.torch_device)
         self._last_layer = len(model.layers) - 1
         self._found: dict[tuple[bool, str | None], Found] = {}
+        self._loaded: dict[int, Event] = {}  # the last load from each staging buffer, of any pass
         self.adapter: str | None = None
         """The adapter that the model is switched to for passes of its own."""
 
@@ -356,11 +357,16 @@ class Executor:
             self._device.begin()
             try:
                 for op in schedule.ops:
-                    body = partial(table[op.kind], op)
-                    events.append(self._device.submit(op.lane, [events[i] for i in op.waits], body))
+                    body, waits = partial(table[op.kind], op), [events[i] for i in op.waits]
+                    if op.kind is Kind.READ and op.buffer_index in self._loaded:
+                        waits.append(self._loaded.pop(op.buffer_index))
+                    events.append(self._device.submit(op.lane, waits, body))
                 self._device.settle()
             finally:
                 VISIT_CACHE.enter(None)
+        for op, event in zip(schedule.ops, events, strict=True):
+            if op.kind is Kind.LOAD and op.buffer is not None:
+                self._loaded[op.buffer] = event
         return events
 
     # -------------------------------------------------------------------------------------- visits
