@@ -45,6 +45,7 @@ from finetune.exits import end_at_once
 from finetune.training.ranks import Ranks
 from finetune.training.world.heartbeat import BEAT_S, STOPPED_S, Heartbeat
 from finetune.training.world.meeting import meet, opened_store
+from finetune.training.world.parcel import memory_of, packed, unpacked
 from finetune.training.world.surroundings import surroundings
 from offload.errors import SluiceError
 from offload.plan.facts.linears import FP32_BYTES
@@ -162,14 +163,21 @@ class ProcessGroup(Ranks):
     def from_main(self, make: Callable[[], T]) -> T:
         """Return the result of `make` on the main rank, on all ranks."""
         made = [make()] if self.is_main else []
-        content = pickle.dumps(made[0]) if made else b""
+        content, tensors = packed(made[0]) if made else (b"", [])
         sent = torch.empty(self.exchange(len(content))[0], dtype=torch.uint8)
         if made:
             sent.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+        self._send(sent)
+        value, tensors = (made[0], tensors) if made else unpacked(sent.numpy().data)
+        for tensor in tensors:
+            for piece in memory_of(tensor).split(GRADIENT_BUCKET_BYTES):
+                self._send(piece)
+        return value
+
+    def _send(self, piece: torch.Tensor) -> None:
+        """Fill memory of all ranks with what the main rank has there."""
         with self._connected():
-            work = dist.broadcast(sent, src=0, async_op=True)
-            self._wait(work, limit_s=self._timeout_s)
-        return made[0] if made else pickle.loads(sent.numpy().data)
+            self._wait(dist.broadcast(piece, src=0, async_op=True), limit_s=self._timeout_s)
 
     @contextmanager
     def first_here_first(self) -> Iterator[None]:
