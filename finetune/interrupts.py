@@ -12,7 +12,7 @@ import signal
 import sys
 import termios
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
@@ -33,6 +33,15 @@ class Interrupted(KeyboardInterrupt):
 def exit_code(number: int) -> int:
     """Return the exit code of a command that a signal has ended: 130, 143 or 129."""
     return _EXIT_BASE + number
+
+
+def shown_signal(number: int, ranks: Sequence[int], *, num_ranks: int) -> str:
+    """Return which signal ended a run and which of its ranks got one; nothing of a lone process."""
+    if num_ranks == 1:
+        return ""
+    who = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    who = "all ranks" if len(ranks) == num_ranks else who
+    return f" by {signal.Signals(number).name} to {who}"
 
 
 @contextmanager

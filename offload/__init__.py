@@ -60,6 +60,7 @@ def attach(  # noqa: PLR0913 - the door to all of it
     sent_graphs: int = 0,
     mlp_chunk_tokens: int | None = None,
     layer_kernels: Literal["plain", "fused"] = "plain",
+    embeddings: Literal["device", "host"] = "device",
     backing: "Backing | None" = None,
     store_dir: str | None = None,
 ) -> "Engine":
@@ -96,6 +97,8 @@ def attach(  # noqa: PLR0913 - the door to all of it
             operators where each is proven to compute what the model's own code does, within
             rounding: Triton kernels on CUDA, which no card has run yet; plain torch on a CPU, which
             is slower than "plain". An MLP that is computed some tokens at a time keeps its gate.
+        embeddings: Where the input embedding's weight is: on the device, or on the host, from where
+            each micro-batch brings the rows of its tokens. It is frozen then, and not the head's.
         backing: Where the layers were loaded to (`offload.engine.model.load_hook`); None copies
             them.
         store_dir: With tier "disk" and no backing: a directory for a file as large as the layers.
@@ -127,6 +130,7 @@ def attach(  # noqa: PLR0913 - the door to all of it
         mlp_chunk_tokens=mlp_chunk_tokens,
         layer_kernels=layer_kernels,
         joins_rows=opened.type == "cuda",
+        embeddings=embeddings,
     )
     return Engine(model, device=opened, options=options, backing=backing)
 

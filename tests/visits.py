@@ -30,8 +30,9 @@ from offload.engine.recompute.unread import Unread
 from offload.engine.tracing.cuda_kernels import Capability, CudaKernels
 from offload.engine.tracing.experts import SilentLauncher, traced_experts
 from offload.engine.tracing.fake_model import fake_copy, num_experts, rows_are_whole
-from offload.plan.facts.facts import AdapterSpec, model_facts
+from offload.plan.facts.facts import AdapterSpec, adapted_linears, model_facts
 from offload.plan.machine.machine import ExpertsImplementation, Implementation, named_machine
+from offload.plan.time.adapters import visit_norm
 from offload.plan.time.costs import layer_work
 from offload.plan.time.pricer import Pricer
 from offload.plan.time.work import OPS_PER_CALL, Work
@@ -51,12 +52,14 @@ class Levers:
         is_fused: Whether norms, rotations and gates are one operator each.
         leaves_out: Whether a recompute leaves out what nothing reads.
         experts: The expert kernels.
+        is_dora: Whether adapters are DoRA, on linears alone, in a visit of one micro-batch.
     """
 
     is_grouped: bool
     is_fused: bool
     leaves_out: bool
     experts: ExpertsImplementation
+    is_dora: bool = False
 
 
 OFF = Levers(is_grouped=False, is_fused=False, leaves_out=False, experts="grouped_mm")
@@ -209,7 +212,8 @@ def _without_values(shape: Shape, levers: Levers) -> tuple[Any, FakeTensorMode]:
     section = AdapterSection(
         rank=RANK,
         alpha=float(RANK),
-        experts=has_experts,
+        experts=has_experts and not levers.is_dora,
+        dora=levers.is_dora,
         compute_dtype="auto" if levers.is_grouped else "float32",
     )
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -258,14 +262,19 @@ def priced_visit(shape: Shape, levers: Levers, *, num_tokens: int = NUM_TOKENS) 
         adapter=AdapterSpec(
             rank=RANK,
             targets=tuple(x.name for x in layer.linears if x.group != "experts"),
-            experts=bool(layer.num_experts),
+            experts=bool(layer.num_experts) and not levers.is_dora,
+            is_dora=levers.is_dora,
             is_in_base_dtype=levers.is_grouped,
         ),
         layer_code="fused" if levers.is_fused else "plain",
         leaves_out=levers.leaves_out,
     )
-    found = layer_work(Pricer(machine=machine, facts=facts, workload=load), layer)
+    at = Pricer(machine=machine, facts=facts, workload=load)
+    found = layer_work(at, layer)
     works: dict[str, Work] = {name: getattr(found, name) for name in PARTS}
+    adapted = adapted_linears(layer, load.adapter)
+    norms = sum((visit_norm(at, linear) for linear in adapted), start=Work())
+    works |= {name: works[name] + norms for name in ("forward", "recompute")}
     return {
         name: Part(num_launches=work.num_ops, num_calls=work.num_calls, num_bytes=0)
         for name, work in works.items()

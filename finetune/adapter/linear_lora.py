@@ -1,11 +1,13 @@
 """Adapters on linear layers: held, saved and loaded by peft, computed at the base's precision."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, TypeVar
 
 import torch
 from peft import PeftModel
 from peft.tuners.lora import layer
+from peft.tuners.lora.dora import DoraLinearLayer
+from peft.tuners.lora.variants import DoraLinearVariant
 from torch import nn
 
 from finetune.adapter.expert_lora import ParamWrapper
@@ -25,15 +27,17 @@ SHARED_INPUTS = (
 )
 
 
-def compute_in_base_dtype(model: nn.Module) -> None:
+def compute_in_base_dtype(model: nn.Module, *, by_peft: Collection[str] = ()) -> None:
     """Compute the adapters of linear layers at the precision of the weights that they adapt.
 
     Names, initial values, scaling, files, merging and switching off stay peft's own. Its forward
-    stays too where a layer is not plain LoRA on a plain frozen linear layer: DoRA, adapters with a
-    bias, other kinds of layers, base weights that train.
+    stays too where a layer is not plain LoRA or DoRA on a plain frozen linear layer: DoRA after a
+    dropout or of several adapters at once, adapters with a bias, other kinds of layers, base
+    weights that train.
 
     Args:
         model: With its adapters.
+        by_peft: Names of adapters that peft computes nevertheless.
     """
     for parent in model.modules():
         adapted: dict[str, Any] = {
@@ -42,7 +46,7 @@ def compute_in_base_dtype(model: nn.Module) -> None:
             if type(module) is layer.Linear and type(module.get_base_layer()) is nn.Linear
         }
         for names in _groups(adapted):
-            family = Family([adapted[name] for name in names])
+            family = Family([adapted[name] for name in names], by_peft=by_peft)
             for name in names:
                 adapted[name].__class__ = Linear
                 vars(adapted[name])["family"] = family
@@ -120,10 +124,12 @@ class Linear(layer.Linear):
         """Return the output's graph without its values; see `offload.engine.recompute.unread`."""
         if args or kwargs or self.siblings.are_several or not self.is_plain(x):
             return Linear.forward(self, x, *args, **kwargs)
+        if self.adapted().magnitude_M is not None:  # its gradient reads the value
+            return Linear.forward(self, x)
         return self.siblings.output(self, x, has_value=False)
 
     def is_plain(self, x: torch.Tensor) -> bool:
-        """Return whether this is plain LoRA on a frozen linear layer of the dtype of `x`."""
+        """Return whether this is plain LoRA or DoRA on a frozen linear of the dtype of `x`."""
         return (
             x.dim() > 1
             and not (self.disable_adapters or self.merged)  # layers may switch it in a visit
@@ -136,7 +142,7 @@ class Linear(layer.Linear):
         return VISIT_CACHE.once((what, id(self)), make)
 
     def _plain_dtype(self) -> torch.dtype | None:
-        """Return the dtype in which this is plain LoRA on a frozen linear; None if in none."""
+        """Return the dtype in which this is plain, on a frozen linear; None if in none."""
         base: Any = self.get_base_layer()
         active = self._active()
         is_frozen = not any(parameter.requires_grad for parameter in base.parameters())
@@ -144,10 +150,22 @@ class Linear(layer.Linear):
             all(_is_bare(one) for one in (base, *self._factors()))
             and is_frozen
             and bool(active)
-            and not any(name in self.lora_variant or self.lora_bias[name] for name in active)
+            and self.family.by_peft.isdisjoint(active)
+            and not any(self.lora_bias[name] for name in active)
             and not (len(active) > 1 and self.drops())
+            and self._has_plain_variant(active)
         )
         return base.weight.dtype if is_plain else None
+
+    def _has_plain_variant(self, active: list[str]) -> bool:
+        """Return whether there is no other kind of LoRA than DoRA, and that alone, undropped."""
+        variants: Any = self.lora_variant
+        kinds = {type(variants[name]) for name in active if name in variants}
+        if not kinds:
+            return True
+        if kinds != {DoraLinearVariant} or len(active) > 1 or self.drops():
+            return False
+        return _is_bare(self.lora_magnitude_vector[active[0]], DoraLinearLayer)
 
     def _factors(self) -> list[nn.Module]:
         """Return the modules that hold A and B; what they do beyond a product would be skipped."""
@@ -181,7 +199,14 @@ class Linear(layer.Linear):
             LowRank(a_RK=a[name].weight, b_MR=b[name].weight, scaling=float(self.scaling[name]))
             for name in self._active()
         )
-        return AdaptedLinear(weight_MK=base.weight, bias_M=base.bias, branches=branches)
+        magnitudes: Any = self.lora_magnitude_vector
+        first = self._active()[0]  # with DoRA the only one
+        return AdaptedLinear(
+            weight_MK=base.weight,
+            bias_M=base.bias,
+            branches=branches,
+            magnitude_M=magnitudes[first].weight if first in magnitudes else None,
+        )
 
     def _active(self) -> list[str]:
         return [name for name in self.active_adapters if name in self.lora_A]
@@ -193,8 +218,9 @@ class Family:
     An adapter computes as if it were the model's only one: together are those that it adapts.
     """
 
-    def __init__(self, members: list[Linear]) -> None:
-        """Take the layers in the order of their model."""
+    def __init__(self, members: list[Linear], *, by_peft: Collection[str]) -> None:
+        """Take the layers in the order of their model, and the adapters that peft computes."""
+        self.by_peft = frozenset(by_peft)
         self._members = members
         self._siblings: dict[tuple[str, ...], Siblings] = {}
 
@@ -263,6 +289,6 @@ class Siblings:
         self._outputs = {}
 
 
-def _is_bare(module: nn.Module) -> bool:
-    """Return whether a module is a linear layer and nothing else, without hooks."""
-    return type(module) is nn.Linear and not (module._forward_hooks or module._forward_pre_hooks)
+def _is_bare(module: nn.Module, kind: type[nn.Module] = nn.Linear) -> bool:
+    """Return whether a module is of this kind and nothing else, without hooks."""
+    return type(module) is kind and not (module._forward_hooks or module._forward_pre_hooks)

@@ -100,8 +100,7 @@ def add_loras(
 ) -> PeftModel:
     """Freeze the model and add adapters, all of which train and the first of which is active.
 
-    Each has the weights that it would have as the only one: it is drawn from its own seed. What
-    they must share is `compute_dtype`.
+    Each has the weights that it would have as the only one: it is drawn from its own seed.
 
     `backing` stores the layers' weights, if they were loaded into one. DoRA starts from their
     values, which encoded weights do not expose.
@@ -130,8 +129,9 @@ def add_loras(
             parameter.requires_grad = True  # peft trains the active one alone
     leave_out_draws(adapted)
     adapted = compute_beside(adapted)
-    if all(one.section.compute_dtype == "auto" for one in adapters.values()):
-        compute_in_base_dtype(adapted)
+    by_peft = [name for name, one in adapters.items() if one.section.compute_dtype == "float32"]
+    if len(by_peft) < len(adapters):
+        compute_in_base_dtype(adapted, by_peft=by_peft)
     for name, new in adapters.items():
         if new.section.dtype == "bfloat16":
             hold_in_bf16(adapted, name)

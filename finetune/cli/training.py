@@ -14,11 +14,11 @@ from finetune.cli.arguments import (
     Source,
     Verbose,
 )
-from finetune.cli.console import open_console
+from finetune.cli.console import open_console, warn
 from finetune.env import launch
 from finetune.errors import ConfigError
 from finetune.exits import EXIT_USER, explained
-from finetune.interrupts import exit_code
+from finetune.interrupts import exit_code, shown_signal
 
 if TYPE_CHECKING:
     from finetune.report.screen import Screen
@@ -73,7 +73,11 @@ def finetune(
                 may_overwrite=overwrite,
             )
         if outcome.signal is not None:
-            screen.note(f"Stopped after step {outcome.num_steps}; continue with `--resume`.")
+            by = shown_signal(outcome.signal, outcome.signalled, num_ranks=ranks.num)
+            note = f"Stopped after step {outcome.num_steps}{by}; continue with `--resume`."
+            if ranks.is_first_here and not ranks.is_main:
+                warn(note)  # on its machine nothing else is shown
+            screen.note(note)
             raise typer.Exit(exit_code(outcome.signal))
         kind, folder = ("Model", "model") if settings.train.is_full else ("Adapter", "adapter")
         screen.note(f"{kind}: {outcome.run_dir / folder}")

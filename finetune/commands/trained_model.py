@@ -146,6 +146,7 @@ class Prepared:
             codec=recipe.offload.layer_codec,
             tier=recipe.offload.load_tier,
             device=device,
+            embeddings=self.plan.request.typical.embeddings,
             backing=loaded.backing,
         )
         trained = self.run.model if recipe.train.is_full else self.run.adapter

@@ -16,6 +16,7 @@ from finetune.planning.request import full_request, has_router_loss, request_for
 from finetune.recipe.recipe import Recipe, with_micro_batch_size
 from finetune.recipe.rules import NEVER_ENCODED
 from offload.plan.facts.codec import CodecName
+from offload.plan.facts.embedding import why_on_device
 from offload.plan.facts.facts import ModelFacts
 from offload.plan.facts.optimizer import UpdatePlace, moved_state_bytes
 from offload.plan.machine.machine import Machine
@@ -27,6 +28,7 @@ from offload.plan.request import (
     PlanRequest,
     sharing,
     with_codec,
+    with_embeddings,
     with_head_chunk,
     with_mlp_chunk,
     with_states_on_disk,
@@ -127,8 +129,9 @@ def choose(facts: ModelFacts, machine: Machine, requests: Sequence[PlanRequest])
 
     Layers that may wait packed do so only where they would not fit otherwise: the cost of unpacking
     on a GPU has not been measured, and a file of packed weights is written at the first start.
-    Likewise, fewer logits exist at a time only where more would not fit, and MLPs compute in tiles
-    only where nothing else fits.
+    Likewise, fewer logits exist at a time only where more would not fit, MLPs compute in tiles only
+    where that does not fit either, and the input embedding is in host memory only where nothing
+    else fits.
 
     Raises:
         DoesNotFitError: None fits.
@@ -185,25 +188,40 @@ def nearest_request(
     facts: ModelFacts, machine: Machine, requests: Sequence[PlanRequest]
 ) -> PlanRequest:
     """Return the request that `choose` reports in its error if none fits."""
-    return nearest(facts, machine, in_forms(requests)[-1])
+    return nearest(facts, machine, _last(in_forms(requests, machine)))
 
 
 def _resort(
     facts: ModelFacts, machine: Machine, requests: Sequence[PlanRequest]
 ) -> list[PlanRequest]:
-    """Return the first group in which any request fits; the last one if none does."""
-    *earlier, last = in_forms(requests)
-    return next((some for some in earlier if fits(facts, machine, some)), last)
+    """Return the first group in which any request fits; those of the last forms if none does."""
+    forms = in_forms(requests, machine)
+    if len(forms) == 1:
+        return forms[0]
+    return next((some for some in forms if fits(facts, machine, some)), _last(forms))
 
 
-def in_forms(requests: Sequence[PlanRequest]) -> list[list[PlanRequest]]:
-    """Return the requests by the form of a step, each to be tried where those before do not fit."""
-    plain = requests[0].typical.codec
-    groups: dict[tuple[int | None, int, bool, bool], list[PlanRequest]] = {}
+def _last(forms: Sequence[list[PlanRequest]]) -> list[PlanRequest]:
+    """Return the last form of each place of the embedding: one lacks VRAM, the other RAM."""
+    found = {form[0].typical.embeddings: form for form in forms}
+    return [request for form in found.values() for request in form]
+
+
+def in_forms(requests: Sequence[PlanRequest], machine: Machine) -> list[list[PlanRequest]]:
+    """Return the requests by the form of a step, each to be tried where those before do not fit.
+
+    Where layers compute in host memory, an embedding that is there too saves nothing.
+    """
+    first = requests[0].typical
+    groups: dict[tuple[bool, str, int | None, int, bool], list[PlanRequest]] = {}
     for request in requests:
         typical = request.typical
-        key = (typical.mlp_chunk_tokens, typical.head_chunk_tokens, typical.codec == plain)
-        groups.setdefault((*key, typical.are_states_on_disk), []).append(request)
+        if machine.device == "cpu" and typical.embeddings != first.embeddings:
+            continue
+        sizes = typical.mlp_chunk_tokens, typical.head_chunk_tokens
+        is_stored = typical.are_states_on_disk
+        key = (is_stored, typical.embeddings, *sizes, typical.codec == first.codec)
+        groups.setdefault(key, []).append(request)
     return list(groups.values())
 
 
@@ -212,21 +230,23 @@ def _all_ways(
 ) -> list[PlanRequest]:
     """Return each cut of the step in each form and place, the plainest first.
 
-    That is: states in RAM, whole MLPs, large head chunks, native weights, updates on the host,
-    inputs on the device, small micro-batches, in this order.
+    That is: states in RAM, the input embedding on the device, whole MLPs, large head chunks, native
+    weights, updates on the host, inputs on the device, small micro-batches, in this order.
     """
-    if recipes[0].train.is_full:
-        return _with_states(recipes[0], _ways(recipes, cut))
-    whole, are_tiles_open = _ways(recipes, cut), recipes[0].offload.mlp_chunk == "auto"
-    if not are_tiles_open or not all(_may_tile(recipe, facts) for recipe in recipes):
-        return whole
-    tiled = [
-        with_mlp_chunk(request, num_tokens)
-        for num_tokens in MLP_CHUNKS
-        for request in whole
-        if num_tokens < request.largest.num_tokens
-    ]
-    return [*whole, *tiled]
+    ways, are_tiles_open = _ways(recipes, cut), recipes[0].offload.mlp_chunk == "auto"
+    if are_tiles_open and all(_may_tile(recipe, facts) for recipe in recipes):
+        ways += [
+            with_mlp_chunk(request, num_tokens)
+            for num_tokens in MLP_CHUNKS
+            for request in ways
+            if num_tokens < request.largest.num_tokens
+        ]
+    adapters = [run.typical.adapter for run in cut[0].runs]
+    is_open = recipes[0].offload.embeddings == "auto" and not any(
+        why_on_device(facts, adapter) for adapter in adapters
+    )
+    ways = [*ways, *(with_embeddings(request, "host") for request in ways if is_open)]
+    return _with_states(recipes[0], ways) if recipes[0].train.is_full else ways
 
 
 def _may_tile(recipe: Recipe, facts: ModelFacts) -> bool:

@@ -18,6 +18,7 @@ from finetune.report.format import shown_break_even, shown_gib, table_of
 from offload.errors import DoesNotFitError
 from offload.plan.facts.codec import CodecName
 from offload.plan.facts.facts import ModelFacts
+from offload.plan.facts.workload import EmbeddingPlace
 from offload.plan.fit import MemoryNeeds
 from offload.plan.machine.cards import CARDS
 from offload.plan.machine.machine import CARD_NAMES, GIB, Dtype, Machine
@@ -43,6 +44,7 @@ class Comparison:
         codec: How the layers wait.
         tier: Where they wait: ram or disk.
         stash: Where layer inputs wait.
+        embeddings: Where the input embedding is.
         short: Memories that are too small; empty if it fits.
         num_slots: Layers on the device, as many as fit; if it does not fit, the fewest.
         seq_len: Tokens of a sequence.
@@ -63,6 +65,7 @@ class Comparison:
     codec: CodecName
     tier: Literal["ram", "disk"]
     stash: Literal["device", "host"]
+    embeddings: EmbeddingPlace
     short: tuple[str, ...]
     num_slots: int
     seq_len: int
@@ -227,6 +230,7 @@ def _comparison(
         codec=request.typical.codec,
         tier="disk" if request.is_on_disk else "ram",
         stash="host" if request.is_stashed else "device",
+        embeddings=request.typical.embeddings,
         short=short,
         num_slots=made.num_slots,
         seq_len=request.typical.seq_len,
@@ -332,7 +336,7 @@ def fit_rows(comparisons: Sequence[Comparison]) -> list[list[str]]:
     """Return the rows of `FIT_COLUMNS`."""
     return [
         [
-            *(compared.model, _layers(compared), "RAM" if compared.stash == "host" else "device"),
+            *(compared.model, _layers(compared), _inputs(compared)),
             str(compared.num_slots),
             *_figures(compared),
             f"{compared.longest_seq_len:,}",
@@ -375,6 +379,13 @@ def _markdown_row(cells: Sequence[str]) -> str:
 def _layers(compared: Comparison) -> str:
     """Return the form of the layers, and where they wait if that is not RAM."""
     return compared.codec if compared.tier == "ram" else f"{compared.codec}, disk"
+
+
+def _inputs(compared: Comparison) -> str:
+    """Return where layer inputs wait, and the embedding if that is in RAM."""
+    also = ", embedding too" if compared.stash == "host" else ", embedding in RAM"
+    place = "RAM" if compared.stash == "host" else "device"
+    return place + (also if compared.embeddings == "host" else "")
 
 
 def _verdict(compared: Comparison) -> str:

@@ -12,6 +12,7 @@ from finetune.recipe.objective_section import ObjectiveSection
 from finetune.recipe.recipe import Recipe
 from finetune.recipe.sections import AdapterSection, ModelSection
 from offload.errors import MachineError
+from offload.plan.facts.embedding import why_on_device
 from offload.plan.facts.facts import (
     AdapterSpec,
     ModelFacts,
@@ -300,6 +301,7 @@ def _workload(recipe: Recipe, facts: ModelFacts, seq_len: int, *, label_tokens: 
         leaves_out=not recipe.train.compile,  # compiled layers are computed whole
         layer_code=_layer_code(recipe),
         mlp_chunk_tokens=tile if isinstance(tile, int) else None,
+        embeddings="host" if recipe.offload.embeddings == "host" else "device",
     )
 
 
@@ -321,6 +323,12 @@ def _request(
             " model has no router",
             limit="only a mixture of experts has a router loss",
             hint="`train.router_loss_coef: null`",
+        )
+    if typical.embeddings == "host" and (why := why_on_device(facts, typical.adapter)):
+        raise ConfigError(
+            f"offload.embeddings: host for this {facts.model_type} model: {why}",
+            limit="an embedding in host memory is frozen, and nothing else has its weight",
+            hint="`offload.embeddings: auto`",
         )
     has_backward = not recipe.train.is_head_alone
     return PlanRequest(

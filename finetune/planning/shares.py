@@ -63,7 +63,7 @@ def share_out(
         DoesNotFitError: A rank does not fit.
     """
     found: list[Shares] = []
-    for form in in_forms(requests):
+    for form in in_forms(requests, machines[0]):
         found = list(_of_form(facts, machines, form, wanted))
         best = min(found, key=lambda shares: shares.step_s, default=None)
         if best is not None and math.isfinite(best.step_s):

@@ -1,9 +1,10 @@
-"""Rules for adapters in bf16, and of other methods than LoRA, which have their own settings."""
+"""Rules for adapters in bf16, of other methods than LoRA, and where the embedding may wait."""
 
 from collections.abc import Iterator
 
 from finetune.recipe.breach import Breach, breaches
 from finetune.recipe.sections import AdapterSection, Settings
+from offload.plan.facts.trainable import EMBEDDING
 
 EVERY_METHOD = frozenset({"method", "targets", "init_from", "modules_to_save"})
 READS = {
@@ -146,3 +147,30 @@ def _broken_virtual_rules(recipe: Settings) -> Iterator[Breach]:
     )
     method = recipe.adapter.method
     yield from breaches(rules, setting="adapter.method", value=method, instead="lora")
+
+
+def broken_embedding_rules(recipe: Settings) -> Iterator[Breach]:
+    """Yield what trains the input embedding, or is looked up with it, where it is on the host."""
+    if recipe.offload.embeddings != "host":
+        return
+    modules = recipe.adapter.modules_to_save
+    others = ", ".join(name for name in modules if name != EMBEDDING)
+    frozen = "an embedding in host memory does not train"
+    rules = (
+        (
+            "adapter.modules_to_save",
+            ", ".join(modules),
+            EMBEDDING not in modules,
+            frozen,
+            f"[{others}]",
+        ),
+        (
+            "adapter.method",
+            recipe.adapter.method,
+            not recipe.adapter.is_virtual,
+            "virtual tokens train, and the embedding looks them up",
+            "lora",
+        ),
+        ("train.what", recipe.train.what, recipe.train.what != "all", frozen, "adapter"),
+    )
+    yield from breaches(rules, setting="offload.embeddings", value="host", instead="auto")

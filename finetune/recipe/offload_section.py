@@ -74,6 +74,11 @@ class OffloadSection(Section):
         description="Whether a run may write more than 60 TB of such states to a disk, and `auto`"
         " put them there.",
     )
+    embeddings: Literal["auto", "device", "host"] = Field(
+        default="auto",
+        description="Where the input embedding waits; from `host`, each micro-batch brings the rows"
+        " of its tokens. `auto` takes `host` where a step would not fit otherwise.",
+    )
 
     @property
     def layer_codec(self) -> CodecName:

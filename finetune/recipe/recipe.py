@@ -122,10 +122,17 @@ def with_offload(
     head_chunk: Literal["auto"] | int | None = None,
     mlp_chunk: Literal["auto", "whole"] | int | None = None,
     states: Literal["ram", "disk"] | None = None,
+    embeddings: Literal["auto", "device", "host"] | None = None,
 ) -> Recipe:
     """Return the recipe with other settings of `offload`; None keeps the recipe's own."""
-    changes = {"codec": codec, "tier": tier, "head_chunk": head_chunk, "mlp_chunk": mlp_chunk}
-    changes["states"] = states
+    changes = {
+        "codec": codec,
+        "tier": tier,
+        "head_chunk": head_chunk,
+        "mlp_chunk": mlp_chunk,
+        "states": states,
+        "embeddings": embeddings,
+    }
     update = {field: value for field, value in changes.items() if value is not None}
     offload = recipe.offload.model_copy(update=update)
     return recipe.model_copy(update={"offload": offload})

@@ -7,7 +7,11 @@ them are reported at once.
 
 from collections.abc import Iterator
 
-from finetune.recipe.adapter_rules import broken_dtype_rules, broken_method_rules
+from finetune.recipe.adapter_rules import (
+    broken_dtype_rules,
+    broken_embedding_rules,
+    broken_method_rules,
+)
 from finetune.recipe.breach import Breach
 from finetune.recipe.data_section import FORMAT_COLUMNS, DataSection
 from finetune.recipe.full_rules import broken_frozen_rules, broken_full_rules
@@ -46,6 +50,7 @@ def broken_rules(recipe: Settings) -> Iterator[Breach]:
         yield from broken_length_rules(recipe, num_steps=recipe.train.steps)
     yield from _broken_packing_rules(recipe)
     yield from _broken_device_rules(recipe)
+    yield from broken_embedding_rules(recipe)
     if recipe.train.is_full:
         yield from broken_full_rules(recipe)
     else:

@@ -7,7 +7,10 @@ from finetune.recipe.offload_section import OffloadSection
 from finetune.recipe.sections import Settings
 
 OPTIMIZERS = ("adamw", "sgd")
-_OF_SLOTS = ("num_slots", "kept_graphs", "sent_graphs", "attention_outputs", "stash")
+_OF_SLOTS = (
+    *("num_slots", "kept_graphs", "sent_graphs", "attention_outputs", "stash"),
+    "embeddings",
+)
 _OF_CHUNKS = ("head_chunk", "mlp_chunk")
 
 

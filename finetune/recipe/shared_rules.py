@@ -7,7 +7,6 @@ from finetune.recipe.recipe import Recipe
 
 SECTIONS = ("model", "offload")
 FIELDS = (
-    "adapter.compute_dtype",
     "train.neftune_alpha",
     "train.router_loss_coef",
 )

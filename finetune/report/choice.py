@@ -69,6 +69,7 @@ def _settings(one: Candidate) -> dict[str, Any]:
         **outputs_json(one.residency),
         "stash": "host" if request.is_stashed else "device",
         **({"update": request.typical.updates} if request.typical.adapter.whole else {}),
+        **({"embeddings": "host"} if request.typical.embeddings == "host" else {}),
         "head_chunk_tokens": request.typical.head_chunk_tokens,
         "mlp_chunk_tokens": request.typical.mlp_chunk_tokens,
         "micro_batch_size": request.typical.micro_batch_size,
@@ -88,21 +89,26 @@ def _words(one: Candidate) -> dict[str, str]:
     """Return a candidate's settings in words, by name."""
     request = one.request
     chunk, tile = request.typical.head_chunk_tokens, request.typical.mlp_chunk_tokens
-    where = "in RAM" if request.typical.updates == "host" else "on the device"
+    where = _place(request.typical.updates)
     return {
         "codec": request.typical.codec,
         "slots": f"{one.residency.num_slots} slots",
         "graphs": shown_graphs(one.residency.num_kept_graphs),
         "sent graphs": shown_sent_graphs(one.residency),
         "outputs": shown_outputs(one.residency),
-        "inputs": f"inputs {'in RAM' if request.is_stashed else 'on the device'}",
+        "inputs": f"inputs {_place('host' if request.is_stashed else 'device')}",
         "sequences": (
             f"{request.num_micro_batches} x {request.typical.micro_batch_size} sequences"
         ),
         "chunk": f"head chunks of {chunk}",
         "tiles": f"MLPs in tiles of {tile} tokens" if tile else "MLPs whole",
         "updates": f"updates {where}",
+        "embeddings": f"embeddings {_place(request.typical.embeddings)}",
     }
+
+
+def _place(where: str) -> str:
+    return "in RAM" if where == "host" else "on the device"
 
 
 def _settings_line(one: Candidate) -> str:
@@ -120,6 +126,8 @@ def _settings_line(one: Candidate) -> str:
         del words["tiles"]
     if one.request.typical.adapter.whole is None:
         del words["updates"]
+    if one.request.typical.embeddings == "device":
+        del words["embeddings"]
     return ", ".join(words.values())
 
 

@@ -20,6 +20,8 @@ LABEL_WIDTH = 22.0  # from this width on a layer's number fits in
 NUM_TICKS = 16
 
 COLOURS = {
+    Kind.LOOK_UP: "#969696",
+    Kind.ROWS: "#fdbf6f",
     Kind.FRONT: "#8da0cb",
     Kind.READ: "#bdbdbd",
     Kind.UPDATE: "#b15928",

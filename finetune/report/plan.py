@@ -16,6 +16,7 @@ from finetune.report.format import (
     table_of,
 )
 from offload.plan.endurance import DRIVE_ENDURANCE_BYTES, DiskWrites
+from offload.plan.facts.embedding import embedding_bytes, row_buffers_bytes
 from offload.plan.facts.facts import WholeWeights
 from offload.plan.facts.linears import FP32_BYTES
 from offload.plan.facts.optimizer import HOST_STATES, LOW_HALVES, host_update_bytes
@@ -25,7 +26,8 @@ from offload.plan.machine.machine import Implementation, Machine, Network, Rate
 from offload.plan.plan import Plan
 from offload.plan.schedule.op import Kind
 from offload.plan.schedule.residency import Residency
-from offload.plan.step import FREE_FRAC
+from offload.plan.schedule.simulate import simulate
+from offload.plan.step import FREE_FRAC, duration_of
 from offload.plan.time.roofline import Count, layer_flops
 
 STATES = (LOW_HALVES, HOST_STATES)
@@ -136,6 +138,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             "d2h_bytes": plan.schedule.d2h_bytes,
             "break_even_tokens": plan.break_even_tokens,
         },
+        **_embeddings_json(plan),
         **({} if plan.network is None else {"network": _network_json(plan, plan.network)}),
         "objective": _objective_json(plan),
         **_probe_json(plan),
@@ -153,6 +156,43 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             "limit_bytes": memory_limits(plan.machine),
         },
     }
+
+
+def has_rows(plan: Plan) -> bool:
+    """Return whether the input embedding is in host memory, and rows of it are brought."""
+    return plan.request.typical.embeddings == "host"
+
+
+def _embeddings_json(plan: Plan) -> dict[str, Any]:
+    """Return what an input embedding in host memory saves and costs; nothing on the device."""
+    if not has_rows(plan):
+        return {}
+    load, duration_s = plan.request.largest, duration_of(plan.costs)
+    free = simulate(
+        plan.schedule,
+        lambda op: 0.0 if op.kind in (Kind.LOOK_UP, Kind.ROWS) else duration_s(op),
+    )
+    saved = embedding_bytes(plan.facts, load) - row_buffers_bytes(plan.facts, load)
+    cost = {
+        "saved_vram_bytes": saved,
+        "most_h2d_bytes": sum(x.num_bytes for x in plan.schedule.ops if x.kind is Kind.ROWS),
+        "look_up_s": plan.predict().busy_s(Kind.LOOK_UP),
+        "h2d_s": plan.predict().busy_s(Kind.ROWS),
+        "added_s": plan.predict().step_s - free.step_s,
+    }
+    return {"embeddings": cost}
+
+
+def embeddings_line(plan: Plan) -> str:
+    """Return the same for people."""
+    cost = _embeddings_json(plan)["embeddings"]
+    saved = cost["saved_vram_bytes"]
+    size = f"{shown_gib(abs(saved))} {'less' if saved > 0 else 'more'} of device memory"
+    return (
+        f"in RAM (`offload.embeddings: host`): {size}, and at most"
+        f" {shown_mib(cost['most_h2d_bytes'])} of rows to it per step, which is"
+        f" {shown_time(cost['added_s'])} longer"
+    )
 
 
 def memory_limits(machine: Machine) -> dict[str, int]:

@@ -32,7 +32,9 @@ from finetune.report.format import (
 from finetune.report.memory import PEAKS, MemoryRow
 from finetune.report.plan import (
     adapter_line,
+    embeddings_line,
     gpus_lines,
+    has_rows,
     kept_line,
     network_line,
     objective_line,
@@ -111,6 +113,7 @@ def _plan_rows(choice: Choice, prices: ReportSection) -> Iterator[tuple[str, Seq
     yield "states", [] if writes is None else [states_line(plan, writes)]
     yield "layers", [_layers_line(plan)]
     yield "layer inputs", [STASHED] if plan.request.is_stashed else []
+    yield "embeddings", [embeddings_line(plan)] if has_rows(plan) else []
     yield "tokens", [_tokens_line(plan)]
     yield "network", [network_line(plan, plan.network)] if plan.network is not None else []
     has_objective = plan.request.objective is not None and not plan.request.is_on_features

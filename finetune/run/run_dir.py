@@ -42,6 +42,8 @@ from finetune.run.run_lock import LOCK_FILE, holder
 from offload.plan.machine.machine import ExpertsImplementation
 
 _RECIPE, _EXPERTS, _CHECKPOINTS = "recipe.yaml", "experts.json", "checkpoints"
+# In a recipe with DoRA, unless the run was begun before: then peft computes it, in float32.
+_OWN_DORA = "# DoRA is computed at the precision of the weights.\n"
 # Temporary names, which a kill may leave.
 _REPLACED = (
     *("adapter", "model", "metrics.jsonl", "measured.json", "predicted", "report.", "samples_"),
@@ -138,7 +140,7 @@ class RunDir:
         if experts_implementation is not None:
             values = {"experts_implementation": experts_implementation}
             write_atomically(self.experts_file, json.dumps(values))
-        write_atomically(self.recipe_file, sealed_yaml(resolved_yaml(recipe)))
+        write_atomically(self.recipe_file, _recorded(recipe))
         flush(self.path)
 
     def _remove_written(self) -> None:
@@ -209,7 +211,7 @@ class RunDir:
     def lengthen(self, recipe: Recipe) -> None:
         """Note that the run has more steps than it was begun with."""
         stat = self.recipe_file.stat()
-        write_atomically(self.recipe_file, sealed_yaml(resolved_yaml(recipe)))
+        write_atomically(self.recipe_file, _recorded(recipe))
         os.utime(self.recipe_file, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # see `wandb_id`
 
     def experts_implementation(self) -> ExpertsImplementation | None:
@@ -302,7 +304,8 @@ class RunDir:
                 " and its last line",
             )
         # runs that were begun before there were these settings computed in these ways
-        if re.search(r"^  compute_dtype: ", text, re.MULTILINE) is None:
+        is_before = re.search(r"^  compute_dtype: ", text, re.MULTILINE) is None
+        if is_before or (recipe.adapter.dora and _OWN_DORA not in text):
             recipe = with_compute_dtype(recipe, "float32")
         if re.search(r"^  layer_kernels: ", text, re.MULTILINE) is None:
             recipe = with_layer_kernels(recipe, "plain")
@@ -357,6 +360,11 @@ class RunDir:
         return (f"{self.metrics_file} lacks {num_missing} of {step} steps that were trained",)
 
 
+def _recorded(recipe: Recipe) -> str:
+    """Return what a run's directory says of its recipe."""
+    return sealed_yaml((_OWN_DORA if recipe.adapter.dora else "") + resolved_yaml(recipe))
+
+
 def require_whole_adapter(adapter: Path) -> tuple[str, ...]:
     """Check that an adapter is unchanged since it was written, before anything reads it.
 
@@ -402,9 +410,10 @@ def as_begun(recipe: Recipe, begun: Recipe | None, *, num_ranks: int = 1) -> Rec
     """Return the recipe with what was open when the run began as it was chosen then.
 
     Another machine, or this one measured again, might choose other sizes of micro-batch, head
-    chunk and tile of an MLP, other layer kernels, shares of the ranks or another place of updates;
-    a later version might pack rows, choose another precision of adapters, take a router loss over
-    the step, or add up gradients by layer. Shares of another number of ranks are chosen again.
+    chunk and tile of an MLP, other layer kernels, shares of the ranks or another place of updates
+    or of the input embedding; a later version might pack rows, choose another precision of
+    adapters, take a router loss over the step, or add up gradients by layer. Shares of another
+    number of ranks are chosen again.
     """
     if begun is None:
         return recipe
@@ -414,6 +423,8 @@ def as_begun(recipe: Recipe, begun: Recipe | None, *, num_ranks: int = 1) -> Rec
         recipe = with_offload(recipe, head_chunk=begun.offload.head_chunk)
     if recipe.offload.mlp_chunk == "auto" and begun.offload.mlp_chunk != "auto":
         recipe = with_offload(recipe, mlp_chunk=begun.offload.mlp_chunk)
+    if recipe.offload.embeddings == "auto":
+        recipe = with_offload(recipe, embeddings=begun.offload.embeddings)
     if recipe.adapter.compute_dtype == "auto":
         recipe = with_compute_dtype(recipe, begun.adapter.compute_dtype)
     if recipe.data.packing == "auto" and begun.data.packing != "auto":

@@ -116,6 +116,7 @@ def attaching(subject: Subject, machine: Machine, *, num_slots: int) -> Attachin
         codec=recipe.offload.layer_codec,
         num_slots=num_slots,
         head_chunk_tokens=_request(subject).typical.head_chunk_tokens,
+        embeddings=_request(subject).typical.embeddings,
         experts_implementation=machine.experts_implementation.value if has_experts else None,
     )
 

@@ -16,6 +16,7 @@ from finetune.scoring.rows import Line, LineScore
 from offload.engine.bound import EngineOptions
 from offload.engine.engine import Engine
 from offload.plan.facts.codec import CodecName
+from offload.plan.facts.workload import EmbeddingPlace
 from offload.plan.machine.machine import ExpertsImplementation
 from offload.plan.scoring import Cut
 
@@ -130,6 +131,7 @@ class Attaching:
         num_slots: Layers on the device at a time.
         head_chunk_tokens: Tokens whose logits exist at a time.
         experts_implementation: The expert kernels; None for a model without experts.
+        embeddings: Where the input embedding is.
     """
 
     recipe: Recipe
@@ -138,6 +140,7 @@ class Attaching:
     num_slots: int
     head_chunk_tokens: int
     experts_implementation: ExpertsImplementation | None
+    embeddings: EmbeddingPlace
 
     def open(self, wave: Sequence[Contender], *, pad_id: int) -> Scorer:
         """Load the base, add the adapters of a wave, and attach the model.
@@ -170,6 +173,7 @@ class Attaching:
             head_chunk_tokens=self.head_chunk_tokens,
             num_kept_graphs=0,
             layer_kernels="fused" if recipe.model.layer_kernels == "fused" else "plain",
+            embeddings=self.embeddings,
         )
         device = torch.device(self.device)
         engine = Engine(model, device=device, options=options, backing=loaded.backing)

@@ -250,7 +250,8 @@ def _with_begun(
     if not begun:
         return wave
     settled = begun[0].recipe().offload
-    update = {"head_chunk": settled.head_chunk, "mlp_chunk": settled.mlp_chunk}
+    names = ("head_chunk", "mlp_chunk", "embeddings")
+    update = {name: getattr(settled, name) for name in names}
     return [
         run
         if RunDir(run.recipe.output.run_dir).recipe_file.exists()

@@ -147,18 +147,18 @@ def memory_terms(session: "Session") -> list[MeasuredTerm]:
     terms = [_arena_term(arena) for arena in arenas if arena.num_bytes]
     in_arenas = [(b.data_ptr(), b.data_ptr() + b.nbytes) for a in arenas for b in a.blocks]
     named = session.engine.resident_parameters
-    frozen = [
+    alone = [
         parameter
         for parameter in named.values()
-        if not parameter.requires_grad
-        and not any(start <= parameter.data_ptr() < end for start, end in in_arenas)
+        if not any(start <= parameter.data_ptr() < end for start, end in in_arenas)
     ]
+    frozen = [parameter for parameter in alone if not parameter.requires_grad]
     trained = [*session.loop.weights.items()]
     trained += [(name, p) for name, p in named.items() if p.requires_grad]
     if session.run.recipe.train.is_full:
         weights, file = session.loop.weights, session.engine.updates.file
         in_memory = {n: w for n, w in weights.items() if file is None or not file.holds(w)}
-        return [*terms, *_full_terms(in_memory, named.values())]
+        return [*terms, *_full_terms(in_memory, alone)]
     states = [
         value
         for state in session.loop.optimizer.state_dict()["state"].values()

@@ -360,6 +360,7 @@ def plan_steps(run: Run, facts: ModelFacts, data: Data, cards: Cards) -> Planned
             and one.typical.mlp_chunk_tokens == typical.mlp_chunk_tokens
             and one.typical.updates == typical.updates
             and one.typical.are_states_on_disk == typical.are_states_on_disk
+            and one.typical.embeddings == typical.embeddings
         ),
         cards=cards,
     )
@@ -395,7 +396,7 @@ def _sending_update(request: PlanRequest, *, sends_update: bool) -> PlanRequest:
 
 
 def with_chosen(recipe: Recipe, plan: Plan) -> Recipe:
-    """Return the recipe with what a plan has chosen: head chunk, MLP tile, place of updates."""
+    """Return the recipe with what a plan has chosen: sizes of chunks, and where things are."""
     if recipe.train.is_sharded:  # head and MLPs are whole
         return recipe
     chosen = plan.request.typical
@@ -406,4 +407,5 @@ def with_chosen(recipe: Recipe, plan: Plan) -> Recipe:
         head_chunk=chosen.head_chunk_tokens,
         mlp_chunk=chosen.mlp_chunk_tokens or "whole",
         states="disk" if chosen.are_states_on_disk else None,
+        embeddings="host" if chosen.embeddings == "host" else None,
     )

@@ -5,8 +5,9 @@ is killed closes its connections, which at once is an error on the others. One t
 whose machine is gone, no longer gives signs of life. Our own collectives are polled; while a
 library's are waited for, as those that gather parts of a model, a thread looks for these signs. One
 that hangs lets the others wait for its share of a step, for no longer than ten times the longest
-step so far. A rank that fails but lives takes part in the others' next exchange with the reason in
-place of a value.
+step so far, and between steps, unless it is the main one, than ten times what they took themselves.
+A rank that fails but lives takes part in the others' next exchange with the reason in place of a
+value; who does not come to it is ended, see `heartbeat`.
 
 No error report is cut off. On each machine one rank shows the error: the one that has it, or the
 first if that is elsewhere. A launcher ends all ranks of its machine as soon as one exits with an
@@ -16,9 +17,11 @@ error, so those that have nothing to report wait until the one that shows the er
 import atexit
 import hashlib
 import pickle
+import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from threading import Event, Thread
@@ -42,6 +45,7 @@ from finetune.exits import end_at_once
 from finetune.training.ranks import Ranks
 from finetune.training.world.heartbeat import BEAT_S, STOPPED_S, Heartbeat
 from finetune.training.world.meeting import meet, opened_store
+from finetune.training.world.parcel import memory_of, packed, unpacked
 from finetune.training.world.surroundings import surroundings
 from offload.errors import SluiceError
 from offload.plan.facts.linears import FP32_BYTES
@@ -50,11 +54,13 @@ from offload.plan.memory.memory import GRADIENT_BUCKET_BYTES
 T = TypeVar("T")
 
 JOIN_S = 120.0
-# Between steps: the main rank can sample for hours while the others wait.
+# Before the first step, and between steps for the main rank, which can sample for hours.
 TIMEOUT_S = 6 * 3600.0
 # Within steps, for a process that hangs; one that dies or is stopped is noticed before.
 LEAST_STEP_TIMEOUT_S, STEP_TIMEOUT_STEPS = 60.0, 10
 FAREWELL_S = 30.0
+# gloo moves a large message in one direction at a time, and small ones in both.
+GLOO_BLOCK_BYTES, MOST_RUNNING = 512 * 1024, 4
 _POLL_S, _POLL_FRAC, _MOST_POLL_S = 0.0002, 0.02, 0.01
 
 
@@ -96,7 +102,9 @@ class ProcessGroup(Ranks):
         try:
             store = opened_store(launch, timeout_s=JOIN_S)
             self._meeting = meet(store, index=self.index, num=self.num, timeout_s=JOIN_S)
-            self._heartbeat = Heartbeat(self._meeting.store, index=self.index, num=self.num)
+            self._heartbeat = Heartbeat(
+                self._meeting.store, index=self.index, num=self.num, end=self._end
+            )
             dist.init_process_group(
                 backend="cuda:nccl,cpu:gloo" if has_cuda else "gloo",
                 store=self._meeting.store,
@@ -138,6 +146,9 @@ class ProcessGroup(Ranks):
             self.exchange(None)
         elif isinstance(error, ToldRankError):
             self._wait_for(error.speaker)
+        elif isinstance(error, KeyboardInterrupt):
+            self._is_broken = True
+            self._heartbeat.leave(f"rank {self.index} was stopped before a step had ended")
         elif isinstance(error, Exception) and not (isinstance(error, RankError) or self._is_broken):
             self._tell(error)
 
@@ -152,14 +163,28 @@ class ProcessGroup(Ranks):
     def from_main(self, make: Callable[[], T]) -> T:
         """Return the result of `make` on the main rank, on all ranks."""
         made = [make()] if self.is_main else []
-        content = pickle.dumps(made[0]) if made else b""
+        content, tensors = packed(made[0]) if made else (b"", [])
         sent = torch.empty(self.exchange(len(content))[0], dtype=torch.uint8)
         if made:
             sent.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+        self._send(sent)
+        value, tensors = (made[0], tensors) if made else unpacked(sent.numpy().data)
+        for tensor in tensors:
+            for piece in memory_of(tensor).split(GRADIENT_BUCKET_BYTES):
+                self._send(piece)
+        return value
+
+    def _send(self, piece: torch.Tensor) -> None:
+        """Fill memory of all ranks with what the main rank has there."""
         with self._connected():
-            work = dist.broadcast(sent, src=0, async_op=True)
-            self._wait(work, limit_s=self._timeout_s)
-        return made[0] if made else pickle.loads(sent.numpy().data)
+            self._wait(dist.broadcast(piece, src=0, async_op=True), limit_s=self._timeout_s)
+
+    @contextmanager
+    def first_here_first(self) -> Iterator[None]:
+        """See `Ranks`; a run is loaded, for which each machine takes its own time."""
+        self._heartbeat.has_steps = False
+        with super().first_here_first():
+            yield
 
     def _exchange(self, value: T, *, limit_s: float) -> tuple[T, ...]:
         words = self._gather(_Word(value=value, failure=None), limit_s=limit_s)
@@ -170,6 +195,7 @@ class ProcessGroup(Ranks):
 
     def _reported(self, failed: Sequence[int], failure: str) -> ToldRankError:
         """Return the error for a rank to which others have reported a failure."""
+        self._heartbeat.note_ending()
         here = [rank for rank in range(self.num) if self.nodes[rank] == self.nodes[self.index]]
         speaker = next((rank for rank in failed if rank in here), here[0])
         is_shown = speaker == self.index
@@ -180,7 +206,8 @@ class ProcessGroup(Ranks):
         """Fail on all ranks if one fails in this context, with its error."""
         failure: SluiceError | None = None
         try:
-            yield
+            with self._heartbeat.writing() if self.is_main else nullcontext():
+                yield
         except RankError:
             raise
         except SluiceError as error:
@@ -203,7 +230,7 @@ class ProcessGroup(Ranks):
             if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
                 gone = self._heartbeat.gone()
                 if gone or self._heartbeat.reason():
-                    raise self._lost(gone, str(error).splitlines()[0]) from error
+                    raise self._lost(gone, _cause(error)) from error
             self._is_broken = True
             what = f"{type(error).__name__}: {str(error).splitlines()[0]}"
             self._heartbeat.leave(f"rank {self.index} has failed: {what}")
@@ -247,7 +274,9 @@ class ProcessGroup(Ranks):
                 flat = bucket[: sum(sizes)]
                 if self.is_main:
                     torch.cat(list(part), out=flat)
-                self._wait(dist.broadcast(flat, src=0, async_op=True), limit_s=self._timeout_s)
+                self._wait(
+                    dist.broadcast(flat, src=0, async_op=True), limit_s=self._step_timeout_s()
+                )
                 for piece, sent in zip(part, flat.split(sizes), strict=True):
                     piece.copy_(sent)
 
@@ -255,6 +284,7 @@ class ProcessGroup(Ranks):
         """Return the sum of the losses of all ranks, at the end of a step."""
         losses = self._exchange(loss, limit_s=self._step_timeout_s())
         self._has_summed, self._begun_s = True, time.monotonic()
+        self._heartbeat.has_steps = True
         return sum(losses)
 
     def _step_timeout_s(self) -> float:
@@ -265,6 +295,11 @@ class ProcessGroup(Ranks):
         self._longest_step_s = max(self._longest_step_s, own_s)
         allowed_s = max(LEAST_STEP_TIMEOUT_S, STEP_TIMEOUT_STEPS * self._longest_step_s)
         return min(self._timeout_s, allowed_s)
+
+    def _idle_timeout_s(self) -> float:
+        """Return how long the others may take longer than this rank for what all do alike."""
+        own_s = max(self._longest_step_s, time.monotonic() - self._begun_s)
+        return max(LEAST_STEP_TIMEOUT_S, STEP_TIMEOUT_STEPS * own_s)
 
     def add_up(self, own: torch.Tensor) -> torch.Tensor:
         """Add up a vector over the ranks, in rank order; waits for the device."""
@@ -313,25 +348,34 @@ class ProcessGroup(Ranks):
             RuntimeError: A connection is closed.
         """
         assert work is not None
-        start_s = time.monotonic()
+        start_s, idle_s = time.monotonic(), self._idle_timeout_s()
         while not work.is_completed():
             waited_s = time.monotonic() - start_s
-            self._require_answers(waited_s=waited_s, limit_s=limit_s)
+            self._require_answers(waited_s=waited_s, limit_s=limit_s, idle_s=idle_s)
             # a lane that polls often would keep the interpreter from others
             time.sleep(min(_POLL_S + _POLL_FRAC * waited_s, _MOST_POLL_S))
         work.wait()
 
-    def _require_answers(self, *, waited_s: float, limit_s: float) -> None:
+    def _require_answers(self, *, waited_s: float, limit_s: float, idle_s: float) -> None:
         """Check that all ranks live, and that none has let this one wait for too long.
 
+        Args:
+            waited_s: How long this rank has waited.
+            limit_s: How long it may wait for the main rank, which may be at work for all.
+            idle_s: How long for others, between the steps of a run.
+
         Raises:
-            RankError: A rank does not answer.
+            RankError: A rank does not answer, or has left.
         """
+        if self._heartbeat.have_left():
+            raise self._lost([], "")
         stopped = self._heartbeat.stopped(waited_s=waited_s)
         if stopped:
             raise self._lost(stopped, f"no sign of life for {STOPPED_S:.0f} s")
+        late = self._heartbeat.late()
+        if self._heartbeat.has_steps and late and 0 not in late:
+            limit_s = min(limit_s, idle_s)
         if waited_s > limit_s:
-            late = self._heartbeat.late()
             raise self._lost(late, f"others have waited for it for {limit_s:,.0f} s")
 
     @contextmanager
@@ -345,11 +389,13 @@ class ProcessGroup(Ranks):
 
         def watch() -> None:
             place, since_s = self._heartbeat.place, time.monotonic()
+            idle_s = self._idle_timeout_s()
             while not is_done.wait(BEAT_S):
                 if self._heartbeat.place != place:
                     place, since_s = self._heartbeat.place, time.monotonic()
+                waited_s = time.monotonic() - since_s
                 try:
-                    self._require_answers(waited_s=time.monotonic() - since_s, limit_s=limit_s)
+                    self._require_answers(waited_s=waited_s, limit_s=limit_s, idle_s=idle_s)
                 except RankError as error:
                     end_at_once(error)
 
@@ -366,6 +412,7 @@ class ProcessGroup(Ranks):
         failure = (
             error.what if isinstance(error, SluiceError) else f"{type(error).__name__}: {error}"
         )
+        self._heartbeat.fail(f"rank {self.index} has failed: {failure}")
         try:
             words = self._gather(_Word(value=None, failure=failure), limit_s=self._timeout_s)
         except RankError:
@@ -391,7 +438,7 @@ class ProcessGroup(Ranks):
         try:
             yield
         except RuntimeError as error:
-            raise self._lost(self._heartbeat.gone(), str(error).splitlines()[0]) from error
+            raise self._lost(self._heartbeat.gone(), _cause(error)) from error
 
     def _lost(self, ranks: Sequence[int], why: str) -> RankError:
         """Return the error that ranks are gone, and let the others know that this one is not.
@@ -399,18 +446,18 @@ class ProcessGroup(Ranks):
         If others have left because of it, it is the error that they have said.
         """
         self._is_broken = True
+        self._heartbeat.note_ending()
         machine = "" if self.num_machines == 1 else " (machine {})"
         names = [f"rank {rank}{machine.format(self.nodes[rank])}" for rank in ranks]
         what = self._heartbeat.reason() or (
             f"{' and '.join(names) or 'another rank'} is gone or does not answer: {why}"
         )
         self._heartbeat.leave(what)
-        return RankError(
-            what,
-            limit="all must live, and do their share of each step",
-            hint="see what the others and the launcher show; `--resume` continues from the"
-            " newest checkpoint",
-        )
+        return _rank_error(what)
+
+    def _end(self, why: str) -> None:
+        """End this process, whose main thread has not come to notice that the others do."""
+        end_at_once(_rank_error(why))
 
     def _leave(self) -> None:
         """Disconnect, unless an exchange is unfinished, which would be waited for."""
@@ -468,33 +515,67 @@ class ProcessGroup(Ranks):
         it: a layer's own sums are those of all gradients at once.
         """
         sizes = [piece.numel() for piece in part]
-        share = -(-sum(sizes) // self.num)
+        num_elements = -(-sum(sizes) // self.num) * self.num
         memory = bucket.view(dtype)
-        sent, received = memory[: 2 * self.num * share].split(self.num * share)
+        sent, received = memory[: 2 * num_elements].split(num_elements)
         for piece, place in zip(part, sent.split([*sizes, len(sent) - sum(sizes)]), strict=False):
             place.copy_(piece)
-        self._exchange_bytes(dist.all_to_all_single, received, sent)
-        first, *others = received.view(self.num, share)
-        total = first.float()
-        for other in others:
-            total += other
-        self._exchange_bytes(dist.all_gather_into_tensor, sent, total.to(dtype))
+        is_gloo = bucket.device.type == "cpu"
+        most = self.num * GLOO_BLOCK_BYTES // dtype.itemsize if is_gloo else num_elements
+        blocks = list(zip(sent.split(most), received.split(most), strict=True))
+        self._exchange_bytes(dist.all_to_all_single, ((own, others) for others, own in blocks))
+        shares = []
+        for block, every in blocks:
+            first, *others = every.view(self.num, -1)
+            total = first.float()
+            for other in others:
+                total += other
+            shares.append((block, first.copy_(total)))
+        self._exchange_bytes(dist.all_gather_into_tensor, shares)
         for piece, summed in zip(part, sent[: sum(sizes)].split(sizes), strict=True):
             piece.copy_(summed)
 
     def _exchange_bytes(
-        self, collective: Callable[..., Any], target: torch.Tensor, source: torch.Tensor
+        self,
+        collective: Callable[..., Any],
+        blocks: Iterable[tuple[torch.Tensor, torch.Tensor]],
     ) -> None:
-        """Run a collective that moves bytes: gloo does not know all types."""
-        as_bytes = target.view(torch.uint8), source.view(torch.uint8)
-        self._wait(collective(*as_bytes, async_op=True), limit_s=self._timeout_s)
+        """Run a collective that moves bytes, as gloo does not know all types, on each block.
+
+        Args:
+            collective: Of torch.distributed.
+            blocks: Its target and source, each.
+        """
+        running = deque[Any]()
+        for target, source in blocks:
+            if len(running) == MOST_RUNNING:
+                self._wait(running.popleft(), limit_s=self._step_timeout_s())
+            as_bytes = target.view(torch.uint8), source.view(torch.uint8)
+            running.append(collective(*as_bytes, async_op=True))
+        while running:
+            self._wait(running.popleft(), limit_s=self._step_timeout_s())
 
     def _sum_as_backend(self, part: Sequence[torch.Tensor], bucket: torch.Tensor) -> None:
         sizes = [piece.numel() for piece in part]
         flat = torch.cat(list(part), out=bucket[: sum(sizes)])
-        self._wait(dist.all_reduce(flat, async_op=True), limit_s=self._timeout_s)
+        self._wait(dist.all_reduce(flat, async_op=True), limit_s=self._step_timeout_s())
         for piece, summed in zip(part, flat.split(sizes), strict=True):
             piece.copy_(summed)
+
+
+def _cause(error: RuntimeError) -> str:
+    """Return what gloo says of a connection, without its source file and its advice."""
+    first = str(error).splitlines()[0]
+    return re.sub(r"^\[\S+:\d+\] |\. This is typically caused by .*", "", first)
+
+
+def _rank_error(what: str) -> RankError:
+    return RankError(
+        what,
+        limit="all must live, and do their share of each step",
+        hint="see what the others and the launcher show; `--resume` continues from the newest"
+        " checkpoint",
+    )
 
 
 def _parts(gradients: Sequence[torch.Tensor], *, max_elements: int) -> Iterator[list[torch.Tensor]]:

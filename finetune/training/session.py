@@ -39,7 +39,7 @@ from finetune.training.run import Run
 from finetune.training.shared.together import together
 from offload.engine.bound import EngineOptions
 from offload.engine.engine import Engine
-from offload.engine.host.layer_layout import Record
+from offload.engine.host.layer_layout import Record, lay_out
 from offload.engine.host.mempolicy import bind_memory
 from offload.engine.host.numa import place_near, thread_on
 from offload.engine.host.slab import Slab
@@ -322,7 +322,12 @@ def load_adapted(runs: Sequence[Run], plan: Plan) -> Adapted:
             on_put=on_put,
         )
     set_router_loss(loaded.model, recipe.train.router_loss_coef)
+    shared = None
+    if plan.request.typical.embeddings == "host" and ranks.num > 1:
+        shared = _shared_embedding(loaded.model, _shared_slab(ranks, run.device, place.node))
     ranks.exchange(None)  # from here on the slab is filled
+    if shared is not None:
+        shared.close()  # all ranks have mapped it
     model: PeftModel | PreTrainedModel = loaded.model
     if not recipe.train.is_full:
         model = _with_adapters(loaded, runs)
@@ -358,7 +363,8 @@ def _precision_notes(model: "PeftModel | PreTrainedModel", recipe: Recipe) -> li
     """Name the kinds of layers whose adapters are computed in another precision than planned."""
     if recipe.train.is_full:
         return []
-    if recipe.adapter.compute_dtype == "float32" or recipe.adapter.dora:
+    adapter = recipe.adapter
+    if adapter.compute_dtype == "float32" or (adapter.dora and adapter.dropout):
         return []
     kinds = computed_by_peft(model) if recipe.model.dtype != "float32" else ()
     return [f"adapters of {kind} layers are computed in float32, by peft" for kind in kinds]
@@ -488,6 +494,15 @@ def _shared_slab(
         return Slab.open(handle, records, is_writable=device.type == "cuda")
 
     return make
+
+
+def _shared_embedding(
+    model: "PreTrainedModel", make_slab: Callable[[Sequence[Record]], Slab]
+) -> Slab:
+    """Move the input embedding's weight to memory that the ranks of a machine share."""
+    slab = make_slab([lay_out(list(model.get_input_embeddings().parameters()))])
+    slab.take(0)
+    return slab
 
 
 def too_large(plan: Plan, error: torch.OutOfMemoryError) -> TrialDoesNotFitError:

@@ -28,11 +28,13 @@ class LabelledBatch:
         positions: Indices into the flattened (B * T) tokens that predict a next token, (N,); of
             labels that are not shifted, those of the labelled tokens.
         next_tokens: Those labels, (N,).
+        given_ids: The tokens (B, T) as they were given, best on the host.
     """
 
     inputs: Batch
     positions: torch.Tensor
     next_tokens: torch.Tensor
+    given_ids: torch.Tensor
 
     @property
     def num_label_tokens(self) -> int:
@@ -284,6 +286,7 @@ def with_labels(
         inputs=to_device({k: v for k, v in batch.items() if k != "labels"}, torch_device),
         positions=positions.to(torch_device, non_blocking=True),
         next_tokens=next_BT[positions].to(torch_device, non_blocking=True),
+        given_ids=batch["input_ids"],
     )
 
 

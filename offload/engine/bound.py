@@ -22,6 +22,7 @@ from offload.engine.slots import Slots
 from offload.engine.streams import Device
 from offload.errors import OffloadError
 from offload.plan.facts.codec import CodecName
+from offload.plan.facts.workload import EmbeddingPlace
 from offload.plan.memory.memory import SENT, STASH
 from offload.plan.plan import Plan
 from offload.plan.schedule.residency import Residency
@@ -39,6 +40,7 @@ class EngineOptions:
     for all of a micro-batch. `layer_kernels` is what computes norms, rotary embedding and gated
     activations: the model's own code, or fused operators where that is proven to be the same.
     `joins_rows` is whether attention of packed rows is one call where torch's kernel computes it.
+    `embeddings` is where the input embedding's weight is; of one on the host, rows are brought.
     """
 
     num_slots: int
@@ -56,6 +58,12 @@ class EngineOptions:
     mlp_chunk_tokens: int | None = None
     layer_kernels: LayerKernels = "plain"
     joins_rows: bool = False
+    embeddings: EmbeddingPlace = "device"
+
+    @property
+    def uses_host_lane(self) -> bool:
+        """Whether a thread works on the host: on updates, or on rows of the embedding."""
+        return self.trained_weights == "host" or self.embeddings == "host"
 
     @property
     def records_attention(self) -> bool:
@@ -94,6 +102,7 @@ class EngineOptions:
             num_sent_graphs=plan.residency.num_sent_graphs,
             layer_kernels="fused" if code == "fused" else "plain",
             mlp_chunk_tokens=asked.typical.mlp_chunk_tokens,
+            embeddings=asked.typical.embeddings,
             joins_rows=any(
                 asked.typical.joins_rows(layer.attention, is_cuda=plan.machine.device == "cuda")
                 for layer in plan.facts.layers
@@ -194,7 +203,11 @@ def bind(
         )
         for name in (STASH, SENT)
     )
-    placement.move_the_rest(layered, records, torch_device)
+    layered.embedding = None
+    if options.embeddings == "host":
+        layered.embedding = host.hold_embedding(layered.model, torch_device, _freeing(host, device))
+    on_host = () if layered.embedding is None else (id(layered.embedding.weight),)
+    placement.move_the_rest(layered, records, torch_device, on_host=on_host)
     slots = Slots(
         records,
         num_slots=options.num_slots,
@@ -210,6 +223,7 @@ def bind(
             sent=sent,
             host_gradients=host_gradients,
             updates=updates,
+            embedding=layered.embedding,
         ),
         device=device,
         computing=Computing(

@@ -110,7 +110,7 @@ class Engine(Attached):
         if isinstance(device, torch.device):
             device = open_device(
                 device,
-                is_staged=self._host.is_staged or options.trained_weights == "host",
+                is_staged=self._host.is_staged or options.uses_host_lane,
                 prepare_thread=self._host.prepare_thread,
             )
         self._device = device

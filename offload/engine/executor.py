@@ -13,6 +13,7 @@ for that transfer. The allocator may then reuse the memory for whatever is compu
 """
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -67,6 +68,7 @@ class Executor:
         """Keep the parts; nothing is moved."""
         self._model = model
         self._sent, self._host_gradients = places.sent, places.host_gradients
+        self._embedding = places.embedding
         self._device = device
         self._transfers = Transfers(places, device)
         self._tail = Tail(model, head_chunk_tokens=computing.head_chunk_tokens)
@@ -74,6 +76,7 @@ class Executor:
         self._randomness = VisitRandomness(device.torch_device)
         self._last_layer = len(model.layers) - 1
         self._found: dict[tuple[bool, str | None], Found] = {}
+        self._loaded: dict[int, Event] = {}  # the last load from each staging buffer, of any pass
         self.adapter: str | None = None
         """The adapter that the model is switched to for passes of its own."""
 
@@ -354,11 +357,16 @@ class Executor:
             self._device.begin()
             try:
                 for op in schedule.ops:
-                    body = partial(table[op.kind], op)
-                    events.append(self._device.submit(op.lane, [events[i] for i in op.waits], body))
+                    body, waits = partial(table[op.kind], op), [events[i] for i in op.waits]
+                    if op.kind is Kind.READ and op.buffer_index in self._loaded:
+                        waits.append(self._loaded.pop(op.buffer_index))
+                    events.append(self._device.submit(op.lane, waits, body))
                 self._device.settle()
             finally:
                 VISIT_CACHE.enter(None)
+        for op, event in zip(schedule.ops, events, strict=True):
+            if op.kind is Kind.LOAD and op.buffer is not None:
+                self._loaded[op.buffer] = event
         return events
 
     # -------------------------------------------------------------------------------------- visits
@@ -375,9 +383,17 @@ class Executor:
 
     def _front(self, state: PassState, op: Op, inputs: Batch, seed: int) -> None:
         self._randomness.seed(seed)
-        front, m = self._model.front(inputs), op.micro_batch_index
+        m = op.micro_batch_index
+        with self._rows(op):
+            front = self._model.front(inputs)
         state.fronts[m] = front
         state.inputs[0, m] = front.hidden_BTD.detach().contiguous()
+
+    def _rows(self, op: Op) -> AbstractContextManager[None]:
+        """Look tokens up in the rows that were brought for a front, if any were."""
+        if self._embedding is None or op.buffer is None:
+            return nullcontext()
+        return self._embedding.present(op)
 
     def _forward(
         self, state: PassState, op: Op, part: Part, *, is_kept: bool, is_stashed: bool
@@ -410,7 +426,7 @@ class Executor:
     def _front_to_score(self, state: PassState, op: Op, scored: Scoring | ScoredPasses) -> None:
         number = op.micro_batch_index
         VISIT_CACHE.enter((op.kind, number))
-        with torch.no_grad(), scored.of_pass(number).around_layers():
+        with torch.no_grad(), scored.of_pass(number).around_layers(), self._rows(op):
             front = self._model.front(scored.batch(number).inputs)
         state.fronts[number] = front
         state.inputs[0, number] = front.hidden_BTD.contiguous()

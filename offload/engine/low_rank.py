@@ -13,6 +13,9 @@ x; one narrow product computes A x for the whole group; B's product is added int
 place. The backward needs x once and A x, a few columns. The gradients by x are summed in one
 tensor.
 
+DoRA: outputs are scaled, and the gradients by x start from scaled ones: see
+`offload.engine.pointwise.magnitudes`.
+
 Precision. Products take inputs in the dtype of x and sum in fp32. Gradients of A and B are returned
 in fp32 (on CUDA without having been rounded before), so autograd sums micro-batches in fp32.
 
@@ -29,6 +32,7 @@ from typing import Any, TypeVar
 import torch
 from torch.autograd.function import once_differentiable
 
+from offload.engine.pointwise.magnitudes import Scale
 from offload.engine.recompute.unread import not_a_value
 
 T = TypeVar("T")
@@ -57,11 +61,13 @@ class AdaptedLinear:
         weight_MK: The frozen weight.
         bias_M: The frozen bias, if there is one.
         branches: One per adapter that is active.
+        magnitude_M: DoRA's magnitudes, which train, of a linear with one branch; None without DoRA.
     """
 
     weight_MK: torch.Tensor
     bias_M: torch.Tensor | None
     branches: tuple[LowRank, ...]
+    magnitude_M: torch.Tensor | None = None
 
 
 class VisitCache:
@@ -96,10 +102,19 @@ VISIT_CACHE = VisitCache()
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Casts:
-    """A of all branches, one below the other, and B of each, in the dtype that computes."""
+    """What is cast to the dtype that computes.
+
+    Attributes:
+        a_RK: A of all branches, one below the other.
+        bs_MR: B of each branch; with DoRA times the scaling and the scale of each output.
+        plain_bs_MR: B itself where there is DoRA.
+        scales: Those of each linear's outputs.
+    """
 
     a_RK: torch.Tensor
     bs_MR: tuple[torch.Tensor, ...]
+    plain_bs_MR: tuple[torch.Tensor, ...]
+    scales: tuple[Scale | None, ...]
 
 
 def apply_linears(
@@ -128,6 +143,7 @@ def apply_linears(
         else VISIT_CACHE.once((key, x.dtype), lambda: _cast(linears, x.dtype))
     )
     flat = [t for one in linears for branch in one.branches for t in (branch.a_RK, branch.b_MR)]
+    flat += [one.magnitude_M for one in linears if one.magnitude_M is not None]
     outputs: tuple[torch.Tensor, ...] = _Group.apply(  # type: ignore[no-untyped-call]  # torch's
         x, x if x_branch is None else x_branch, tuple(linears), casts, has_value, *flat
     )
@@ -137,9 +153,33 @@ def apply_linears(
 @torch.no_grad()
 def _cast(linears: Sequence[AdaptedLinear], dtype: torch.dtype) -> _Casts:
     branches = [branch for one in linears for branch in one.branches]
+    scales = tuple(map(_scale, linears))
+    scaled = [
+        (branch, scale)
+        for one, scale in zip(linears, scales, strict=True)
+        for branch in one.branches
+    ]
     return _Casts(
         a_RK=_joined([branch.a_RK for branch in branches], dim=0).to(dtype),
-        bs_MR=tuple(branch.b_MR.to(dtype) for branch in branches),
+        bs_MR=tuple(
+            (branch.b_MR if scale is None else scale.of_b(branch.b_MR, branch.scaling)).to(dtype)
+            for branch, scale in scaled
+        ),
+        plain_bs_MR=tuple(branch.b_MR.to(dtype) for branch, scale in scaled if scale is not None),
+        scales=scales,
+    )
+
+
+def _scale(one: AdaptedLinear) -> Scale | None:
+    if one.magnitude_M is None:
+        return None
+    (branch,) = one.branches
+    return Scale.of(
+        one.weight_MK,
+        one.magnitude_M,
+        a_RK=branch.a_RK,
+        b_MR=branch.b_MR,
+        scaling=branch.scaling,
     )
 
 
@@ -185,13 +225,22 @@ class _Group(torch.autograd.Function):
             outputs = [_linear(x, one) for one in linears]
         else:
             outputs = [not_a_value(x, len(one.weight_MK)) for one in linears]
+        before_NM = []  # what DoRA scales
         for place, b_MR in zip(places, casts.bs_MR, strict=True) if has_value else ():
-            low = low_NR[:, place.columns]
-            y_NM = outputs[place.linear].flatten(0, -2)  # a view: it is contiguous
-            y_NM.addmm_(low, b_MR.t(), alpha=place.scaling)
+            low, y = low_NR[:, place.columns], outputs[place.linear]
+            scale, y_NM = casts.scales[place.linear], y.flatten(0, -2)  # a view: it is contiguous
+            if scale is None:
+                y_NM.addmm_(low, b_MR.t(), alpha=place.scaling)
+                continue
+            before_NM.append(y_NM)
+            outputs[place.linear] = _branch(low, b_MR, like=y, bias_M=linears[place.linear].bias_M)
+            scale.add_scaled(outputs[place.linear].flatten(0, -2), y_NM)
         ctx.places, ctx.shape, ctx.is_same = places, x.shape, x_branch is x
         weights = [one.weight_MK for one in linears]
-        ctx.save_for_backward(branch_NK, low_NR, casts.a_RK, *casts.bs_MR, *weights)
+        ctx.scales = casts.scales
+        ctx.save_for_backward(
+            branch_NK, low_NR, casts.a_RK, *casts.bs_MR, *weights, *before_NM, *casts.plain_bs_MR
+        )
         ctx.set_materialize_grads(False)
         return tuple(outputs)
 
@@ -199,9 +248,13 @@ class _Group(torch.autograd.Function):
     @once_differentiable  # A and B enter as casts, through which nothing could be differentiated
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
         places: list[_Place] = ctx.places
+        scales: tuple[Scale | None, ...] = ctx.scales
         x_NK, low_NR, a_RK, *rest = ctx.saved_tensors
-        bs_MR, weights_MK = rest[: len(places)], rest[len(places) :]
+        bs_MR, rest = rest[: len(places)], rest[len(places) :]
+        weights_MK, rest = rest[: len(scales)], rest[len(scales) :]
+        before_NM, plain_bs_MR = rest[: len(rest) // 2], rest[len(rest) // 2 :]
         needs_x, needs_branch, _, _, _, *needs = ctx.needs_input_grad
+        needs, needs_magnitude = needs[: 2 * len(places)], needs[2 * len(places) :]
         known = [None if g is None else g.flatten(0, -2) for g in gradients]
         of_lows: list[torch.Tensor] = []
         of_bs: list[torch.Tensor | None] = []
@@ -211,8 +264,16 @@ class _Group(torch.autograd.Function):
                 of_lows.append(torch.zeros_like(low))
                 of_bs.append(None)
             else:
-                of_lows.append((g_NM @ b_MR).mul_(place.scaling))
+                of_low = g_NM @ b_MR
+                is_scaled = scales[place.linear] is not None
+                of_lows.append(of_low if is_scaled else of_low.mul_(place.scaling))
                 of_bs.append(_outer(g_NM, low).mul_(place.scaling))
+        kept = zip(before_NM, plain_bs_MR, needs_magnitude, strict=True)
+        of_magnitudes = [
+            _through_scale(scale, known[place.linear], of_b, *next(kept))
+            for place, of_b in zip(places, of_bs, strict=True)
+            if (scale := scales[place.linear]) is not None
+        ]
         of_low_NR = _joined(of_lows, dim=1)
         of_a_RK = _outer(of_low_NR, x_NK) if any(needs[::2]) else None
         of_factors = [
@@ -224,9 +285,10 @@ class _Group(torch.autograd.Function):
         of_branch_NK = of_low_NR @ a_RK if needs_branch or (needs_x and ctx.is_same) else None
         if needs_x:
             of_x_NK = of_branch_NK if ctx.is_same else None
-            for g_NM, weight_MK in zip(known, weights_MK, strict=True):
+            for g_NM, scale, weight_MK in zip(known, scales, weights_MK, strict=True):
                 if g_NM is None:
                     continue
+                g_NM = g_NM if scale is None else scale.scaled(g_NM)
                 of_x_NK = g_NM @ weight_MK if of_x_NK is None else of_x_NK.addmm_(g_NM, weight_MK)
         return (
             None if of_x_NK is None else of_x_NK.view(ctx.shape),
@@ -235,14 +297,46 @@ class _Group(torch.autograd.Function):
             None,
             None,
             *(g if need else None for g, need in zip(of_factors, needs, strict=True)),
+            *of_magnitudes,
         )
 
 
+def _through_scale(
+    scale: Scale,
+    g_NM: torch.Tensor | None,
+    of_b_MR: torch.Tensor | None,
+    y_NM: torch.Tensor,
+    b_MR: torch.Tensor,
+    needs_magnitude: bool,  # noqa: FBT001  # as torch says what needs a gradient
+) -> torch.Tensor | None:
+    """Scale the gradient of B in place; return that of the magnitudes, if it is wanted."""
+    if g_NM is None or of_b_MR is None:
+        return None
+    wanted = scale.of_magnitude(g_NM, y_NM, b_MR=b_MR, of_b_MR=of_b_MR) if needs_magnitude else None
+    of_b_MR.mul_(scale.factor_M[:, None])
+    return wanted
+
+
+def _branch(
+    low_NR: torch.Tensor, b_MR: torch.Tensor, *, like: torch.Tensor, bias_M: torch.Tensor | None
+) -> torch.Tensor:
+    """Return B (A x) + b in memory of its own, in the shape of another output."""
+    y = torch.empty_like(like)
+    if bias_M is None:
+        torch.mm(low_NR, b_MR.t(), out=y.flatten(0, -2))
+    else:
+        torch.addmm(bias_M, low_NR, b_MR.t(), out=y.flatten(0, -2))
+    return y
+
+
 def _linear(x: torch.Tensor, one: AdaptedLinear) -> torch.Tensor:
-    """Return W x + b in memory of its own: a model's code cannot change a view in place."""
+    """Return W x + b in memory of its own: a model's code cannot change a view in place.
+
+    With DoRA b is added later: it is not scaled.
+    """
     y = x.new_empty(*x.shape[:-1], len(one.weight_MK))
     x_NK, y_NM = x.flatten(0, -2), y.view(-1, len(one.weight_MK))
-    if one.bias_M is None:
+    if one.bias_M is None or one.magnitude_M is not None:
         torch.mm(x_NK, one.weight_MK.t(), out=y_NM)
     else:
         torch.addmm(one.bias_M, x_NK, one.weight_MK.t(), out=y_NM)

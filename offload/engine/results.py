@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from offload.engine.host.embedding import HostEmbedding
 from offload.engine.host.source import LayerSource
 from offload.engine.host.stash import Stash
 from offload.engine.host_gradients import HostGradients, LateUpdates
@@ -34,6 +35,7 @@ class Places:
         sent: Graphs and attention outputs on the host.
         host_gradients: Of weights that train on the host.
         updates: Of those weights, each layer's before its load.
+        embedding: The input embedding, if it is on the host.
     """
 
     source: LayerSource
@@ -42,6 +44,7 @@ class Places:
     sent: Stash
     host_gradients: HostGradients
     updates: LateUpdates
+    embedding: HostEmbedding | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -82,6 +82,7 @@ class Steps:
             replace(
                 self._sizes,
                 reduced=tuple(p.reducer.reduced for p in parts if p.reducer is not None),
+                row_bytes=self._row_bytes(parts),
             ),
             ring=ring,
             runs=[part.passes for part in parts],
@@ -103,6 +104,14 @@ class Steps:
                 num_buffers=schedule.num_fetch_buffers,
             )
         return schedule
+
+    def _row_bytes(self, parts: Sequence[Part]) -> tuple[int, ...]:
+        """Return what each pass brings of the embedding, with room for it; nothing if none does."""
+        embedding = self._layered.embedding
+        if embedding is None:
+            return ()
+        each = [(part, number) for part in parts for number in part.passes.all]
+        return embedding.prepare({number: part.given_ids(number) for part, number in each})
 
     def input_bytes(self, batches: Sequence[LabelledBatch]) -> tuple[int, ...]:
         """Return the size of a layer's input for each micro-batch."""

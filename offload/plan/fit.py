@@ -15,6 +15,7 @@ from offload.plan.machine.machine import Machine
 from offload.plan.memory.host import HostLoad, host_terms
 from offload.plan.memory.memory import (
     OTHER_RANKS,
+    ROWS,
     SENT,
     SLAB,
     STAGING,
@@ -235,7 +236,7 @@ class MemoryNeeds:
     def _locked_bytes(self, host: Mapping[str, int]) -> int:
         """Return the page-locked memory of all ranks: what is sent locks no slab out."""
         staging = host.get(STAGING, 0)
-        each = host.get(STASH, 0) + host.get(SENT, 0) + staging
+        each = host.get(STASH, 0) + host.get(SENT, 0) + host.get(ROWS, 0) + staging
         slabs = 0 if staging else self.request.num_slabs * host.get(SLAB, 0)
         return slabs + self.request.local_ranks * each
 

@@ -39,6 +39,7 @@ from offload.plan.time.costs import Costs, LayerCost, RunCosts, price, with_obje
 from offload.plan.time.heads import head_step_s
 from offload.plan.time.shared import shared_costs
 from offload.plan.time.updates import with_updates
+from offload.plan.time.visits import with_norms
 
 
 @dataclass(frozen=True, kw_only=True)  # no slots: what is read again and again is kept
@@ -238,6 +239,9 @@ def costs_of(facts: ModelFacts, machine: Machine, request: PlanRequest) -> Costs
         num_disk_readers=request.num_disk_readers,
         graph_bytes={x: one.sent_graph for x, one in visits.items()},
     )
+    costs = with_norms(
+        costs, facts, machine, request.typical, num_micro_batches=request.rank_micro_batches
+    )
     costs = with_updates(costs, facts, machine, request.typical)
     costs = with_network(costs, facts, machine, request)
     if request.objective is None:
@@ -342,6 +346,7 @@ def calibrate(
             _rate(measured, Kind.STATES_READ, costs.disk_bytes_per_s[0]),
             _rate(measured, Kind.STATES_WRITE, costs.disk_bytes_per_s[1]),
         ),
+        look_up_bytes_per_s=_rate(measured, Kind.LOOK_UP, costs.look_up_bytes_per_s),
     )
 
 

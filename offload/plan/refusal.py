@@ -5,11 +5,13 @@ from dataclasses import replace
 
 from offload.errors import DoesNotFitError
 from offload.plan.facts.codec import EXACT_CODECS, ROUNDING, CodecName
+from offload.plan.facts.embedding import why_on_device
 from offload.plan.facts.optimizer import moved_state_bytes
 from offload.plan.facts.trainable import EMBEDDING, HEAD, NORMS, ROUTER, SCORE
 from offload.plan.fit import DEVICE, RAM, MemoryNeeds, Shortage
 from offload.plan.machine.machine import GIB
 from offload.plan.memory.memory import (
+    EMBEDDINGS_IN_RAM,
     FEWER_SLOTS,
     FEWER_TARGETS,
     INPUTS_IN_RAM,
@@ -29,6 +31,7 @@ from offload.plan.request import (
     MLP_CHUNKS,
     PlanRequest,
     with_codec,
+    with_embeddings,
     with_states_on_disk,
     with_updates_on,
 )
@@ -47,6 +50,7 @@ def refusal(needs: MemoryNeeds) -> DoesNotFitError:
     short = " and ".join(f"{_gib(s.needed_bytes)} {s.what}" for s in shortages)
     kept = f", {fewest.num_kept_graphs} kept graphs" if fewest.num_kept_graphs else ""
     kept += " and their inputs in RAM" if needs.request.is_stashed else ""
+    kept += ", the embedding in RAM," if needs.request.largest.embeddings == "host" else ""
     kept += ", its visits traced," if needs.request.traced else ""
     return DoesNotFitError(
         f"with {fewest.num_slots} slots of {needs.facts.num_layers} layers{kept} the plan needs"
@@ -68,7 +72,7 @@ def _largest_terms(needs: MemoryNeeds, shortage: Shortage) -> str:
     named = [term for term in largest if term.num_bytes >= NAMED_FRAC * shortage.needed_bytes]
     if not named:
         return ""
-    words = {term.name: ", ".join(_effective(term, needs.request)) for term in named}
+    words = {term.name: ", ".join(_effective(term, needs)) for term in named}
     return f"\n  Most {shortage.what} is for:" + "".join(
         f"\n  {_gib(term.num_bytes):>11}  {term.name}"
         + (f"; less with {words[term.name]}" if words[term.name] else "")
@@ -76,9 +80,9 @@ def _largest_terms(needs: MemoryNeeds, shortage: Shortage) -> str:
     )
 
 
-def _effective(term: MemoryTerm, request: PlanRequest) -> list[str]:
+def _effective(term: MemoryTerm, needs: MemoryNeeds) -> list[str]:
     """Return the settings that make a term smaller and are not in effect yet."""
-    largest = request.largest
+    request, largest = needs.request, needs.request.largest
     has_no_effect = {
         MICRO_BATCH: largest.micro_batch_size == 1,
         FEWER_SLOTS: request.num_slots in (None, MIN_SLOTS),
@@ -87,12 +91,20 @@ def _effective(term: MemoryTerm, request: PlanRequest) -> list[str]:
         RANK: not _is_frozen(request),
         FEWER_TARGETS: not _is_frozen(request),
         INPUTS_IN_RAM: request.is_stashed,
+        EMBEDDINGS_IN_RAM: not _may_move_embedding(needs),
         UPDATES_IN_RAM: largest.updates == "host",
         ON_DRIVE: not _states_on_disk(request),
         SMALLER_TILES: (largest.mlp_chunk_tokens or 0) <= MLP_CHUNKS[-1],
         SMALLER_CHUNK: largest.head_chunk_tokens <= FEWEST_CHUNK_TOKENS,
     }
     return [words for words in SHRINKS.get(term.name, ()) if not has_no_effect.get(words)]
+
+
+def _may_move_embedding(needs: MemoryNeeds) -> bool:
+    """Return whether the input embedding is in a device's memory of its own, and need not be."""
+    is_cuda, largest = needs.machine.device == "cuda", needs.request.largest
+    is_free = not why_on_device(needs.facts, largest.adapter)
+    return is_cuda and is_free and largest.embeddings == "device"
 
 
 def _nearest_fit(needs: MemoryNeeds) -> str:
@@ -104,7 +116,7 @@ def _nearest_fit(needs: MemoryNeeds) -> str:
             most = freely.with_graphs(freely.fewest.num_slots)
             return f"`offload.kept_graphs: {most.num_kept_graphs}`"
         asked, fewer = replace(asked, num_kept_graphs=0), "`offload.kept_graphs: 0`"
-    for words, request in _changes(asked):
+    for words, request in _changes(asked, may_move=_may_move_embedding(needs)):
         open_request = replace(request, num_slots=None)
         num_slots = MemoryNeeds.of(needs.facts, needs.machine, open_request).most_slots
         if num_slots is None:
@@ -116,13 +128,16 @@ def _nearest_fit(needs: MemoryNeeds) -> str:
     return "a machine with more memory, or a smaller model"
 
 
-def _changes(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
+def _changes(request: PlanRequest, *, may_move: bool) -> Iterator[tuple[str, PlanRequest]]:
     """Yield changed requests, the nearest first, each with the settings that change it.
 
     Requests that leave the training as it is come first: those in RAM, which are faster, then those
-    on disk. Rounded weights come next, then shorter sequences.
+    on disk. Rounded weights come next, then shorter sequences. `may_move` is whether the input
+    embedding may go to RAM.
     """
     exact = [("", request), *_coded(request, PACKED), *_updated_in_ram(request)]
+    if may_move:
+        exact.append((EMBEDDINGS_IN_RAM, with_embeddings(request, "host")))
     for words, coded in exact:
         yield from _either_stash(words, coded)
     is_alone = request.own_micro_batches is None  # with fewer ranks its share would be another

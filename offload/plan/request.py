@@ -9,7 +9,7 @@ from offload.errors import OffloadError
 from offload.plan.facts.codec import CodecName
 from offload.plan.facts.linears import FP32_BYTES
 from offload.plan.facts.optimizer import UpdatePlace
-from offload.plan.facts.workload import Workload
+from offload.plan.facts.workload import EmbeddingPlace, Workload
 from offload.plan.memory.traced import TracedBytes
 from offload.plan.schedule.passes import Passes
 
@@ -259,6 +259,12 @@ def sharing(requests: Sequence[PlanRequest]) -> PlanRequest:
                 limit="runs that share the layers share no weight that trains",
                 hint="train an adapter in each, or one run at a time",
             )
+        if typical.embeddings != first.typical.embeddings:
+            raise OffloadError(
+                f"runs are to share a step, and one has its embedding on the {typical.embeddings}",
+                limit=f"the first has it on the {first.typical.embeddings}",
+                hint="the same place in all",
+            )
         form = (typical.codec, typical.dtype_bytes, typical.head_chunk_tokens)
         if form != (
             first.typical.codec,
@@ -315,6 +321,11 @@ def with_mlp_chunk(request: PlanRequest, num_tokens: int | None) -> PlanRequest:
 def with_states_on_disk(request: PlanRequest) -> PlanRequest:
     """Return the same request with the states of the layers' own weights in a file."""
     return _with_workload(request, are_states_on_disk=True)
+
+
+def with_embeddings(request: PlanRequest, place: EmbeddingPlace) -> PlanRequest:
+    """Return the same request with the input embedding in this place."""
+    return _with_workload(request, embeddings=place)
 
 
 def with_updates_on(request: PlanRequest, place: UpdatePlace) -> PlanRequest:

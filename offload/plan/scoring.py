@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from offload.errors import DoesNotFitError
 from offload.plan.facts.codec import decode_workspace_bytes
+from offload.plan.facts.embedding import embedding_bytes
 from offload.plan.facts.facts import ModelFacts
 from offload.plan.facts.workload import Workload
 from offload.plan.machine.machine import GIB, Machine
@@ -21,6 +22,7 @@ from offload.plan.memory.memory import (
     FRAGMENTATION,
     FRAGMENTATION_FRAC,
     HEAD_CHUNK,
+    OUTER,
     SLOTS,
     VISIT,
     MemoryTerm,
@@ -42,6 +44,7 @@ from offload.plan.schedule.schedule import (
 from offload.plan.schedule.simulate import merged_s
 from offload.plan.step import duration_of
 from offload.plan.time.costs import Costs, price, with_objective
+from offload.plan.time.visits import with_norms
 
 # Each layer is visited once: more slots than let loads run ahead of visits of unequal times are of
 # no use, unless all layers stay from sweep to sweep.
@@ -235,7 +238,7 @@ class _Draft:
         ]
         sizes = {
             SLOTS: num_slots * max(load.cargo_bytes(layer) for layer in set(facts.layers)),
-            "embeddings, norm and head": facts.outer_parameters * load.dtype_bytes,
+            OUTER: facts.outer_parameters * load.dtype_bytes - embedding_bytes(facts, load),
             "adapters": self.request.adapter_bytes,
             "hidden states": hidden_bytes,
             # what a graph would save is no less than what a visit without one has at a time
@@ -288,7 +291,7 @@ class _Draft:
 
     def _time(self, sweeps: Sequence[Cut], num_slots: int, costs: Costs) -> tuple[float, int]:
         """Return the seconds and the loads of all sweeps."""
-        load, one_s = self.typical, duration_of(costs)
+        load = self.typical
         decoded = layer_weight_bytes(self.facts, dtype_bytes=load.dtype_bytes)
         sizes = TransferSizes.frozen(
             [layer.weight_bytes for layer in costs.layers],
@@ -301,9 +304,14 @@ class _Draft:
             if ring not in schedules:
                 schedules[ring] = forward_schedule(sizes, ring=ring, num_micro_batches=1)
             schedule = schedules[ring]
-            passes = len(batches) * self.request.num_adapters
+            num = len(batches)
+            one_s = duration_of(
+                with_norms(costs, self.facts, self.machine, load, num_micro_batches=num)
+            )
             durations_s = [one_s(op) for op in schedule.ops]
-            seconds += merged_s(schedule, durations_s, num_micro_batches=passes)
+            seconds += merged_s(
+                schedule, durations_s, num_micro_batches=num * self.request.num_adapters
+            )
             num_loads += schedule.num_loads
             ring = schedule.ring_after
         return seconds, num_loads
@@ -319,10 +327,13 @@ def _require_ram(facts: ModelFacts, machine: Machine, request: ScoreRequest) -> 
     Raises:
         DoesNotFitError: They do not.
     """
-    layers_bytes = sum(request.workload.cargo_bytes(layer) for layer in facts.layers)
-    if not request.is_on_disk and layers_bytes > machine.ram_bytes:
+    load = request.workload
+    waiting = 0 if request.is_on_disk else sum(map(load.cargo_bytes, facts.layers))
+    waiting += embedding_bytes(facts, load)
+    also = " and the embedding" if load.embeddings == "host" else ""
+    if waiting > machine.ram_bytes:
         raise DoesNotFitError(
-            f"the layers take {layers_bytes / GIB:.2f} GiB of RAM",
+            f"the layers{also} take {waiting / GIB:.2f} GiB of RAM",
             limit=f"{machine.ram_bytes / GIB:.2f} GiB of RAM is there on {machine.name}",
             hint="`offload.tier=disk`, or `offload.codec=nf4`",
         )

@@ -12,7 +12,7 @@ in fp32.
 Source: arXiv:2304.11277; torch/distributed/fsdp/_fully_shard (torch 2.13).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from offload.errors import DoesNotFitError
@@ -20,6 +20,7 @@ from offload.plan.facts.facts import ModelFacts
 from offload.plan.facts.linears import FP32_BYTES
 from offload.plan.facts.optimizer import HOST_STATE_BYTES
 from offload.plan.facts.trainable import (
+    EMBEDDING,
     adapter_parameters,
     layer_parameters,
     outer_module_sizes,
@@ -34,12 +35,12 @@ from offload.plan.memory.memory import (
     FRAGMENTATION,
     FRAGMENTATION_FRAC,
     GRADIENTS,
-    LAYER_GRADIENTS,
-    SLOTS,
+    KEPT_INPUTS,
     STATES,
     UPDATE,
+    DeviceNeeds,
     MemoryTerm,
-    device_terms,
+    device_needs,
     total_bytes,
 )
 from offload.plan.plan import Plan, costs_of
@@ -53,10 +54,13 @@ from offload.plan.time.optimizer import BYTES_PER_WEIGHT
 
 # Of a collective of tensors, without words between processes; until it is measured.
 COLLECTIVE_LATENCY_S = 5e-5
-NUM_GATHERED = 3  # layers: one computes, one is there, and a buffer that it has arrived in
+# A layer's gradients of weights come as its activations go: so much of the smaller of both is there
+# together with all of the other, by counts of live bytes.
+OVERLAP_FRAC = 0.25
 SHARDS, GATHERED = "own part of the weights", "gathered layers"
+OUTER, OUTER_BUFFER = "embeddings, norm and head", "buffer of embeddings, norm and head"
 NEW_GRADIENTS = "gradients before they are added up"
-LOGITS = "logits of all tokens"
+LOGITS, LOSS = "logits of all tokens", "loss of the label tokens"
 CHECKPOINT = "a checkpoint on the main rank"
 
 
@@ -70,6 +74,7 @@ def as_sharded(request: PlanRequest) -> PlanRequest:
             layer_code="plain",
             leaves_out=False,
             mlp_chunk_tokens=None,
+            embeddings="device",
             head_chunk_tokens=max(1, one.label_tokens),
         )
 
@@ -197,46 +202,97 @@ def _device_terms(
     """List what each rank has at the worst instant of a step."""
     workload, num = request.largest, request.num_ranks
     spec, b = workload.adapter, workload.dtype_bytes
-    num_gathered = min(NUM_GATHERED, facts.num_layers)
-    terms = device_terms(
+    needs = device_needs(
         facts,
         machine,
         workload,
-        num_slots=1,
         num_micro_batches=1,
         num_ranks=1,
         is_padded=request.is_masked,
         is_stashed=False,
+        traced=None,
     )
-    trained = layer_parameters(facts, spec)
     all_trained = trained_parameters(facts, spec)
-    weights, gradient_bytes = facts.num_parameters * b, FP32_BYTES
-    parts = {
-        ADAPTERS: FP32_BYTES * adapter_parameters(facts, spec),
-        GRADIENTS: FP32_BYTES * all_trained,
-        STATES: sum(term.num_bytes for term in terms if term.name == STATES),
-        UPDATE: sum(term.num_bytes for term in terms if term.name == UPDATE),
-    }
+    weights = facts.num_parameters * b
+    states = sum(term.num_bytes for term in needs.always if term.name == STATES)
     if spec.whole is not None:
         weights += all_trained * (FP32_BYTES - b)  # fp32 masters, of which b bytes are gathered
-        parts[STATES] = int(HOST_STATE_BYTES[workload.optimizer] * all_trained)
-        gradient_bytes = b
-    parts[SHARDS] = weights
-    largest = max(layer.num_parameters for layer in facts.layers)
-    one_layer = largest * b + (FP32_BYTES * max(trained) if spec.whole is None else 0)
-    rest_trained = all_trained - sum(trained)
-    new = max(trained) * (gradient_bytes + FP32_BYTES) + rest_trained * gradient_bytes
-    own = {
-        GATHERED: num_gathered * one_layer,
-        NEW_GRADIENTS: new,
-        LOGITS: 2 * workload.num_tokens * facts.num_outputs * b,  # and their gradient
-        **{name: -(-num_bytes // num) for name, num_bytes in parts.items()},
+        states = int(HOST_STATE_BYTES[workload.optimizer] * all_trained)
+    parts = {
+        SHARDS: weights,
+        ADAPTERS: FP32_BYTES * adapter_parameters(facts, spec),
+        GRADIENTS: FP32_BYTES * all_trained,
+        STATES: states,
     }
-    replaced = (SLOTS, LAYER_GRADIENTS, FRAGMENTATION, *parts)
-    others = {term.name: term.num_bytes for term in terms if term.name not in replaced}
-    used = own | others
-    used[FRAGMENTATION] = int(FRAGMENTATION_FRAC * sum(used.values()))
-    return tuple(MemoryTerm(name=name, num_bytes=size) for name, size in used.items() if size)
+    own = [MemoryTerm(name=name, num_bytes=-(-size // num)) for name, size in parts.items()]
+    update = MemoryTerm(name=UPDATE, num_bytes=-(-needs.update.num_bytes // num))
+    worst = max((*_instants(facts, workload, needs), (update,)), key=total_bytes)
+    used = [*own, *worst, *needs.fixed]
+    fragmentation = int(FRAGMENTATION_FRAC * total_bytes(used))
+    used.append(MemoryTerm(name=FRAGMENTATION, num_bytes=fragmentation))
+    return tuple(term for term in used if term.num_bytes)
+
+
+def _instants(
+    facts: ModelFacts, workload: Workload, needs: DeviceNeeds
+) -> Iterator[tuple[MemoryTerm, ...]]:
+    """Yield what is live besides a rank's own part at each instant that may be the worst.
+
+    A gather receives a flat buffer, which is then copied to the layer's tensors. In the forward
+    `fully_shard` holds the buffer of the gather before until this copy is made; in the backward it
+    lets go of it, and has the next layer's buffer while one computes. A layer's new gradients are
+    copied to a flat fp32 buffer, which is held until the next layer's are. What is around the
+    layers is gathered first, and is let go of before its own gradients are added up.
+
+    Source: `wait_for_unshard` (a local name holds the buffer before), `_backward_prefetch`,
+    `post_backward` and `foreach_reduce` in torch/distributed/fsdp/_fully_shard (torch 2.13).
+    """
+    spec, b = workload.adapter, workload.dtype_bytes
+    trained, is_adapter = layer_parameters(facts, spec), spec.whole is None
+    layer_bytes = max(one.num_parameters for one in facts.layers) * b
+    layer_bytes += FP32_BYTES * max(trained) if is_adapter else 0
+    has_next = facts.num_layers > 1
+    outer_sizes, outer_bytes = outer_module_sizes(facts, spec), facts.outer_parameters * b
+    outer = MemoryTerm(name=OUTER, num_bytes=outer_bytes)
+
+    def gathered(num: int) -> MemoryTerm:
+        return MemoryTerm(name=GATHERED, num_bytes=num * layer_bytes)
+
+    def new_gradients(num_bytes: int) -> MemoryTerm:
+        return MemoryTerm(name=NEW_GRADIENTS, num_bytes=num_bytes)
+
+    # the first gather: the buffer of what is around the layers is still there
+    before = tuple(term for term in needs.kept if term.name != KEPT_INPUTS)
+    yield (outer, MemoryTerm(name=OUTER_BUFFER, num_bytes=outer_bytes), gathered(2), *before)
+
+    # the last gather of the forward
+    yield (outer, gathered(3 if has_next else 2), *needs.kept)
+
+    # the loss: all logits, those with a label, a copy in fp32 and the log-softmax
+    label_bytes = 2 * FP32_BYTES if b == FP32_BYTES else b + 2 * FP32_BYTES
+    yield (
+        outer,
+        *needs.kept,
+        MemoryTerm(name=LOGITS, num_bytes=workload.num_tokens * facts.num_outputs * b),
+        MemoryTerm(name=LOSS, num_bytes=workload.label_tokens * facts.num_outputs * label_bytes),
+    )
+
+    # the backward of a layer: those of the head and of the layer after it wait
+    late = 0 if facts.tie_word_embeddings else outer_sizes.get(EMBEDDING, 0)
+    waiting = (sum(outer_sizes.values()) - late) * b
+    waiting += FP32_BYTES * max(trained) if has_next else 0
+    new = max(trained) * (FP32_BYTES if is_adapter else b)
+    is_wide = total_bytes(needs.visit) >= new
+    frac = 1.0 if is_wide else OVERLAP_FRAC
+    yield (
+        *(outer, gathered(2 if has_next else 1), *needs.kept),
+        *(replace(term, num_bytes=int(frac * term.num_bytes)) for term in needs.visit),
+        new_gradients(waiting + int((OVERLAP_FRAC if is_wide else 1.0) * new)),
+    )
+
+    # the end of the backward: gradients of what is around the layers, and a copy of one on its way
+    largest = max(outer_sizes.values(), default=0)
+    yield (new_gradients(sum(outer_sizes.values()) * (b + FP32_BYTES) + largest * b),)
 
 
 def _host_terms(

@@ -5,6 +5,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from offload.plan.facts.embedding import most_rows_bytes
 from offload.plan.facts.facts import ModelFacts
 from offload.plan.facts.optimizer import moved_state_bytes
 from offload.plan.facts.trainable import outer_module_sizes
@@ -13,7 +14,7 @@ from offload.plan.memory.memory import input_bytes, layer_weight_bytes
 from offload.plan.reduction import reduced_of
 from offload.plan.request import PlanRequest
 from offload.plan.schedule.op import Kind, Lane, Op
-from offload.plan.schedule.passes import numbered
+from offload.plan.schedule.passes import Passes, numbered
 from offload.plan.schedule.residency import Residency
 from offload.plan.schedule.schedule import (
     NUM_STAGING,
@@ -77,11 +78,13 @@ def schedule_of(
     assert not (is_draft and request.others), "a draft has one run"
     runs = request.runs
     numbers = [1 if is_draft else run.rank_micro_batches for run in runs]
+    passes = [run.passes(number) for run, number in zip(runs, numbers, strict=True)]
+    sizes = replace(sizes, row_bytes=_row_bytes(facts, request, passes))
     stashed = zip(runs, numbers, strict=True) if request.is_stashed else ()
     return step_schedule(
         sizes,
         ring=without_trained(warm_ring(residency.num_slots), sizes),
-        runs=[run.passes(number) for run, number in zip(runs, numbers, strict=True)],
+        runs=passes,
         trains_front=any(outer_module_sizes(facts, run.typical.adapter) for run in runs),
         input_bytes=tuple(
             input_bytes(facts, run.typical) for run, number in stashed for _ in range(number)
@@ -89,6 +92,17 @@ def schedule_of(
         num_kept_graphs=residency.num_kept_graphs,
         saved=costs.saved(residency, num_micro_batches=numbers[0]),
     )
+
+
+def _row_bytes(
+    facts: ModelFacts, request: PlanRequest, passes: Sequence[Passes]
+) -> tuple[int, ...]:
+    """Return what each pass brings of the input embedding at most; nothing if that is there."""
+    if request.typical.embeddings == "device":
+        return ()
+    each = zip(request.runs, numbered(passes), strict=True)
+    sizes = {n: most_rows_bytes(facts, run.typical) for run, one in each for n in one.all}
+    return tuple(sizes[number] for number in range(len(sizes)))
 
 
 def _state_bytes(typical: Workload, trained: Sequence[int]) -> tuple[int, ...] | None:
@@ -155,6 +169,8 @@ def _duration_of(costs: Costs) -> Callable[[Op], float]:
             return op.num_bytes / costs.disk_bytes_per_s[op.kind is Kind.STATES_WRITE]
         if op.kind is Kind.UPDATE:
             return costs.layers[op.layer_index].update_s
+        if op.kind is Kind.LOOK_UP:
+            return op.num_bytes / costs.look_up_bytes_per_s
         if op.lane is Lane.HOST:
             return op.num_bytes / costs.read_bytes_per_s
         if op.lane is Lane.D2H:

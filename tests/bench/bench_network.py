@@ -5,6 +5,8 @@ namespaces that a pair of virtual cards connects, with `tc` to limit the rate of
 quickstart's training runs on one rank of one thread in each. Without a limit first, which says how
 fast a link would move the bytes of a step in just the time of its backward; then at half, twice and
 eight times that rate. The ranks measure the link at their start, as any run does, and plan with it.
+About 25 minutes on two idle cores. What is measured is kept in `--folder`, so that the command goes
+on where it was stopped; the table at the end is made of it.
 
 Each visit of a layer sleeps for some milliseconds on top of its work, as a host does while a card
 computes: otherwise two ranks would fill the cores that the transfers need too.
@@ -42,12 +44,14 @@ NUM_WARM = 2  # steps that are not counted
 
 
 def main() -> None:
-    """Run all, and print a line of JSON for each run."""
+    """Run all that is left, print a line of JSON for each run, and the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--micro-batches", type=int, default=8)
     parser.add_argument("--rank", type=int, default=128)
     parser.add_argument(INSIDE, action="store_true")
+    default = Path(tempfile.gettempdir()) / "sluice-bench-network"
+    parser.add_argument("--folder", type=Path, default=default)
     options = parser.parse_args()
     if not options.inside:  # again, in a namespace of its own: the machine's network stays as it is
         words = ["unshare", "-n", sys.executable, "-m", __spec__.name, INSIDE, *sys.argv[1:]]
@@ -59,15 +63,86 @@ def main() -> None:
         f"adapter.rank={options.rank}",
         *("train.warmup_steps=1", "report.samples=0", "output.eval_every=null"),
     )
-    with tempfile.TemporaryDirectory() as folder, two_machines() as other:
-        bench = Bench(Path(folder), other, fixed)
-        free = bench.measured("by_layer", rate_bits_per_s=None)
-        console.print(json.dumps(free), highlight=False)
+    options.folder.mkdir(parents=True, exist_ok=True)
+    kept = Kept(options.folder / "rows.jsonl", fixed)
+    with two_machines() as other:
+        bench = Bench(options.folder, other, fixed)
+
+        def row(when: str, factor: float | None, rate_bits_per_s: int | None) -> dict[str, Any]:
+            found = kept.row(when, factor)
+            if found is None:
+                load = os.getloadavg()[0]
+                found = bench.measured(when, rate_bits_per_s=rate_bits_per_s)
+                found = {"factor": factor, "load_before": load} | found
+                kept.add(found)
+                console.print(json.dumps(found), highlight=False)
+            return found
+
+        free = row("by_layer", None, None)
         even = 8 * free["sent_bytes"] / free["predicted_backward_s"]
+        rows = [free]
         for factor in FACTORS:
-            for when in ("by_layer", "at_end"):
-                row = bench.measured(when, rate_bits_per_s=int(factor * even))
-                console.print(json.dumps({"factor": factor} | row), highlight=False)
+            rows += [row(when, factor, int(factor * even)) for when in ("by_layer", "at_end")]
+    console.print(table(rows), highlight=False)
+
+
+class Kept:
+    """What has been measured, in a file that outlives the command, a row on each line."""
+
+    def __init__(self, file: Path, words: Sequence[str]) -> None:
+        """Read the rows of the same settings.
+
+        Args:
+            file: May be new.
+            words: The settings.
+        """
+        self._file, self._words = file, list(words)
+        lines = file.read_text().splitlines() if file.exists() else []
+        self._rows = [row for row in map(json.loads, lines) if row["settings"] == self._words]
+
+    def row(self, when: str, factor: float | None) -> dict[str, Any] | None:
+        """Return the row of a way to add up and a rate; None if it is not there."""
+        every = ((row["when"], row["factor"]) for row in self._rows)
+        return next(
+            (row for row, key in zip(self._rows, every, strict=True) if key == (when, factor)), None
+        )
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Keep a row."""
+        self._rows.append(row | {"settings": self._words})
+        with self._file.open("a") as file:
+            file.write(json.dumps(self._rows[-1]) + "\n")
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Return the rows as a table in Markdown: each rate with both ways, and what they differ by."""
+    head = (
+        *("limit, Mb/s", "probed, Mb/s", "by layer: predicted, measured, s", "hidden"),
+        *("at the end: predicted, measured, s", "by layer takes: predicted, measured"),
+    )
+    lines: list[Sequence[str]] = [head, ("---",) * len(head)]
+    for factor in dict.fromkeys(row["factor"] for row in rows):
+        by_layer, *at_end = [row for row in rows if row["factor"] == factor]
+        both = [by_layer, *at_end]
+        limit = by_layer["limit_mbit_per_s"]
+        times = [f"{row['predicted_step_s']:.2f}, {row['step_s']:.2f}" for row in both]
+        fracs = [
+            f"{by_layer[name] / other[name]:.2f}"
+            for other in at_end
+            for name in ("predicted_step_s", "step_s")
+        ]
+        hidden = (by_layer["predicted_hidden_frac"], by_layer["hidden_frac"])
+        lines.append(
+            (
+                "none" if limit is None else f"{limit:.0f}",
+                ", ".join(f"{row['probed_mbit_per_s']:.0f}" for row in both),
+                times[0],
+                "{:.0%}, {:.0%}".format(*hidden),
+                times[1] if at_end else "",
+                ", ".join(fracs),
+            )
+        )
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def train(words: Sequence[str]) -> None:

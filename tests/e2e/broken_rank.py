@@ -1,10 +1,18 @@
-"""The program, with a rank 1 that fails in its third step, or differs: `main([KIND, WORDS...])`."""
+"""The program, with a rank 1 that fails in its third step, or differs: `main([KIND, WORDS...])`.
+
+A rank that fails prints first at what time of the system's monotonic clock it does.
+"""
 
 import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 
@@ -14,6 +22,7 @@ from finetune.env import launch
 from finetune.training import optimizer, process_group
 from finetune.training.loop import Loop, Request
 from finetune.training.sharded.engine import _Clock
+from finetune.training.world import surroundings
 from offload.engine.executor import Executor
 from offload.engine.passes.part import Part
 from offload.engine.results import PassState
@@ -21,60 +30,117 @@ from offload.errors import TransferError
 from offload.plan.schedule.op import Kind, Op
 
 FAILING_STEP = 2  # counted from 0
-FAILURES = {
-    "named": TransferError("a copy failed", limit="every copy must complete", hint="try again"),
-    "memory": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
-    "host memory": MemoryError(),
-    "bug": KeyError("layer"),
-}
+FAILS_AT = "fails at "
+OTHER_VERSION = "0.0.1"  # of peft
+LEAST_TIMEOUT_S, TIMEOUT_STEPS = 3.0, 3  # for a step; users' runs allow more
+MIB = 2**20
+
+NAMED = TransferError("a copy failed", limit="every copy must complete", hint="try again")
+NO_DEVICE_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
 
-def break_rank_1(failure: Exception) -> None:
+def raise_(failure: Exception, *, after_s: float = 0.0) -> NoReturn:
+    """Fail, after a while in which rank 0 comes to wait for this one."""
+    time.sleep(after_s)
+    raise failure
+
+
+def send_itself(number: signal.Signals) -> None:
+    """Send this process a signal; not if its launcher has started it again."""
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":  # noqa: TID251 - of the launcher
+        os.kill(os.getpid(), number)
+
+
+def fill_disk(words: Sequence[str]) -> None:
+    """Leave no room where the run's directory is."""
+    place = next(word for word in words if word.startswith("output.dir="))
+    fill(Path(place.removeprefix("output.dir=")).parent / "filler")
+
+
+def fill(file: Path) -> None:
+    """Let a file take all room of its disk, to the last byte."""
+    with suppress(OSError), file.open("wb", buffering=0) as filler:
+        for size in (MIB, 1):
+            with suppress(OSError):
+                while True:
+                    filler.write(bytes(size))
+
+
+def failing(act: Callable[[], object]) -> Callable[[], None]:
+    """Return what prints the time before it fails."""
+
+    def fails() -> None:
+        sys.stdout.write(f"{FAILS_AT}{time.monotonic()}\n")
+        sys.stdout.flush()
+        act()
+
+    return fails
+
+
+def in_step(act: Callable[[], None]) -> None:
+    """Do something as this rank's third step begins."""
     whole = Loop.request
 
     def broken(self: Loop, number: int, share: StepShare) -> Request:
         if number == FAILING_STEP:
-            raise failure
+            act()
         return whole(self, number, share)
 
-    if launch().index == 1:
-        Loop.request = broken  # type: ignore[method-assign]
+    Loop.request = broken  # type: ignore[method-assign]
 
 
-def break_rank_1_late_in_a_visit(failure: Exception) -> None:
-    """Fail in the backward of the first layer, a second after rank 0 has come to its end."""
-    request, backward = Loop.request, Executor._backward
-    steps = []
+def in_visit(act: Callable[[], None]) -> None:
+    """Do something in the third step's first backward of the first layer, its weights there."""
+    backward, mark = Executor._backward, _Clock.mark
+    steps: list[int] = []
 
-    def counted(self: Loop, number: int, share: StepShare) -> Request:
-        steps.append(number)
-        return request(self, number, share)
+    def begun() -> None:
+        steps.append(FAILING_STEP)
+
+    def acting() -> None:
+        if steps:
+            steps.clear()
+            act()
 
     def broken(self: Executor, state: PassState, op: Op, part: Part) -> None:
-        if FAILING_STEP in steps and op.layer == 0:
-            time.sleep(1.0)
-            raise failure
+        if op.layer == 0:
+            acting()
         backward(self, state, op, part)
 
-    if launch().index == 1:
-        Loop.request = counted  # type: ignore[method-assign]
-        Executor._backward = broken  # type: ignore[method-assign]
+    def broken_in_parts(self: _Clock, kind: Kind, layer: int | None) -> None:
+        mark(self, kind, layer)
+        if (kind, layer) == (Kind.BACKWARD, 0):
+            acting()
+
+    in_step(begun)
+    Executor._backward = broken  # type: ignore[method-assign]
+    _Clock.mark = broken_in_parts  # type: ignore[method-assign]
 
 
-def slow_rank_1() -> None:
-    """Let each backward visit of rank 1 take longer."""
+def in_evaluation(act: Callable[[], None]) -> None:
+    """Do something as this rank's first evaluation begins."""
+    whole = Loop.validation_loss
+
+    def broken(self: Loop, *args: Any, **settings: Any) -> float:
+        act()
+        return whole(self, *args, **settings)
+
+    Loop.validation_loss = broken  # type: ignore[method-assign]
+
+
+def be_slow() -> None:
+    """Let each backward visit take longer."""
     backward = Executor._backward
 
     def slow(self: Executor, state: PassState, op: Op, part: Part) -> None:
         time.sleep(0.02)
         backward(self, state, op, part)
 
-    if launch().index == 1:
-        Executor._backward = slow  # type: ignore[method-assign]
+    Executor._backward = slow  # type: ignore[method-assign]
 
 
-def let_rank_1_drift() -> None:
-    """Let rank 1 make other updates than rank 0."""
+def drift() -> None:
+    """Make other updates than rank 0."""
     whole = optimizer.update
 
     def drifting(  # its weights are off by a thousandth
@@ -88,78 +154,67 @@ def let_rank_1_drift() -> None:
         for parameter in parameters:
             parameter.data *= 1.001
 
-    if launch().index == 1:
-        optimizer.update = drifting  # type: ignore[assignment]
+    optimizer.update = drifting  # type: ignore[assignment]
 
 
-def kill_rank_1() -> None:
-    """Kill rank 1 in its third step, unless its launcher has started it again."""
-    whole = Loop.request
+def have_another_version() -> None:
+    """Have another version of peft."""
 
-    def killed(self: Loop, number: int, share: StepShare) -> Request:
-        if number == FAILING_STEP:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return whole(self, number, share)
+    def other_version(name: str) -> str:
+        return OTHER_VERSION if name == "peft" else version(name)
 
-    is_first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"  # noqa: TID251 - of the launcher
-    if launch().index == 1 and is_first:
-        Loop.request = killed  # type: ignore[method-assign]
+    vars(surroundings)["version"] = other_version
 
 
-def hang_rank_1() -> None:
-    """Let rank 1 sleep in its third step, and allow less for a step than users' runs do."""
-    process_group.LEAST_STEP_TIMEOUT_S, process_group.STEP_TIMEOUT_STEPS = 3.0, 3
-    whole = Loop.request
-
-    def hanging(self: Loop, number: int, share: StepShare) -> Request:
-        if number == FAILING_STEP:
-            time.sleep(600)
-        return whole(self, number, share)
-
-    if launch().index == 1:
-        Loop.request = hanging  # type: ignore[method-assign]
+def hang() -> None:
+    """Sleep for longer than others wait."""
+    time.sleep(600)
 
 
-def hang_rank_1_in_a_visit() -> None:
-    """Let rank 1 of a model in parts sleep in its third step, with a layer gathered."""
-    process_group.LEAST_STEP_TIMEOUT_S, process_group.STEP_TIMEOUT_STEPS = 3.0, 3
-    request, mark = Loop.request, _Clock.mark
-    steps = []
-
-    def counted(self: Loop, number: int, share: StepShare) -> Request:
-        steps.append(number)
-        return request(self, number, share)
-
-    def hanging(self: _Clock, kind: Kind, layer: int | None) -> None:
-        mark(self, kind, layer)
-        if FAILING_STEP in steps and (kind, layer) == (Kind.FORWARD, 1):
-            time.sleep(600)
-
-    if launch().index == 1:
-        Loop.request = counted  # type: ignore[method-assign]
-        _Clock.mark = hanging  # type: ignore[method-assign]
+IN_STEP: Mapping[str, Callable[[], object]] = {
+    "named": partial(raise_, NAMED),
+    "memory": partial(raise_, NO_DEVICE_MEMORY),
+    "host memory": partial(raise_, MemoryError()),
+    "bug": partial(raise_, KeyError("layer")),
+    "hangs": hang,
+    **{number.name: partial(send_itself, number) for number in signal.Signals},
+}
+IN_VISIT: Mapping[str, Callable[[], object]] = {
+    "late in a visit": partial(raise_, NAMED, after_s=1.0),
+    "memory in a visit": partial(raise_, NO_DEVICE_MEMORY),
+    "bug in a visit": partial(raise_, KeyError("layer")),
+    "hangs in a visit": hang,
+}
+DIFFERENT: Mapping[str, Callable[[], object]] = {
+    "drifts": drift,
+    "slow": be_slow,
+    "version": have_another_version,
+    "threads": partial(torch.set_num_threads, 2),
+}
+HANGS_IN_EVALUATION = "hangs in an evaluation"
+FULL_DISK = "full disk"  # of rank 0, which writes the run's directory
 
 
 def main(argv: Sequence[str]) -> None:
     """Run the program."""
-    if argv[0] == "killed":
-        kill_rank_1()
-    elif argv[0] == "hangs":
-        hang_rank_1()
-    elif argv[0] == "hangs in a visit":
-        hang_rank_1_in_a_visit()
-    elif argv[0] == "late in a visit":
-        break_rank_1_late_in_a_visit(FAILURES["named"])
-    elif argv[0] == "drifts":
-        let_rank_1_drift()
-    elif argv[0] == "slow":
-        slow_rank_1()
-    elif argv[0] in FAILURES:
-        break_rank_1(FAILURES[argv[0]])
-    elif launch().index == 1:
-        assert argv[0] == "threads"
-        torch.set_num_threads(2)
-    app.main(argv[1:])
+    kind, *words = argv
+    if kind.startswith("hangs"):
+        process_group.LEAST_STEP_TIMEOUT_S = LEAST_TIMEOUT_S
+        process_group.STEP_TIMEOUT_STEPS = TIMEOUT_STEPS
+    in_steps: Mapping[str, Callable[[], object]] = {
+        **IN_STEP,
+        FULL_DISK: partial(fill_disk, words),
+    }
+    if launch().index == (0 if kind == FULL_DISK else 1):
+        if kind in in_steps:
+            in_step(failing(in_steps[kind]))
+        elif kind in IN_VISIT:
+            in_visit(failing(IN_VISIT[kind]))
+        elif kind == HANGS_IN_EVALUATION:
+            in_evaluation(failing(hang))
+        else:
+            DIFFERENT[kind]()
+    app.main(words)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,11 @@ RecipeWriter = Callable[..., Path]
 
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+def save_model(folder: Path) -> Path:
+    """Write a tiny mixture with random weights, and its tokenizer; return the folder."""
     tokenizer = tiny_tokenizer()
     torch.manual_seed(0)
     shape: dict[str, Any] = {
@@ -47,7 +51,11 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def rows_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = tmp_path_factory.mktemp("rows") / "train.jsonl"
+    return write_rows(tmp_path_factory.mktemp("rows") / "train.jsonl")
+
+
+def write_rows(file: Path) -> Path:
+    """Write forty prompts with completions of several lengths; return the file."""
     rows = [
         {"question": f"what follows {n}{'!' * (n % 5)}", "answer": f"{n + 1}"} for n in range(40)
     ]

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 120
+TIMEOUT_S = 240
 LAUNCH = (
     *(sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--multi_gpu"),
     *("--num_processes", "2", "--num_machines", "1", "--main_process_port", "0"),

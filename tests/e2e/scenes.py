@@ -1,6 +1,7 @@
 """Two ranks that talk without a model: `main([NAME])`, in one process for each rank."""
 
 import errno
+import itertools
 import sys
 import time
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from finetune.errors import (
     RunFailedError,
     ToldRankError,
 )
+from finetune.training import process_group
 from finetune.training.process_group import ProcessGroup
 
 
@@ -26,6 +28,9 @@ def sums() -> None:
         me = ranks.index
         assert ranks.exchange(("word", me)) == (("word", 0), ("word", 1))
         assert ranks.from_main(lambda: f"made by {me}") == "made by 0"
+        states = ranks.from_main(lambda: {"moments": torch.full((3, 2), 1.5 + me), "step": me})
+        assert states["step"] == 0
+        assert torch.equal(states["moments"], torch.full((3, 2), 1.5))
         own = torch.tensor([0.25, 2.0 * me], dtype=torch.float64)
         assert torch.equal(ranks.add_up(own), torch.tensor([0.5, 2.0], dtype=torch.float64))
         parameters = [nn.Parameter(torch.zeros(shape)) for shape in ((2, 3), (7,), (1,), (2,))]
@@ -145,15 +150,16 @@ def sums_in_order() -> None:
 
     with ProcessGroup(launch(), bucket_bytes=4 * 26) as ranks:
         every = [gradients(rank) for rank in range(ranks.num)]
-        for dtype in (torch.float32, torch.bfloat16):
-            for each_alone in (True, False):
-                found = added_up(dtype, each_alone=each_alone)
-                for one, summands in zip(found, zip(*every, strict=True), strict=True):
-                    expected = torch.zeros(len(summands[0]))
-                    for summand in summands:
-                        expected = expected + summand.to(dtype).float()
-                    assert one is not None
-                    assert torch.equal(one, expected.to(dtype).float())
+        ways = itertools.product((torch.float32, torch.bfloat16), (True, False), (8, 512 * 1024))
+        for dtype, each_alone, block_bytes in ways:
+            process_group.GLOO_BLOCK_BYTES = block_bytes
+            found = added_up(dtype, each_alone=each_alone)
+            for one, summands in zip(found, zip(*every, strict=True), strict=True):
+                expected = torch.zeros(len(summands[0]))
+                for summand in summands:
+                    expected = expected + summand.to(dtype).float()
+                assert one is not None
+                assert torch.equal(one, expected.to(dtype).float())
 
 
 def one_hangs() -> None:

@@ -53,7 +53,7 @@ def streamed_logits(model_dir: Path, adapter: Path) -> torch.Tensor:
     "options",
     [
         pytest.param(EVERYTHING, marks=pytest.mark.slow),
-        pytest.param(DORA, marks=pytest.mark.exhaustive),
+        pytest.param(DORA, marks=pytest.mark.slow),
     ],
     ids=["everything", "DoRA"],
 )

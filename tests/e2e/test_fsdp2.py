@@ -13,6 +13,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from tests.e2e.faults import SECTIONS
 from tests.e2e.runs import (
     LOSS_TOLERANCE,
     WEIGHT_TOLERANCE,
@@ -29,12 +30,7 @@ ENDED_S = 30.0
 
 def recipe_of(write_recipe: Any, *, is_full: bool = False, **output: object) -> Path:
     """Write a recipe that either engine runs: an adapter with dropout, or all weights."""
-    recipe: Path = write_recipe(
-        adapter={"experts": False, "dropout": 0.2},
-        offload={"num_slots": "auto"},
-        data={"packing": "off"},
-        output={"eval_every": 3, **output},
-    )
+    recipe: Path = write_recipe(**SECTIONS, output={"eval_every": 3, **output})
     if is_full:
         content = yaml.safe_load(recipe.read_text())
         del content["adapter"]
@@ -149,52 +145,20 @@ def test_chosen_weights_train_in_parts_and_all_are_saved(
 
 
 @pytest.mark.slow
-def test_a_part_that_is_killed_ends_the_other_with_the_cause(
+def test_a_main_rank_that_is_stopped_in_a_step_ends_the_other_with_the_cause(
     tmp_path, write_recipe, machine_file, forked
-) -> None:
-    recipe = recipe_of(write_recipe)
-    words = ("finetune", recipe, "--machine", machine_file, FSDP2, "train.steps=2000")
-    first, second = forked.start_ranks(*words)
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    first.wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2)
-    assert second.end(signal.SIGKILL) == -signal.SIGKILL
-    assert first.end() == 1
-    assert "rank 1 is gone" in " ".join(first.shown.split())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stopped", [0, 1])
-def test_a_part_that_is_stopped_in_a_step_ends_the_other_with_the_cause(
-    stopped, tmp_path, write_recipe, machine_file, forked
 ) -> None:
     words = ("finetune", recipe_of(write_recipe), "--machine", machine_file, FSDP2)
     ranks = forked.start_ranks(*words, "train.steps=2000")
-    metrics, other = tmp_path / "run" / "metrics.jsonl", ranks[1 - stopped]
-    ranks[0].wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 4)
-    ranks[stopped].signal(signal.SIGSTOP)
-    start_s = time.monotonic()
-    assert other.end() == 1
-    assert time.monotonic() - start_s < ENDED_S
-    what = f"rank {stopped} is gone or does not answer: no sign of life for 20 s"
-    assert f"error (rank {1 - stopped}): {what}" in other.shown
-    ranks[stopped].signal(signal.SIGCONT)
-    assert ranks[stopped].end() == 1
-    assert "is gone or does not answer" in ranks[stopped].shown
-    assert list((tmp_path / "run" / "checkpoints").glob("step-*"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["hangs", "hangs in a visit"])
-def test_a_part_that_hangs_is_named_after_the_time_limit(
-    kind, tmp_path, write_recipe, machine_file, forked
-) -> None:
-    words = (kind, "finetune", recipe_of(write_recipe), "--machine", machine_file, FSDP2)
-    first, _ = forked.start_ranks(*words, module="tests.e2e.broken_rank")
     metrics = tmp_path / "run" / "metrics.jsonl"
-    first.wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2)
+    ranks[0].wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 4)
+    ranks[0].signal(signal.SIGSTOP)
     start_s = time.monotonic()
-    assert first.end() == 1
+    assert ranks[1].end() == 1
     assert time.monotonic() - start_s < ENDED_S
-    what = "rank 1 is gone or does not answer: others have waited for it for "
-    assert f"error (rank 0): {what}" in first.shown
+    what = "rank 0 is gone or does not answer: no sign of life for 20 s"
+    assert f"error (rank 1): {what}" in ranks[1].shown
+    ranks[0].signal(signal.SIGCONT)
+    assert ranks[0].end() == 1
+    assert "is gone or does not answer" in ranks[0].shown
     assert list((tmp_path / "run" / "checkpoints").glob("step-*"))

@@ -143,6 +143,17 @@ def test_a_signal_to_one_of_two_ranks_stops_both_at_one_step(
     assert_saved_at_its_last_step(tmp_path / "run")
 
 
+@pytest.mark.slow
+def test_a_signal_before_the_first_step_to_one_of_two_ranks_is_named_by_the_other(
+    tmp_path, endless, machine_file, forked
+) -> None:
+    ranks = forked.start_machines("finetune", endless, "--machine", machine_file, sizes=(1, 1))
+    ranks[1].wait_for(lambda: (tmp_path / "run" / "run.lock").exists())
+    assert ranks[1].end(signal.SIGTERM) == 143, ranks[1].shown
+    assert ranks[0].end() == 1
+    assert "error (rank 0): rank 1 was stopped before a step had ended" in ranks[0].shown
+
+
 def test_resume_and_overwrite_exclude_each_other(write_recipe, machine_file, capsys) -> None:
     words = ("finetune", write_recipe(), "--machine", machine_file, "--resume", "--overwrite")
     assert run(*words) == 1

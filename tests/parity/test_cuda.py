@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -328,3 +328,22 @@ def test_a_refused_lock_leaves_no_error_for_the_next_kernel() -> None:
 def test_the_card_has_a_place_on_the_host_or_the_reason_is_told() -> None:
     place = place_near(torch.device("cuda"))
     assert "NUMA node" in place.reason or "CPUs" in place.reason
+
+
+def test_an_embedding_on_the_host_changes_no_bit_and_leaves_the_card() -> None:
+    model: Any = tiny("qwen3", torch.bfloat16)
+    places: tuple[Literal["device", "host"], ...] = ("device", "host")
+    found, allocated = [], []
+    for embeddings in places:
+        own = copy.deepcopy(model)
+        before = torch.cuda.memory_allocated()
+        engine = offload.attach(own, num_slots=2, head_chunk_tokens=7, embeddings=embeddings)
+        allocated.append(torch.cuda.memory_allocated() - before)
+        engine.forward_backward(micro_batches(), dropout_seed=0)
+        own.zero_grad()
+        result = engine.forward_backward(micro_batches(), dropout_seed=0)  # in the same buffers
+        found.append((result.loss, gradients(own)))
+        engine.detach()
+    assert_equal(*found)
+    table = model.get_input_embeddings().weight
+    assert allocated[0] - allocated[1] >= table.nbytes

@@ -5,6 +5,7 @@ wait for an event is to wait for its last record, and for one never recorded is 
 So a wait that is issued too early gives wrong numbers here too.
 """
 
+import copy
 import random
 import threading
 import time
@@ -17,10 +18,12 @@ from typing import Any
 import pytest
 import torch
 
+import offload
 from offload.engine.engine import Engine
 from offload.engine.streams import CudaDevice, copy_on_host
 from offload.plan.facts.codec import CodecName
-from offload.plan.schedule.op import Lane
+from offload.plan.facts.workload import EmbeddingPlace
+from offload.plan.schedule.op import Kind, Lane
 from tests.parity.rounding import rounded
 from tests.parity.steps import (
     NUM_LAYERS,
@@ -167,8 +170,9 @@ def attached(
     *,
     num_staging: int,
     codec: CodecName = "native",
+    embeddings: EmbeddingPlace = "device",
 ) -> Engine:
-    options = replace(OPTIONS, stash="host", codec=codec)
+    options = replace(OPTIONS, stash="host", codec=codec, embeddings=embeddings)
     engine = Engine(model, device=device, options=options)
     sizes = replace(engine._bound.sizes, piece_bytes=PIECE_BYTES, num_staging=num_staging)
     engine._bound = replace(engine._bound, sizes=sizes)
@@ -205,6 +209,59 @@ def test_move_streams_that_run_apart_give_the_bits_of_the_resident_step(
     spans = second.timeline.spans
     assert all(span.start_s <= span.end_s for span in spans)
     assert any(span.lane is Lane.HOST for span in spans) == (num_staging > 0)
+    assert device.cuda.num_waits_for_nothing == 0
+    engine.detach()
+
+
+@pytest.mark.thorough
+def test_a_staging_buffer_is_filled_again_after_the_last_load_of_the_pass_before(
+    open_device: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pass is issued while the one before computes: nobody has to look at its loss."""
+    device = open_device(seed=0, is_staged=True)
+    engine = attached(tiny("qwen3"), device, num_staging=2)
+    submit = device.submit
+    last_loads: dict[int | None, Any] = {}
+    num_waits = 0
+
+    def submitted(lane: Lane, waits: Any, body: Any) -> Any:
+        nonlocal num_waits
+        event, op = submit(lane, waits, body), body.args[-1]
+        if op.kind is Kind.READ and op.buffer in last_loads:
+            assert last_loads[op.buffer] in waits
+            num_waits += 1
+        if op.kind is Kind.LOAD:
+            last_loads[op.buffer] = event
+        return event
+
+    monkeypatch.setattr(device, "submit", submitted)
+    engine.forward_backward(micro_batches(), dropout_seed=0)
+    before = num_waits
+    engine.forward_backward(micro_batches(), dropout_seed=0)
+    assert num_waits >= before + 2
+    engine.detach()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("seed", "num_staging"), [(0, 0), (1, 2)])
+def test_move_rows_of_an_embedding_on_the_host_are_there_when_a_front_looks_them_up(
+    open_device: Open, seed: int, num_staging: int
+) -> None:
+    """More micro-batches than buffers, so that each is filled again while others compute."""
+    model = tiny("qwen3")
+    batches = micro_batches(5)
+    reference = copy.deepcopy(model)
+    engine = offload.attach(reference, num_slots=2, device="cpu", head_chunk_tokens=7)
+    expected = engine.forward_backward(batches, dropout_seed=0).loss, gradients(reference)
+    device = open_device(seed=seed, is_staged=True)
+    engine = attached(model, device, num_staging=num_staging, embeddings="host")
+    kinds: list[Kind] = []
+    for _ in range(2):
+        model.zero_grad()
+        result = engine.forward_backward(batches, dropout_seed=0)
+        assert_equal((result.loss, gradients(model)), expected)
+        kinds = [span.kind for span in result.timeline.spans]
+    assert kinds.count(Kind.LOOK_UP) == kinds.count(Kind.ROWS) == 5
     assert device.cuda.num_waits_for_nothing == 0
     engine.detach()
 

@@ -27,6 +27,7 @@ from tests.tiers import mostly_slow
 
 TYPES = ("qwen3", "gemma2", "phi3", "glm4_moe", "deepseek_v3", "qwen3_next", "gpt_neox", "cohere")
 MIXTURES = ("qwen3_moe", "mixtral", "olmoe", "gpt_oss")
+DORA = ("qwen2", "qwen3", "phi3", "gpt_neox", "cohere")  # qwen2 and gpt_neox have biases
 MAX_SEEDS = 24
 
 
@@ -46,6 +47,8 @@ def adapted(model_type: str, *, seed: int = 0, **settings: Any) -> PeftModel:
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(parameter, std=0.05)
+        elif "lora_magnitude" in name:
+            parameter.data *= 0.5 + torch.rand_like(parameter)
     return model
 
 
@@ -56,9 +59,16 @@ def grouped(model: PeftModel) -> PeftModel:
     return model
 
 
-@pytest.mark.parametrize("model_type", mostly_slow(TYPES, "phi3"))
-def test_reorder_fp32_gradients_are_those_of_peft(model_type: str) -> None:
-    model, batches = adapted(model_type), micro_batches()
+@pytest.mark.parametrize(
+    ("model_type", "use_dora"),
+    mostly_slow(
+        [*((name, False) for name in TYPES), *((name, True) for name in DORA)],
+        ("phi3", False),
+        ("qwen2", True),
+    ),
+)
+def test_reorder_fp32_gradients_are_those_of_peft(model_type: str, use_dora: bool) -> None:
+    model, batches = adapted(model_type, use_dora=use_dora), micro_batches()
     loss, ours = streamed(grouped(model), batches, num_slots=2)
     resident_loss, resident = streamed(grouped(model), batches, num_slots=8)
     assert loss == resident_loss
@@ -78,14 +88,17 @@ def under_autocast(model: PeftModel, batches: Sequence[Batch]) -> Gradients:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", [*TYPES, *MIXTURES])
+@pytest.mark.parametrize(
+    ("model_type", "use_dora"),
+    [*((name, False) for name in (*TYPES, *MIXTURES)), *((name, True) for name in DORA)],
+)
 def test_reorder_bf16_gradients_are_no_worse_than_those_of_peft_under_autocast(
-    model_type: str,
+    model_type: str, use_dora: bool
 ) -> None:
     """Both take the experts that float64 takes."""
     squares = {"ours": 0.0, "peft": 0.0}
     for seed in range(MAX_SEEDS):
-        model, batches = adapted(model_type, seed=seed), micro_batches()
+        model, batches = adapted(model_type, seed=seed, use_dora=use_dora), micro_batches()
         for name, parameter in model.named_parameters():
             if "lora_" not in name:
                 parameter.data = parameter.data.bfloat16()
@@ -144,16 +157,34 @@ def test_two_adapters_at_once_are_summed_as_in_peft() -> None:
     assert rel_error(ours, theirs) < 1e-6
 
 
-@pytest.mark.parametrize("settings", [{"use_dora": True}, {"lora_bias": True}])
+@pytest.mark.parametrize("settings", [{"use_dora": True, "lora_dropout": 0.3}, {"lora_bias": True}])
 def test_move_what_is_not_plain_lora_stays_with_peft(settings: dict[str, Any]) -> None:
-    model, batches = adapted("qwen3", **settings), micro_batches()
+    model, batches = adapted("qwen3", **settings).train(), micro_batches()
+    torch.manual_seed(5)
     _, theirs = plain(model, batches)
+    torch.manual_seed(5)
     _, ours = plain(grouped(model), batches)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def test_adapters_that_are_off_or_merged_leave_the_base() -> None:
-    model = grouped(adapted("qwen3")).eval()
+def test_move_an_adapter_that_is_left_to_peft_stays_with_it() -> None:
+    """Runs that share their steps may have been begun at another precision each."""
+    model, batches = adapted("qwen3", use_dora=True), micro_batches()
+    ours: Any = copy.deepcopy(model)
+    compute_in_base_dtype(ours, by_peft=["default"])
+    expected, found = plain(model, batches)[1], plain(ours, batches)[1]
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    ours.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj"], use_dora=True))
+    linear = ours.get_base_model().model.layers[0].self_attn.q_proj
+    x = torch.randn(1, 3, linear.in_features)
+    assert not linear.is_plain(x)
+    ours.set_adapter("other")
+    assert linear.is_plain(x)
+
+
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_adapters_that_are_off_or_merged_leave_the_base(use_dora: bool) -> None:
+    model = grouped(adapted("qwen3", use_dora=use_dora)).eval()
     ids = torch.arange(8)[None]
     with torch.no_grad():
         adapted_logits = model(input_ids=ids).logits

@@ -75,12 +75,19 @@ class Accesses:
             return [("read", ("gradient", op.buffer), ("updated", layer))]
         return [("read", ("slot", op.slot), layer), ("add", ("weights", layer), "updated")]
 
+    def _looked_up(self, op: Op, m: int | None) -> list[Access]:
+        if op.kind is Kind.LOOK_UP:
+            return [("write", ("gathered", op.buffer), m)]
+        return [("read", ("gathered", op.buffer), m), ("write", ("rows", op.buffer), m)]
+
     def _moved(self, op: Op, layer: int, m: int | None) -> list[Access]:
         if op.kind is Kind.REDUCE:
             layers = [layer] if op.layer is not None else range(-1, self._last_layer + 1)
             return [("read", ("gradients of the rank", i), "of a step") for i in layers]
         if op.lane is Lane.DISK or op.kind in (Kind.UPDATE, Kind.STATES, Kind.UPDATED):
             return self._updating(op, layer)
+        if op.kind in (Kind.LOOK_UP, Kind.ROWS):
+            return self._looked_up(op, m)
         if op.kind is Kind.READ:
             staged = ("write", ("staging", op.buffer), (layer, op.offset))
             return [*self._weights(layer), staged]
@@ -117,7 +124,8 @@ class Accesses:
         if op.kind is Kind.DECODE:
             return [written, ("write", "decoded", layer)]
         if op.kind is Kind.FRONT:
-            return [self._kept("write", 0, m)]
+            rows: list[Access] = [] if op.buffer is None else [("read", ("rows", op.buffer), m)]
+            return [*rows, self._kept("write", 0, m)]
         if op.kind in (Kind.FORWARD, Kind.REFERENCE):
             graph: list[Access] = [("write", ("graph", layer, m), None)] if op.has_graph else []
             return [

@@ -69,6 +69,7 @@ def cases(draw: st.DrawFn) -> Case:
         micro_batch_size=draw(st.integers(1, 4)),
         seq_len=draw(st.sampled_from([256, 1024, 4096])),
         codec=draw(st.sampled_from(["native", "native", "fp8", "nf4"])),
+        embeddings=draw(st.sampled_from(["device", "host"])),
     )
     return Case(
         facts=make(num_hidden_layers=num_layers, vocab_size=draw(st.sampled_from([4096, 151936]))),

@@ -37,6 +37,7 @@ from offload.errors import DoesNotFitError, SluiceError
 from offload.plan import Machine, Plan
 from offload.plan.machine.cards import CARDS
 from offload.plan.machine.machine import GIB, Dtype, named_machine
+from tests.tools import clusters
 
 ROOT = Path(__file__).parents[2]
 
@@ -52,6 +53,11 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def cell(text: str) -> str:
     """Return text as it may be in a cell."""
     return " ".join(text.split()).replace("|", "\\|")
+
+
+def clusters_table() -> str:
+    """Return which way of sharing a step the plan takes on four clusters."""
+    return table(clusters.HEAD, clusters.rows())
 
 
 # ------------------------------------------------------------------------------- recipe
@@ -426,6 +432,7 @@ PARTS: Mapping[str, Mapping[str, Part]] = {
     "README.md": {"fit": fit_table},
     "docs/guides/choose-a-card.md": {"plan": plan},
     "docs/guides/trainer.md": {"refusals": refusals},
+    "docs/guides/several-gpus.md": {"clusters": clusters_table},
     "docs/reference/recipe.md": {"settings": settings, "shipped": shipped},
     "docs/reference/cli.md": {"commands": commands},
     "docs/reference/errors.md": {"errors": errors},

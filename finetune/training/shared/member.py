@@ -50,6 +50,7 @@ class Outcome:
         run_dir: Its directory.
         num_steps: Steps done.
         signal: That stopped it; None if none did.
+        signalled: The ranks that got a signal.
         stopped: Why a rule stopped it; None if none did.
         error: That it failed with; None if it did not.
     """
@@ -57,6 +58,7 @@ class Outcome:
     run_dir: Path
     num_steps: int
     signal: int | None
+    signalled: tuple[int, ...] = ()
     stopped: str | None = None
     error: SluiceError | OSError | None = None
 
@@ -145,10 +147,11 @@ def _restore(session: "Session", restored: Restored) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Done:
-    """Where a run's steps ended: how many are done, and the signal or the rule that stopped it."""
+    """Where a run's steps ended, and the signal or the rule that stopped it; see `Outcome`."""
 
     num_steps: int
     signal: int | None = None
+    signalled: tuple[int, ...] = ()
     stopped: str | None = None
 
 
@@ -202,7 +205,8 @@ def train(
                     writer.write(row | energy_row(taken, num_tokens=record.num_tokens))
             bar.advance(row)
             stopped = yield from _verdict(row)
-            signal = max(ranks.exchange(received[0] if received else 0)) or None
+            signals = ranks.exchange(received[0] if received else 0)
+            signal = max(signals) or None
             is_last = done == num_steps or evaluations.are_enough
             best = evaluations.best_step if output.best_checkpoint else None
             is_left = is_last or bool(stopped or signal)
@@ -210,7 +214,10 @@ def train(
                 _save(begun, plan, record, step=done, best=best, taken=taken, is_left=is_left)
             if is_left:
                 end = Done(num_steps=done)
-                return end if is_last else replace(end, signal=signal, stopped=stopped)
+                if is_last:
+                    return end
+                signalled = tuple(rank for rank, number in enumerate(signals) if number)
+                return replace(end, signal=signal, signalled=signalled, stopped=stopped)
     return Done(num_steps=done)
 
 
@@ -240,7 +247,11 @@ def outcome_of(begun: Begun, end: Ended[Done]) -> Outcome:
         return Outcome(run_dir=run_dir.path, num_steps=num_steps, signal=None, error=end.error)
     done = end.result
     return Outcome(
-        run_dir=run_dir.path, num_steps=done.num_steps, signal=done.signal, stopped=done.stopped
+        run_dir=run_dir.path,
+        num_steps=done.num_steps,
+        signal=done.signal,
+        signalled=done.signalled,
+        stopped=done.stopped,
     )
 
 

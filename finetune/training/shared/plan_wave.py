@@ -13,6 +13,7 @@ from offload.plan.request import (
     PlanRequest,
     sharing,
     with_codec,
+    with_embeddings,
     with_head_chunk,
     with_mlp_chunk,
 )
@@ -22,7 +23,8 @@ from offload.plan.runs import plan_runs
 def plan_wave(runs: Sequence[Planned]) -> Planned:
     """Return how the steps of runs are run that share an engine; of one run, as it was planned.
 
-    Layers wait and logits and MLPs are cut as in the run that needs most memory by itself.
+    Layers and embedding wait, and logits and MLPs are cut, as in the run that needs most memory by
+    itself.
 
     Args:
         runs: As each would be run alone.
@@ -80,6 +82,7 @@ def _as_in(chosen: PlanRequest, request: PlanRequest) -> PlanRequest:
     typical = chosen.typical
     request = with_codec(request, typical.codec)
     request = with_head_chunk(request, typical.head_chunk_tokens)
+    request = with_embeddings(request, typical.embeddings)
     return with_mlp_chunk(request, typical.mlp_chunk_tokens)
 
 

@@ -4,47 +4,79 @@ A process that dies closes its connections, which the others notice at once, tho
 One that is stopped, or whose machine is gone, closes nothing. So a thread of each rank writes a
 count to a store every half second, and reads those of the others; next to it is the number of
 exchanges that the rank has come to, which shows who lets the others wait.
+
+The others' signs also say why they fail or have left. A rank that comes to no exchange from then on
+may be in a long computation, or may hang: the thread ends its process.
 """
 
+import json
+import sys
 import time
-from collections.abc import Sequence
-from threading import Event, Thread
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from threading import Event, Thread, main_thread
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # no stub has it
 
 BEAT_S = 0.5
 STOPPED_S = 20.0
+GIVEN_UP_S = 5.0
 FAREWELL_S = 6.0
-_LEFT = "left"
+WAITING_IN = ("/torch/distributed/", "/finetune/training/process_group.py")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Sign:
+    """A sign of life.
+
+    Attributes:
+        number: Of the rank's signs before.
+        place: The exchanges and collectives that it has come to.
+        is_waiting: Whether its main thread waits in one, as far as Python's stack says.
+        has_left: Whether it is the last one.
+        why: Why it fails, or has left; empty if it does neither, or has nothing to say.
+    """
+
+    number: int = 0
+    place: int = 0
+    is_waiting: bool = False
+    has_left: bool = False
+    why: str = ""
 
 
 class Heartbeat:
     """The signs of life of one rank, and what it sees of the others'."""
 
-    def __init__(self, store: Store, *, index: int, num: int) -> None:
+    def __init__(self, store: Store, *, index: int, num: int, end: Callable[[str], None]) -> None:
         """Give the first sign of life.
 
         Args:
             store: That all ranks share.
             index: This rank.
             num: Of the ranks.
+            end: Ends this process, given why the run cannot go on.
         """
-        self._store, self._index, self._num = store, index, num
+        self._store, self._index, self._num, self._end = store, index, num, end
         self._keys = [f"beat/{rank}" for rank in range(num)]
         self.place = 0
         """The exchanges and collectives that this rank has come to."""
+        self.has_steps = False
+        """Whether all ranks run steps, in which each has time for a sign of life."""
+        self._is_writing = self._is_ending = False
+        self._since: tuple[int, float] | None = None  # place and time as the others were lost
         self._looked_s = 0.0
-        self._seen: list[tuple[str, float]] = []
+        self._seen: list[tuple[_Sign | None, float]] = []
         self._has_ended = Event()
         self._has_store = True
-        self._reason = ""
+        self._why = ""
         self._thread: Thread | None = None
-        store.set(self._keys[index], "0 0")
+        self._give(store, _Sign())
 
     def start(self) -> None:
         """Beat until `leave`; all ranks must have given their first sign of life."""
         self._looked_s = time.monotonic()
-        self._seen = [("", self._looked_s)] * self._num
+        self._seen = [(None, self._looked_s)] * self._num
         store = self._store.clone()  # type: ignore[attr-defined]  # no stub has it
         self._thread = Thread(target=self._beat, args=(store,), name="heartbeat", daemon=True)
         self._thread.start()  # on a connection that no other thread waits on
@@ -53,22 +85,43 @@ class Heartbeat:
         """Count an exchange or a collective that this rank has come to."""
         self.place += 1
 
-    def leave(self, reason: str = "") -> None:
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Let this rank finish what it writes in this context, whoever is gone."""
+        self._is_writing = True
+        try:
+            yield
+        finally:
+            self._is_writing = False
+
+    def fail(self, why: str) -> None:
+        """Say why this rank fails, while it waits for the others to come to an exchange."""
+        self._why, self._is_ending = why, True
+
+    def note_ending(self) -> None:
+        """Note that this rank knows that the run ends, and is not to be ended."""
+        self._is_ending = True
+
+    def leave(self, why: str = "") -> None:
         """Say that this rank goes and why, so that it is not taken for dead; takes up to a beat.
 
         Rank 0, which may have the store, waits until the others have read why.
         """
+        self._is_ending = True
         if not self._has_ended.is_set():
-            self._reason = reason
+            self._why = why
             self._has_ended.set()
         if self._thread is not None:
             self._thread.join(timeout=FAREWELL_S)
 
+    def have_left(self) -> bool:
+        """Return whether others have left and said why."""
+        return any(sign.has_left and sign.why for sign, _ in self._seen if sign)
+
     def reason(self) -> str:
-        """Return why others have left, if one has said so."""
-        said = (
-            seen.removeprefix(_LEFT).strip() for seen, _ in self._seen if seen.startswith(_LEFT)
-        )
+        """Return why others fail or have left, if one has said so."""
+        every = enumerate(self._seen)
+        said = (sign.why for rank, (sign, _) in every if sign and rank != self._index)
         return next(filter(None, said), "")
 
     def stopped(self, *, waited_s: float) -> list[int]:
@@ -96,47 +149,99 @@ class Heartbeat:
         return self._silent(since_s=start_s) if self._has_store else [0]
 
     def late(self) -> list[int]:
-        """Return ranks that have not come to the exchange that this one waits in."""
-        return [
-            rank
-            for rank, (seen, _) in enumerate(self._seen)
-            if seen and not seen.startswith(_LEFT) and int(seen.partition(" ")[2]) < self.place
-        ]
+        """Return ranks that have not come to the exchange that others wait in, this one included.
+
+        In a collective of a library within a visit all have come equally far; then it is those that
+        do not wait, if others do.
+        """
+        here = [(rank, sign) for rank, (sign, _) in enumerate(self._seen) if sign]
+        here = [(rank, sign) for rank, sign in here if not sign.has_left]
+        late = [rank for rank, sign in here if sign.place < self.place]
+        if late or not any(sign.is_waiting for _, sign in here):
+            return late
+        return [rank for rank, sign in here if not sign.is_waiting]
 
     def _silent(self, *, since_s: float) -> list[int]:
         return [
             rank
-            for rank, (seen, when_s) in enumerate(self._seen)
-            if rank != self._index and not seen.startswith(_LEFT) and when_s < since_s
+            for rank, (sign, when_s) in enumerate(self._seen)
+            if rank != self._index and not (sign and sign.has_left) and when_s < since_s
         ]
 
     def _beat(self, store: Store) -> None:
-        number, has_ended = 0, False
+        number = 0
         try:
-            while not has_ended:
-                has_ended = self._has_ended.wait(BEAT_S)
+            while not self._has_ended.wait(BEAT_S):
                 number += 1
-                own = f"{_LEFT} {self._reason}" if has_ended else f"{number} {self.place}"
-                store.set(self._keys[self._index], own)
+                waits, why = _is_main_thread_waiting(), self._why
+                self._give(store, _Sign(number=number, place=self.place, is_waiting=waits, why=why))
                 self._look(store.multi_get(self._keys))
+                self._end_if_lost(store)
+            self._give(store, _Sign(number=number + 1, has_left=True, why=self._why))
+            self._look(store.multi_get(self._keys))
             end_s = time.monotonic() + FAREWELL_S - BEAT_S
             while self._is_awaited() and time.monotonic() < end_s:
                 time.sleep(BEAT_S)
                 self._look(store.multi_get(self._keys))
         except RuntimeError:  # whoever has the store is gone
             self._has_store = False
+        while not self._has_ended.wait(BEAT_S):
+            self._end_if_lost(None)
+
+    def _give(self, store: Store, sign: _Sign) -> None:
+        store.set(self._keys[self._index], json.dumps(asdict(sign)))
+
+    def _end_if_lost(self, store: Store | None) -> None:
+        """End this process if the run cannot go on, and it has not come to notice.
+
+        First a rank that waits to say why it fails has some time to show its error itself: when the
+        first process of a machine exits, the launcher ends the others there.
+        """
+        why = "" if self._is_ending or self._is_writing else self._lost_because()
+        now_s = time.monotonic()
+        if not why or self._since is None or self._since[0] != self.place:
+            self._since = (self.place, now_s) if why else None
+            return
+        if now_s - self._since[1] < GIVEN_UP_S:
+            return
+        if store is not None:
+            self._give(store, _Sign(has_left=True, why=why))
+            time.sleep(4 * BEAT_S)
+        if not self._is_ending:
+            self._end(why)
+
+    def _lost_because(self) -> str:
+        """Return why the run cannot go on, as far as the others' signs say; empty if it can.
+
+        Before the steps a rank may hold the interpreter for long; then who waits for it notices.
+        """
+        if not self._has_store:
+            return self.reason() or "rank 0 is gone or does not answer: its store is gone"
+        silent = self.stopped(waited_s=0.0) if self.has_steps else []
+        ranks = " and ".join(f"rank {rank}" for rank in silent)
+        gone = f"{ranks} is gone or does not answer: no sign of life for {STOPPED_S:.0f} s"
+        return self.reason() or (gone if silent else "")
 
     def _is_awaited(self) -> bool:
         """Return whether others have yet to read from rank 0's store why it goes."""
-        if self._index or not self._reason:
+        if self._index or not self._why:
             return False
         alive_s = time.monotonic() - 4 * BEAT_S
-        others = self._seen[1:]
-        return any(not seen.startswith(_LEFT) and when_s > alive_s for seen, when_s in others)
+        return any(
+            sign is not None and not sign.has_left and when_s > alive_s
+            for sign, when_s in self._seen[1:]
+        )
 
     def _look(self, beats: Sequence[bytes]) -> None:
         self._looked_s = now_s = time.monotonic()
+        signs = [_Sign(**json.loads(beat)) for beat in beats]
         self._seen = [
-            before if before[0] == beat.decode() else (beat.decode(), now_s)
-            for before, beat in zip(self._seen, beats, strict=True)
+            before if before[0] == sign else (sign, now_s)
+            for before, sign in zip(self._seen, signs, strict=True)
         ]
+
+
+def _is_main_thread_waiting() -> bool:
+    """Return whether the main thread is in an exchange or a collective."""
+    frame = sys._current_frames().get(main_thread().ident or 0)
+    return frame is not None and any(place in frame.f_code.co_filename for place in WAITING_IN)

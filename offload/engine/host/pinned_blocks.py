@@ -40,7 +40,8 @@ class HostBlocks:
                     f"page-locking {num_bytes / GIB:.2f} GiB of host memory failed: {refusal}",
                     limit="what the device copies to must be page-locked",
                     hint="raise the limit (`ulimit -l unlimited`; on WSL2 Windows sets it), or keep"
-                    ' what it copies there: `stash="device"`, `sent_graphs=0`, `sent_outputs=0`',
+                    ' what it copies there: `stash="device"`, `sent_graphs=0`, `sent_outputs=0`,'
+                    ' `embeddings="device"`',
                 )
             self._locked.add(block.data_ptr())
         return block

@@ -200,6 +200,8 @@ class Store:
     def adopt(self, groups: Sequence[Sequence[nn.Parameter]]) -> None:
         """Make the parameters that alias the records their fields.
 
+        What is around the layers is kept no longer: the model has it, here or on its device.
+
         Args:
             groups: The parameters to look for, per layer; see `layer_layout.adopt`.
 
@@ -207,6 +209,7 @@ class Store:
             OffloadError: None of them aliases a record of this store.
         """
         self.records = adopt(self._laid_out, self._shown, groups)
+        self._rest = torch.empty(0, dtype=torch.uint8)
 
     def layer_tensors(self, layer: int) -> list[torch.Tensor]:
         """Return a layer's tensors as `tensors` does, in the order they were written."""

@@ -13,25 +13,30 @@ from contextlib import AbstractContextManager, closing
 from functools import partial
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import nn
 
 from offload.engine.codecs.codec import NATIVE, Codec
 from offload.engine.host import numa, pagelock
+from offload.engine.host.embedding import HostEmbedding
 from offload.engine.host.layer_layout import Field, Record, lay_out
 from offload.engine.host.mapping import aligned_empty
 from offload.engine.host.mempolicy import bind_memory
 from offload.engine.host.pinned_blocks import HostBlocks
 from offload.engine.host.slab import Slab, give_back
 from offload.engine.host.source import LayerSource, SlabSource
+from offload.engine.host.stash import Stash
 from offload.engine.host.store import Store
 from offload.engine.host.store_writer import StoreWriter
 from offload.engine.memory_meter import Arena
 from offload.errors import OffloadError
-from offload.plan.memory.memory import SLAB, STAGING
+from offload.plan.memory.memory import ROWS, SLAB, STAGING
 from offload.plan.schedule.schedule import NUM_STAGING, PIECE_BYTES
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 Tier = Literal["ram", "disk"]
 
@@ -95,6 +100,7 @@ class HostWeights:
         self.staging = self._lock.buffers
         if is_store and torch_device.type == "cuda" and not self.staging:
             self.staging = tuple(aligned_empty(PIECE_BYTES) for _ in range(NUM_STAGING))
+        self._embedding: HostEmbedding | None = None
         self._shown: dict[tuple[int, int], torch.Tensor] = {}
         self.slab_bytes = 0 if is_store else self._backing.num_bytes
         self.pinned_bytes = self._lock.num_bytes
@@ -118,7 +124,30 @@ class HostWeights:
     def arenas(self) -> tuple[Arena, ...]:
         """Host memory for layers and staging buffers."""
         slab = [self._backing.memory] if isinstance(self._backing, Slab) else []
-        return (Arena(name=SLAB, blocks=slab), Arena(name=STAGING, blocks=self.staging))
+        own = () if self._embedding is None else self._embedding.arenas
+        return (Arena(name=SLAB, blocks=slab), Arena(name=STAGING, blocks=self.staging), *own)
+
+    def hold_embedding(
+        self,
+        model: "PreTrainedModel",
+        torch_device: torch.device,
+        free: Callable[[torch.Tensor], None],
+    ) -> HostEmbedding:
+        """Keep the input embedding's weight on the host until `give_back` or `close`.
+
+        Args:
+            model: The model.
+            torch_device: Where rows of it are looked up.
+            free: Frees a block of host memory once no copy uses it.
+
+        Raises:
+            UnsupportedModelError: The embedding cannot be looked up in rows of it.
+        """
+        rows = Stash(
+            ROWS, allocate_host=self.blocks.allocate, free_host=free, torch_device=torch_device
+        )
+        self._embedding = HostEmbedding(model, model.get_input_embeddings(), rows=rows)
+        return self._embedding
 
     @property
     def is_staged(self) -> bool:
@@ -177,7 +206,9 @@ class HostWeights:
         return self._shown[layer, field.offset].detach()
 
     def give_back(self, torch_device: torch.device) -> None:
-        """Give all layers' parameters memory of their own again."""
+        """Give all layers' parameters memory of their own again, and the embedding its lookups."""
+        if self._embedding is not None:
+            self._embedding.let_go()
         for layer, record in enumerate(self.records):
             if isinstance(self._backing, Slab):
                 memory = self._backing.layer(layer)
@@ -188,6 +219,8 @@ class HostWeights:
 
     def close(self) -> None:
         """Unlock, stop reading, and stop sharing."""
+        if self._embedding is not None:
+            self._embedding.let_go()
         self.blocks.close()
         try:
             self._lock.release()

@@ -27,6 +27,7 @@ import torch
 from torch import nn
 
 from offload.engine.batch import ROW_LENS, Batch, Shape, shape_of
+from offload.engine.host.embedding import HostEmbedding
 from offload.engine.model.find_layers import (
     find_layers,
     find_towers,
@@ -125,6 +126,7 @@ class LayeredModel:
         text_config = self.model.config.get_text_config()
         refuse_shared_state(text_config)
         self.max_positions: int = getattr(text_config, "max_position_embeddings", sys.maxsize)
+        self.embedding: HostEmbedding | None = None
         self._forms: Forms | None = None
         self._returned: dict[int, Form] = {}
         has_router_loss = getattr(text_config, "output_router_logits", False)
@@ -268,8 +270,7 @@ class LayeredModel:
                 limit="a layer may only read them: it is run again for its gradients",
             )
         self._note_form(layer, output)
-        hidden = output[0] if isinstance(output, tuple | list) else output
-        return cast("torch.Tensor", hidden)
+        return cast("torch.Tensor", output[0] if isinstance(output, tuple | list) else output)
 
     def _fused(self, layer: int) -> AbstractContextManager[None]:
         return nullcontext() if self.fused is None else self.fused.visited(layer)
@@ -364,7 +365,8 @@ class LayeredModel:
         )
         any_ids = torch.zeros(hidden_BTD.shape[:2], dtype=torch.long, device=hidden_BTD.device)
         inputs = {"input_ids": any_ids} | inputs
-        with self.replaced(stand_ins), unchanged(self.around):
+        unread = nullcontext() if self.embedding is None else self.embedding.unread()
+        with self.replaced(stand_ins), unchanged(self.around), unread:
             try:
                 return self.model(use_cache=False, **inputs)
             except TouchedError as error:
@@ -595,6 +597,4 @@ def kind_of(layer: nn.Module, call: LayerCall) -> object:
 
 
 def _words(form: Form) -> str:
-    if form.extras is None:
-        return "a hidden state alone"
-    return f"a hidden state and {len(form.extras)} more"
+    return "a hidden state" + (" alone" if form.extras is None else f" and {len(form.extras)} more")

@@ -108,10 +108,22 @@ def require_values(model: nn.Module, records: Sequence[Record]) -> None:
 
 
 def move_the_rest(
-    layered: LayeredModel, records: Sequence[Record], torch_device: torch.device
+    layered: LayeredModel,
+    records: Sequence[Record],
+    torch_device: torch.device,
+    *,
+    on_host: Sequence[int] = (),
 ) -> None:
-    """Move parameters outside the slots, and buffers, to the compute device."""
+    """Move parameters outside the slots, and buffers, to the compute device.
+
+    Args:
+        layered: The model.
+        records: What is streamed.
+        torch_device: The compute device.
+        on_host: Ids of other parameters that stay where they are.
+    """
     streamed = {id(field.parameter) for record in records for field in record.fields}
+    streamed |= set(on_host)
     for module in modules_on_device(layered):
         for parameter in module.parameters(recurse=False):
             if id(parameter) not in streamed:

@@ -58,6 +58,10 @@ class Part:
         """All of the run's micro-batches, those that are only scored last."""
         return self.batches if self.scoring is None else self.scoring.batches
 
+    def given_ids(self, number: int) -> torch.Tensor:
+        """Return the tokens (B, T) of a pass, as they were given."""
+        return self.labelled[self.passes.micro_batch(number)].given_ids
+
     @property
     def scored(self) -> Scoring:
         """What is scored, of a run with an objective."""

@@ -24,11 +24,16 @@ class Transfers:
         self._stash, self._sent = places.stash, places.sent
         self._host_gradients = places.host_gradients
         self._updates = places.updates
+        self._embedding = places.embedding
         self._device = device
 
     def table(self, state: PassState) -> Table:
         """Return what runs each kind of transfer in a pass."""
-        return {
+        looked_up: Table = {}
+        if self._embedding is not None:
+            looked_up[Kind.LOOK_UP] = self._embedding.look_up
+            looked_up[Kind.ROWS] = partial(self._embedding.bring, device=self._device)
+        return looked_up | {
             Kind.READ: self._read,
             Kind.LOAD: self._load,
             Kind.DECODE: self._decode,

@@ -1,1 +1,1 @@
-"""Norms, rotary embedding and gated activations of a layer, each in one kernel."""
+"""Norms, rotary embedding and gated activations, each in one kernel; DoRA's scales of outputs."""

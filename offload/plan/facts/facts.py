@@ -301,8 +301,9 @@ class AdapterSpec:
 
     @property
     def are_branches_grouped(self) -> bool:
-        """Whether branches are ours, in one function; peft computes those of DoRA."""
-        return self.is_in_base_dtype and not self.is_dora and self.method is None
+        """Whether branches are ours, in one function; peft computes DoRA after a dropout."""
+        by_peft = self.method is not None or (self.is_dora and self.has_dropout)
+        return self.is_in_base_dtype and not by_peft
 
     def reads_alone(self, linear: Linear) -> bool:
         """Return whether a linear's branch has an input that no other branch reads."""

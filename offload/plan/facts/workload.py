@@ -21,6 +21,7 @@ from offload.plan.facts.trainable import unread_linears
 # What computes norms, rotary embedding and gated activations: the model's own code, one operator
 # each, or torch's compiler; `auto` is `fused` on CUDA and `plain` on a CPU.
 LayerCode = Literal["auto", "plain", "fused", "compiled"]
+EmbeddingPlace = Literal["device", "host"]
 HALF_BYTES = 2  # of the types that flash attention computes
 TILED_GROUPS = ("mlp", "shared_experts")
 
@@ -47,6 +48,7 @@ class Workload:
         updates: Where the layers' own weights are updated, if they train.
         are_states_on_disk: Whether their optimizer states and low halves wait in a file; the host
             updates then.
+        embeddings: Where the input embedding's weight is; on the host, a step brings rows of it.
     """
 
     micro_batch_size: int
@@ -64,6 +66,7 @@ class Workload:
     packed_tokens: int | None = None
     updates: UpdatePlace = "host"
     are_states_on_disk: bool = False
+    embeddings: EmbeddingPlace = "device"
 
     @property
     def num_tokens(self) -> int:

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from offload.plan.facts.embedding import embedding_bytes, row_buffers_bytes
 from offload.plan.facts.facts import ModelFacts
 from offload.plan.facts.linears import FP32_BYTES
 from offload.plan.facts.optimizer import (
@@ -21,10 +22,12 @@ from offload.plan.facts.workload import Workload
 from offload.plan.machine.machine import Machine
 from offload.plan.memory.memory import (
     DATA_WORKERS,
+    EMBEDDINGS,
     HOST_TEMPORARIES,
     MIB,
     OTHER_RANKS,
     PAGED_STATES,
+    ROWS,
     SLAB,
     STAGING,
     STASH,
@@ -89,13 +92,17 @@ def host_terms(
     stash = (facts.num_layers - 1) * sum(
         run.num_stashed * input_bytes(facts, run.workload) for run in runs
     )
-    is_short = num_slabs * slab + num_ranks * stash > machine.pinned_bytes
+    rows = max(row_buffers_bytes(facts, run.workload) for run in runs)
+    is_short = num_slabs * slab + num_ranks * (stash + rows) > machine.pinned_bytes
     staging = 0
     if is_cuda and (is_short or not num_slabs):  # loads pass through a page-locked ring
         staging = NUM_STAGING * min(max(map(workload.cargo_bytes, kinds)), PIECE_BYTES)
+    embedding = embedding_bytes(facts, workload)
     terms = (
         MemoryTerm(name=SLAB, num_bytes=slab),
         *_whole_host_terms(facts, workload, is_cuda=is_cuda),
+        MemoryTerm(name=EMBEDDINGS, num_bytes=embedding),
+        MemoryTerm(name=ROWS, num_bytes=rows),
         MemoryTerm(name=STASH, num_bytes=stash),
         MemoryTerm(name=STAGING, num_bytes=staging),
         MemoryTerm(name="loading", num_bytes=LOADING_LAYERS * largest * workload.dtype_bytes),
@@ -114,6 +121,7 @@ def host_terms(
     )
     rank_bytes = total_bytes(terms) + (0 if is_cuda else rank_device_bytes)
     others_bytes = (num_ranks - 1) * rank_bytes - (num_ranks - num_slabs) * slab
+    others_bytes -= (num_ranks - max(1, num_slabs)) * embedding  # with layers on disk it is shared
     others = MemoryTerm(name=OTHER_RANKS, num_bytes=others_bytes)
     return tuple(term for term in (*terms, others) if term.num_bytes)
 

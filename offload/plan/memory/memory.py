@@ -13,6 +13,7 @@ from functools import cache, cached_property
 
 from offload.plan.facts.attention import SoftmaxAttention
 from offload.plan.facts.codec import decode_workspace_bytes
+from offload.plan.facts.embedding import embedding_bytes, row_buffers_bytes
 from offload.plan.facts.facts import LayerFacts, ModelFacts
 from offload.plan.facts.layer_layout import record_bytes
 from offload.plan.facts.linears import FP32_BYTES
@@ -61,15 +62,13 @@ LAYER_GRADIENTS = "buffers of layers' gradients"
 CONTEXT, FRAGMENTATION, OTHER_RANKS = "context", "fragmentation", "other ranks"
 SLOTS, CUBLAS, KEPT_GRAPHS = "slots", "cuBLAS workspaces", "kept graphs"
 UPDATE = "optimizer temporaries"
+OUTER, EMBEDDINGS, ROWS = "embeddings, norm and head", "embeddings", "buffers of embedding rows"
 SCORES, ROUTER_LOGITS = "one visit: attention scores", "router logits"
 ROUTER_LOSS = "a layer's router loss"
 # Of what trains, and of micro-batches: each run of a shared step has its own.
 ADAPTERS, TRAINED_MODULES, GRADIENTS = "adapters", "trained modules", "gradients"
-STATES, KEPT_INPUTS, HIDDEN = (
-    "optimizer states",
-    "kept layer inputs",
-    "hidden states and their gradients",
-)
+STATES, KEPT_INPUTS = "optimizer states", "kept layer inputs"
+HIDDEN = "hidden states and their gradients"
 SCORED_ROWS, SCORES_OF_LABELS = "rows that are only scored", "log-probabilities"
 # Terms that a trace measures; they replace formulas.
 VISIT, HEAD_CHUNK, RECORDED = "one visit", "head chunk", "recorded arguments"
@@ -102,11 +101,12 @@ FEWER_WEIGHTS, UPDATES_IN_RAM = "fewer weights in `train.what`", "`train.update:
 FEWER_SLOTS, ROUNDED_LAYERS = "fewer `offload.num_slots`", "`offload.codec: nf4`"
 ON_DRIVE = "`offload.states: disk`"
 ON_DISK, INPUTS_IN_RAM = "`offload.tier: disk`", "`offload.stash: host`"
-SMALLER_CHUNK = "a smaller `offload.head_chunk`"
-SMALLER_TILES = "a smaller `offload.mlp_chunk`"
+SMALLER_CHUNK, SMALLER_TILES = "a smaller `offload.head_chunk`", "a smaller `offload.mlp_chunk`"
+EMBEDDINGS_IN_RAM = "`offload.embeddings: host`"
 NO_OUTPUTS = "`offload.attention_outputs: none`"
 NO_SENT_GRAPHS = "`offload.sent_graphs: none`"
 SHRINKS: Mapping[str, tuple[str, ...]] = {
+    OUTER: (EMBEDDINGS_IN_RAM,),
     SLOTS: (FEWER_SLOTS, ROUNDED_LAYERS),
     ADAPTERS: (RANK, FEWER_TARGETS),
     GRADIENTS: (RANK, FEWER_TARGETS),
@@ -485,7 +485,7 @@ def _standing_terms(
     copy_bytes = b if b == FP32_BYTES else b + FP32_BYTES
     shapes = trained_tensor_shapes(facts, workload.adapter)
     states = state_bytes(shapes, workload.optimizer)
-    decoded, workspace = 0, 0
+    decoded, workspace, on_host = 0, 0, embedding_bytes(facts, workload)
     if workload.is_encoded:
         decoded = max(layer_weight_bytes(facts, dtype_bytes=b))
         workspace = decode_workspace_bytes(workload.codec)
@@ -493,7 +493,8 @@ def _standing_terms(
         MemoryTerm(name=SLOTS, num_bytes=num_slots * slot_bytes),
         MemoryTerm(name="decoded layer", num_bytes=decoded),
         MemoryTerm(name="decode workspace", num_bytes=workspace),
-        MemoryTerm(name="embeddings, norm and head", num_bytes=facts.outer_parameters * b),
+        MemoryTerm(name=OUTER, num_bytes=facts.outer_parameters * b - on_host),
+        MemoryTerm(name=ROWS, num_bytes=row_buffers_bytes(facts, workload)),
         MemoryTerm(name=ADAPTERS, num_bytes=adapters),
         MemoryTerm(name=TRAINED_MODULES, num_bytes=copy_bytes * sum(modules)),
         MemoryTerm(name="a module's new gradient", num_bytes=b * new_gradient),

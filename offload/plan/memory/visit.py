@@ -43,7 +43,7 @@ class VisitBytes:
         adapter_inputs: What low-rank branches save.
         factors: A and B in the compute dtype, where they are cast to it.
         gradients: The widest gradients that are live together with all of these.
-        dora: What is live while a merged weight's norm is computed.
+        dora: What is live while peft computes a merged weight's norm.
         update: What is live while another method than LoRA computes on a whole weight.
         tile: All that one tile of an MLP in tiles takes, if that is when most is live.
         own_input: The layer's input, if autograd saves it without a copy: `saved` leaves it out, as
@@ -318,7 +318,8 @@ def adapter_input_bytes(
     each of them. After a dropout each has an input of its own, and the mask: a byte per element on
     a GPU, on a CPU a factor in the input's dtype.
     Branches of experts save the hidden state without a cast, and `rank` features for each routed
-    row. DoRA scales both a linear's own output and the branch's.
+    row. Of DoRA each output is saved before it is scaled; peft's scales both a linear's own and the
+    branch's, in fp32.
     """
     inputs: dict[tuple[str, str], int] = {}
     for linear in adapted:
@@ -343,7 +344,8 @@ def adapter_input_bytes(
         if is_grouped:
             inputs[linear.group, f"{linear.name}: low"] = spec.rank_of(linear) * dtype_bytes
     outputs = sum(linear.d_out for linear in adapted) if spec.is_dora else 0
-    return sum(inputs.values()) + (dtype_bytes + FP32_BYTES) * outputs
+    output_bytes = dtype_bytes + (0 if spec.are_branches_grouped else FP32_BYTES)
+    return sum(inputs.values()) + output_bytes * outputs
 
 
 def method_bytes(linears: Sequence[Linear], *, spec: AdapterSpec) -> int:
@@ -374,15 +376,27 @@ def whole_input_bytes(layer: LayerFacts, *, spec: AdapterSpec, dtype_bytes: int)
 
 
 def cast_bytes(linears: Sequence[Linear], *, spec: AdapterSpec, dtype_bytes: int) -> int:
-    """Return the bytes of A and of scaled B of linear layers, as a visit's products read them."""
+    """Return the bytes of A and of scaled B of linear layers, as a visit's products read them.
+
+    With DoRA also B times what outputs are scaled by, that, and the norms.
+    """
     if not spec.are_branches_grouped:
         return 0
-    return sum(dtype_bytes * linear.adapter_parameters(spec.rank_of(linear)) for linear in linears)
+    ranks = [(linear, spec.rank_of(linear)) for linear in linears]
+    factors = sum(dtype_bytes * linear.adapter_parameters(rank) for linear, rank in ranks)
+    if not spec.is_dora:
+        return factors
+    return factors + sum(
+        linear.d_out * (dtype_bytes * rank + 2 * FP32_BYTES) for linear, rank in ranks
+    )
 
 
 def dora_bytes(adapted: tuple[Linear, ...], *, spec: AdapterSpec, dtype_bytes: int) -> int:
-    """Return what is live while the norm of the widest linear's merged weight is computed."""
-    if not spec.is_dora:
+    """Return what is live while peft computes the norm of the widest linear's merged weight.
+
+    We make no such weight; gradients that we scale are live when a visit takes less than its most.
+    """
+    if not spec.is_dora or spec.are_branches_grouped:
         return 0
     copies = DORA_WEIGHT_COPIES[dtype_bytes]
     return FP32_BYTES * max(x.d_in**2 + copies * x.num_weights for x in adapted)

@@ -18,6 +18,9 @@ class Lane(StrEnum):
 class Kind(StrEnum):
     """What an op does.
 
+    LOOK_UP: gather the rows of a micro-batch's tokens from the input embedding in host memory, into
+        a page-locked buffer (host).
+    ROWS: copy these rows to the device (h2d).
     FRONT: run the modules before the layers, for one micro-batch.
     UPDATE: update a layer's trained weights by the gradients of the step before, on the host ahead
         of their load (host), or in their slot and a buffer of gradients and states (compute).
@@ -46,6 +49,8 @@ class Kind(StrEnum):
     OPTIMIZER: the update after the pass. Appears in timelines, never in a schedule.
     """
 
+    LOOK_UP = "look_up"
+    ROWS = "rows"
     FRONT = "front"
     UPDATE = "update"
     STATES = "states"
@@ -88,7 +93,7 @@ class Op(NamedTuple):
         buffer: For READ and LOAD the staging buffer, for FETCH and BACKWARD the buffer of the
             fetched layer input, for GRADIENT the buffer that is copied to the host, for STATES,
             UPDATE and UPDATED that of gradients and states, for STATES_READ and STATES_WRITE that
-            of states in host memory.
+            of states in host memory, for LOOK_UP, ROWS and FRONT that of the embedding's rows.
         offset: First byte of a piece within its layer.
         num_bytes: Bytes that are moved; for DECODE, bytes that are written; for GATHER and
             REDUCE, bytes that this rank sends.

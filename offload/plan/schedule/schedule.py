@@ -61,6 +61,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from offload.plan.schedule.hazards import Line, Resource, parallel
+from offload.plan.schedule.lookups import looked_up
 from offload.plan.schedule.op import Kind, Lane, Op
 from offload.plan.schedule.passes import Passes, numbered
 from offload.plan.schedule.reduced import Reduced
@@ -112,6 +113,7 @@ class TransferSizes:
         disk_bytes: Of the states that an update on the host reads from a file and writes back, by
             layer; none if they are in memory.
         reduced: What of each run's gradients crosses the network; none with a single rank.
+        row_bytes: Of the input embedding's rows, by pass; empty if the device has all of them.
     """
 
     layer_bytes: tuple[int, ...]
@@ -123,6 +125,7 @@ class TransferSizes:
     state_bytes: tuple[int, ...] | None = None
     reduced: tuple[Reduced, ...] = ()
     disk_bytes: tuple[int, ...] = ()
+    row_bytes: tuple[int, ...] = ()
 
     @classmethod
     def frozen(
@@ -364,12 +367,19 @@ class _Program:
             writes = self._kept(0, m) if kind is Kind.FRONT else ()
             if kind in (Kind.TAIL, Kind.FRONT_BACKWARD):
                 writes = self._added_up(None, m)
-            self.lines.append(Line(ops=(op,), reads=reads, writes=writes))
+            self._add(Line(ops=(op,), reads=reads, writes=writes))
 
     def apart(self, kind: Kind, group: Sequence[int]) -> None:
         """Write ops that touch no memory of other lanes."""
         for m in group:
-            self.lines.append(Line(ops=(Op(lane=Lane.COMPUTE, kind=kind, micro_batch=m),)))
+            self._add(Line(ops=(Op(lane=Lane.COMPUTE, kind=kind, micro_batch=m),)))
+
+    def _add(self, line: Line) -> None:
+        """Write a line outside the layers; a front's after those that bring its rows, if any."""
+        (op,) = line.ops
+        is_looked_up = op.kind is Kind.FRONT and self.sizes.row_bytes
+        row_bytes = self.sizes.row_bytes[op.micro_batch_index] if is_looked_up else 0
+        self.lines += looked_up(line, row_bytes) if is_looked_up else (line,)
 
     def tail(self, number: int, run: Passes, group: Sequence[int]) -> None:
         """Write what comes after the last layer for micro-batches of a run."""

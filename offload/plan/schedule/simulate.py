@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from offload.plan.schedule.lookups import NUM_ROW_BUFFERS
 from offload.plan.schedule.op import Kind, Lane, Op
 from offload.plan.schedule.schedule import NUM_STAGING, Schedule
 from offload.plan.schedule.timeline import Span, Timeline
@@ -63,7 +64,9 @@ def merged_s(
     m-th of them waits for the m-th of another micro-batch's op, and for the last of any other op.
     If the ends of all that they wait for are convex in m, so are their own: a wait delays the m-th
     op most if it is the first or the m-th one. So the ends of the first and the last op of each
-    group are enough, and the time is that of the schedule with all micro-batches and pieces.
+    group are enough, and the time is that of the schedule with all micro-batches and pieces. Rows
+    of the embedding go through buffers that the next but one needs again, so they are simulated one
+    by one.
 
     Args:
         schedule: The ops of one micro-batch; each copy is one op, without its read.
@@ -74,14 +77,17 @@ def merged_s(
     buffers_s = deque([0.0] * NUM_STAGING)  # when each is free, the next one first
     firsts_s: list[float] = []
     lasts_s: list[float] = []
-    for op, one_s in zip(schedule.ops, durations_s, strict=True):
+    fronts_s = _looked_up_s(schedule, durations_s, num_micro_batches)
+    for number, (op, one_s) in enumerate(zip(schedule.ops, durations_s, strict=True)):
         first_s = last_s = lane_free_s[op.lane]
         is_group = op.micro_batch is not None
         for other in op.waits:
             is_paired = is_group and schedule.ops[other].micro_batch is not None
             first_s = max(first_s, firsts_s[other] if is_paired else lasts_s[other])
             last_s = max(last_s, lasts_s[other])
-        if isinstance(one_s, tuple):
+        if number in fronts_s:
+            first_s, last_s = fronts_s[number]
+        elif isinstance(one_s, tuple):
             read_s = lane_free_s[Lane.HOST]
             for read, copy in one_s:
                 read_s = max(read_s, buffers_s.popleft()) + read
@@ -96,3 +102,36 @@ def merged_s(
         firsts_s.append(first_s)
         lasts_s.append(last_s)
     return max(lasts_s, default=0.0)
+
+
+def _looked_up_s(
+    schedule: Schedule, durations_s: Sequence[float | Pieces], num_micro_batches: int
+) -> dict[int, tuple[float, float]]:
+    """Return the ends of the first and the last micro-batch of fronts whose rows are brought.
+
+    They are the first ops of their lanes. Keys are positions in the schedule.
+    """
+    found: dict[int, dict[Kind, int]] = {}
+    for number, op in enumerate(schedule.ops):
+        if op.kind in (Kind.LOOK_UP, Kind.ROWS, Kind.FRONT) and op.buffer is not None:
+            found.setdefault(op.micro_batch_index, {})[op.kind] = number
+    ends_s: dict[int, tuple[float, float]] = {}
+    gathered_s = arrived_s = computed_s = 0.0
+    free_s = deque([(0.0, 0.0)] * NUM_ROW_BUFFERS)  # the next buffer on the host, and the device
+    for _, ops in sorted(found.items()):
+        numbers = ops[Kind.LOOK_UP], ops[Kind.ROWS], ops[Kind.FRONT]
+        look_up_s, rows_s, front_s = (_seconds(durations_s[number]) for number in numbers)
+        for turn in range(num_micro_batches):
+            on_host_s, on_device_s = free_s.popleft()
+            gathered_s = max(gathered_s, on_host_s) + look_up_s
+            arrived_s = max(arrived_s, gathered_s, on_device_s) + rows_s
+            computed_s = max(computed_s, arrived_s) + front_s
+            free_s.append((arrived_s, computed_s))
+            for number, end_s in zip(numbers, (gathered_s, arrived_s, computed_s), strict=True):
+                ends_s[number] = (end_s if not turn else ends_s[number][0], end_s)
+    return ends_s
+
+
+def _seconds(duration_s: float | Pieces) -> float:
+    assert not isinstance(duration_s, tuple)
+    return duration_s

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from offload.plan.facts.facts import AdapterSpec
 from offload.plan.facts.linears import FP32_BYTES, Linear
+from offload.plan.facts.magnitudes import num_norms, num_scaled, num_sums, sum_rows
 from offload.plan.facts.peft_method import MethodCounts, PassCounts
 from offload.plan.machine.machine import TALL_COLUMNS, Rate
 from offload.plan.time.expert_passes import BranchPasses
@@ -18,7 +19,7 @@ from offload.plan.time.pricer import SUM_PASSES, Pricer
 from offload.plan.time.work import Work
 
 LORA_OPS, LORA_BACKWARD_OPS = 6, 11
-# DoRA's fp32 passes over a merged weight, for its norm, and over the output of each branch.
+# Of peft's DoRA: fp32 passes over a merged weight, for its norm, and over each branch's output.
 DORA_WEIGHT_PASSES, DORA_OUTPUT_PASSES, DORA_OPS = 9, 8, 14
 
 
@@ -138,6 +139,8 @@ def _grouped(at: Pricer, group: Sequence[Linear], left_out: Sequence[Linear]) ->
         work + at.traffic(b * linear.d_out * (tokens + rank), num_ops=1)
         for linear, rank, work in zip(group, ranks, outputs, strict=True)
     ]
+    scaled = [_scaled(at, linear, rank) for linear, rank in zip(group, ranks, strict=True)]
+    added = [work + one.forward for work, one in zip(added, scaled, strict=True)]
     computed = [work for x, work in zip(group, added, strict=True) if x not in left_out]
     backward = at.traffic(
         b * tokens * d_in * num
@@ -146,12 +149,34 @@ def _grouped(at: Pricer, group: Sequence[Linear], left_out: Sequence[Linear]) ->
         num_ops=2 + (num > 1) + is_cast + num * (6 + is_cast),
     )
     backward = sum((work.times(2) for work in (inputs, *outputs)), start=backward)
+    backward = sum((one.backward for one in scaled), start=backward)
     call = Work(num_calls=1)
     return Passes(
         forward=sum(added, start=shared) + call,
         recompute=sum(computed, start=shared) + call,
         backward=backward + call,
     )
+
+
+def _scaled(at: Pricer, linear: Linear, rank: int) -> Passes:
+    """Price what DoRA does with the output of a linear in each micro-batch.
+
+    Forward: a pass scales the frozen product as it is added to the branch's. Backward: a pass
+    scales its gradient, another multiplies that with the product in fp32 and adds it up; the
+    gradient of B is multiplied with B, and scaled.
+    """
+    if not at.workload.adapter.is_dora:
+        return Passes(forward=Work(), recompute=Work(), backward=Work())
+    tokens, b, d_out = at.workload.num_tokens, at.workload.dtype_bytes, linear.d_out
+    device, elements = at.machine.device, tokens * d_out
+    scaled, sums = num_scaled(tokens, d_out, device), num_sums(tokens, d_out, device)
+    once = at.traffic(2 * b * elements + scaled * FP32_BYTES * d_out, num_ops=scaled)
+    rows = min(tokens, sum_rows(d_out, device))
+    num_bytes = (2 * b + 2 * FP32_BYTES) * elements + 2 * FP32_BYTES * rows * d_out
+    num_bytes += d_out * (12 * FP32_BYTES + rank * (5 * FP32_BYTES + b))
+    # the gradient by A x is not scaled apart; that of the magnitudes is added to those before
+    summed = at.traffic(num_bytes, num_ops=sums + 7)
+    return Passes(forward=once, recompute=once, backward=once + summed)
 
 
 def _narrow(at: Pricer, num_elements: float, rank: int) -> Work:
@@ -195,16 +220,35 @@ def linear_branch(at: Pricer, linear: Linear) -> Work:
 
 
 def dora_norm(at: Pricer, linear: Linear) -> Work:
-    """Price the norm of a merged weight, without a gradient: A and B pass an identity for it."""
-    if not at.workload.adapter.is_dora:
+    """Price peft's norm of a merged weight, for which A and B pass an identity."""
+    spec = at.workload.adapter
+    if not spec.is_dora or spec.are_branches_grouped:
         return Work()
-    rank = at.workload.adapter.rank_of(linear)
+    rank = spec.rank_of(linear)
     flops = 2.0 * linear.d_in * rank * (linear.d_in + linear.d_out)
     passes = linear.d_in**2 + DORA_WEIGHT_PASSES * linear.num_weights
     arithmetic = Work(compute_s=flops / at.machine.vector_flops_per_s.value, flops=flops)
     return arithmetic + at.new_memory(
         FP32_BYTES * passes, num_ops=DORA_OPS, tensor_bytes=FP32_BYTES * linear.num_weights
     )
+
+
+def visit_norm(at: Pricer, linear: Linear) -> Work:
+    """Price the norm of a merged weight as we compute it, once for a visit.
+
+    In chunks of rows W is cast to fp32, the product of B and A is added to it, and it is read.
+    """
+    spec, b, machine = at.workload.adapter, at.workload.dtype_bytes, at.machine
+    if not spec.is_dora or not spec.are_branches_grouped:
+        return Work()
+    rank, is_cast, num_weights = spec.rank_of(linear), b != FP32_BYTES, linear.num_weights
+    chunks = num_norms(linear.d_out, linear.d_in, machine.device)
+    num_bytes = num_weights * (b + 4 * FP32_BYTES) + chunks * FP32_BYTES * linear.d_in * rank
+    num_bytes += linear.d_out * rank * (3 * FP32_BYTES + (b + FP32_BYTES) * is_cast)
+    num_bytes += linear.d_out * 7 * FP32_BYTES
+    flops = 2.0 * num_weights * rank
+    product = Work(compute_s=flops / machine.vector_flops_per_s.value, flops=flops)
+    return product + at.traffic(num_bytes, num_ops=3 * chunks + 3 + is_cast)
 
 
 def expert_branch(at: Pricer, linear: Linear, left_out: Sequence[Linear] = ()) -> Passes:

@@ -126,11 +126,12 @@ class Costs:
         front_backward_s: Gradient of the embeddings for one micro-batch, if they train.
         tail_s: Norm, head and loss of one micro-batch, forward and backward.
         optimizer_s: Clipping and update, once per step.
-        h2d_bytes_per_s: Rate of a load during compute; on a CPU of a read, if layers are on disk.
+        h2d_bytes_per_s: Rate of a load while the device computes; a CPU's from disk is a read.
         h2d_latency_s: Fixed time of a load.
         d2h_bytes_per_s: Rate of a copy to the host while the device computes.
         fetch_bytes_per_s: Rate of the copy back.
         read_bytes_per_s: Rate at which staging buffers are filled, from memory or from a file.
+        look_up_bytes_per_s: Rate at which rows of the embedding are gathered in host memory.
         duplex_frac: Of the rates to the device, what is left if copies leave it meanwhile.
         top_s: Of it, what log-probabilities of several tokens at each label add to a cross-entropy.
         score_s: Norm, head and log-probabilities of one micro-batch; 0 without an objective.
@@ -163,6 +164,7 @@ class Costs:
     network_latency_s: float = 0.0
     network_bytes_per_s: float = math.inf
     disk_bytes_per_s: tuple[float, float] = (math.inf, math.inf)
+    look_up_bytes_per_s: float = math.inf
     runs: tuple["RunCosts", ...] = ()
 
     @property
@@ -392,9 +394,8 @@ def layer_work(at: Pricer, layer: LayerFacts) -> _LayerWork:
     others, tiles = attention + pointwise.forward + norms, tiling(at, layer)
     first = products + others + routing.forward + tiles.forward
     recompute = recomputed_products(layer, at) + others + routing.recompute
-    backward = (
-        products + attention_backward(layer.attention, attention) + _module_gradients(at, layer)
-    )
+    backward = products + attention_backward(layer.attention, attention)
+    backward += _module_gradients(at, layer)
     given = recomputed_products(layer, at) + pointwise.forward + routing.recompute + norms
     return _LayerWork(
         first=first,
@@ -409,9 +410,8 @@ def layer_work(at: Pricer, layer: LayerFacts) -> _LayerWork:
 def _layer_cost(layer: LayerFacts, at: Pricer, graph_bytes: int) -> LayerCost:
     work, machine = layer_work(at, layer), at.machine
     forward, recompute, backward = work.forward, work.recompute, work.backward
-    b = at.workload.dtype_bytes
     cargo_bytes = at.workload.cargo_bytes(layer)
-    decoded_bytes = cargo_bytes + layer.num_parameters * b
+    decoded_bytes = cargo_bytes + layer.num_parameters * at.workload.dtype_bytes
     decode = at.traffic(decoded_bytes, num_ops=len(layer.linears), is_fused=True)
     backward_s = (recompute + backward).seconds(machine)
     output_bytes = at.workload.output_bytes(layer, is_cuda=machine.device == "cuda")
@@ -573,11 +573,11 @@ def price(
     front_ops = FRONT_OPS * workload.num_rows  # it runs on each packed row alone
     embedded_bytes = 2 * workload.num_tokens * facts.hidden_size * workload.dtype_bytes
     is_cuda = machine.device == "cuda"
-    is_alone = is_cuda and not is_duplex
-    h2d = machine.h2d_bytes_per_s if is_alone else machine.h2d_duplex_bytes_per_s
+    is_shared = is_duplex or not is_cuda
+    h2d = machine.h2d_duplex_bytes_per_s if is_shared else machine.h2d_bytes_per_s
     d2h = machine.d2h_bytes_per_s if is_cuda else machine.h2d_duplex_bytes_per_s
     load_bytes_per_s = h2d.value
-    read_bytes_per_s = machine.host_memory_bytes_per_s.value / 2  # each byte in and out
+    read_bytes_per_s = in_memory = machine.host_memory_bytes_per_s.value / 2  # each in and out
     disk, is_measured = machine.disk_bytes_per_s, machine.is_measured
     if num_disk_readers:
         is_measured = is_measured and disk is not None and disk.source == MEASURED
@@ -597,4 +597,5 @@ def price(
         fetch_bytes_per_s=h2d.value,
         read_bytes_per_s=read_bytes_per_s,
         duplex_frac=machine.h2d_duplex_bytes_per_s.value / h2d.value,
+        look_up_bytes_per_s=in_memory,
     )

@@ -11,9 +11,11 @@ time.
 from dataclasses import dataclass, replace
 
 from offload.plan.facts.codec import CodecName
+from offload.plan.facts.embedding import why_on_device
 from offload.plan.facts.optimizer import Optimizer
+from offload.plan.facts.workload import EmbeddingPlace
 from offload.plan.plan import Plan
-from offload.plan.request import PlanRequest, with_codec
+from offload.plan.request import PlanRequest, with_codec, with_embeddings
 from offload.plan.schedule.schedule import MIN_SLOTS
 from offload.plan.what_if.card import (
     offload_optimizer,
@@ -54,6 +56,7 @@ def what_if(plan: Plan, *, num_cards: int) -> OtherWays:
             recompute_cheap(plan),
             _send_activations(plan),
             _offload_weights(plan),
+            *_move_embeddings(plan),
             offload_optimizer(plan),
             _codec(plan, "fp8 weights", "fp8", "arXiv:2209.05433"),
             _codec(plan, "4-bit weights", "nf4", "arXiv:2305.14314"),
@@ -107,6 +110,24 @@ def _offload_weights(plan: Plan) -> Option:
         request=replace(plan.request, num_slots=plan.facts.num_layers if is_done else MIN_SLOTS),
         is_in_plan=is_done,
     )
+
+
+def _move_embeddings(plan: Plan) -> tuple[Option, ...]:
+    """Price the input embedding in the other place, where a device has memory of its own."""
+    facts, typical = plan.facts, plan.request.typical
+    if plan.machine.device == "cpu" or why_on_device(facts, typical.adapter):
+        return ()
+    is_done = typical.embeddings == "host"
+    wanted: EmbeddingPlace = "device" if is_done else "host"
+    option = replanned(
+        "offload embeddings",
+        f"`offload.embeddings: {wanted}`",
+        "rows of a step's tokens are gathered in RAM",
+        plan=plan,
+        request=with_embeddings(_held(plan), wanted),
+        is_in_plan=is_done,
+    )
+    return (option,)
 
 
 def _codec(plan: Plan, name: str, codec: CodecName, source: str) -> Option:

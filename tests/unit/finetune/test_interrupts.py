@@ -40,3 +40,18 @@ def test_a_signal_that_is_ignored_at_the_start_stays_ignored() -> None:
             assert received == []
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "num_ranks", "shown"),
+    [
+        ([0], 1, ""),
+        ([1], 2, " by SIGTERM to rank 1"),
+        ([0, 2], 3, " by SIGTERM to ranks 0, 2"),
+        ([0, 1], 2, " by SIGTERM to all ranks"),
+    ],
+)
+def test_a_signal_is_shown_with_the_ranks_that_got_it(
+    ranks: list[int], num_ranks: int, shown: str
+) -> None:
+    assert interrupts.shown_signal(signal.SIGTERM, ranks, num_ranks=num_ranks) == shown

@@ -6,17 +6,24 @@ from typing import Any
 import pytest
 
 from finetune.errors import ConfigError
-from finetune.planning.candidates import choose, chooser, full_requests, with_each_size
+from finetune.planning.candidates import (
+    choose,
+    chooser,
+    full_requests,
+    in_forms,
+    with_each_size,
+)
 from finetune.planning.request import facts_of
 from finetune.planning.subject import model_subject
 from finetune.recipe.recipe import Recipe, resolved_yaml, with_offload, with_parallel
 from finetune.recipe.rules import broken_rules
 from finetune.recipe.shipped import load_shape
 from finetune.run.run_dir import RunDir, as_begun
+from finetune.training.prepare import with_chosen
 from offload.errors import DoesNotFitError
 from offload.plan.facts.facts import ModelFacts, model_facts
 from offload.plan.machine.machine import GIB, Machine, named_machine
-from offload.plan.request import PlanRequest
+from offload.plan.request import PlanRequest, with_embeddings
 from tests.builders import recipe_values
 
 CARD = named_machine("rtx4090")
@@ -238,11 +245,9 @@ def test_mlps_compute_in_tiles_only_where_nothing_fits_otherwise() -> None:
 
 
 def test_tiles_do_not_change_the_requests_before_them() -> None:
-    asked = model_subject("llama-3.1-8b", ["train.seq_len=16384", "train.tokens_per_step=16384"])
-    whole = model_subject(
-        "llama-3.1-8b",
-        ["train.seq_len=16384", "train.tokens_per_step=16384", "offload.mlp_chunk=whole"],
-    )
+    words = ["train.seq_len=16384", "train.tokens_per_step=16384", "offload.embeddings=device"]
+    asked = model_subject("llama-3.1-8b", words)
+    whole = model_subject("llama-3.1-8b", [*words, "offload.mlp_chunk=whole"])
     found, plain = (full_requests(x.recipe, x.facts, num_ranks=1) for x in (asked, whole))
     assert found[: len(plain)] == plain
     assert {x.largest.mlp_chunk_tokens for x in found[len(plain) :]} == {8192, 2048, 512}
@@ -314,3 +319,75 @@ def test_a_resumed_run_keeps_states_where_they_were_put_and_may_move_them() -> N
     assert as_begun(full_8b(), begun).offload.states == "disk"
     assert as_begun(full_8b(states="ram"), begun).offload.states == "ram"
     assert as_begun(full_8b(), full_8b()).offload.states == "auto"
+
+
+# ------------------------------------------------------------------------------------ embeddings
+
+
+def chosen_place(gib: float, *overrides: str, model: str = "qwen3-8b") -> str:
+    asked = model_subject(model, ["train.tokens_per_step=4096", *overrides])
+    ways = full_requests(asked.recipe, asked.facts, num_ranks=1)
+    return choose(asked.facts, small_card(gib), ways).plan.request.typical.embeddings
+
+
+def test_the_embedding_is_in_ram_only_where_nothing_else_fits() -> None:
+    assert [chosen_place(gib) for gib in (24, 6, 4)] == ["device", "device", "host"]
+    assert chosen_place(24, "offload.embeddings=host") == "host"
+    with pytest.raises(DoesNotFitError) as refused:
+        chosen_place(4, "offload.embeddings=device")
+    assert "`offload.embeddings: host`" in refused.value.hint
+    with pytest.raises(DoesNotFitError, match="the embedding in RAM"):
+        chosen_place(2)
+
+
+def test_a_tied_embedding_stays_with_its_head() -> None:
+    asked = model_subject("qwen3-4b", [])
+    ways = full_requests(asked.recipe, asked.facts, num_ranks=1)
+    assert {one.typical.embeddings for one in ways} == {"device"}
+    with pytest.raises(
+        ConfigError, match=r"host for this qwen3 model: the head has the same"
+    ) as no:
+        chosen_place(24, "offload.embeddings=host", model="qwen3-4b")
+    assert no.value.hint == "`offload.embeddings: auto`"
+
+
+def test_the_other_place_does_not_change_the_requests_before_it() -> None:
+    asked = model_subject("qwen3-8b", [])
+    fixed = model_subject("qwen3-8b", ["offload.embeddings=device"])
+    found, plain = (full_requests(x.recipe, x.facts, num_ranks=1) for x in (asked, fixed))
+    assert found[: len(plain)] == plain
+    assert found[len(plain) :] == [with_embeddings(one, "host") for one in plain]
+    # where layers compute in RAM, an embedding there saves nothing
+    forms = in_forms(found, replace(CARD, device="cpu"))
+    assert {one.typical.embeddings for form in forms for one in form} == {"device"}
+    assert len(in_forms(found, CARD)) == 2 * len(forms)
+
+
+def test_a_resumed_run_keeps_the_place_that_was_chosen(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.recipe_file.write_text(resolved_yaml(with_offload(recipe(), embeddings="host")))
+    assert as_begun(recipe(), run.begun()).offload.embeddings == "host"
+    asked = recipe(offload__embeddings="device")
+    assert as_begun(asked, run.begun()).offload.embeddings == "device"
+    before = resolved_yaml(recipe()).replace("  embeddings: auto\n", "")
+    run.recipe_file.write_text(before)  # of a run that knew no such setting
+    assert as_begun(recipe(), run.begun()) == recipe()
+
+
+def test_what_a_plan_has_chosen_is_written_down() -> None:
+    asked = model_subject("qwen3-8b", ["train.tokens_per_step=4096"])
+    ways = full_requests(asked.recipe, asked.facts, num_ranks=1)
+    for gib, place in ((24, "auto"), (4, "host")):
+        made = choose(asked.facts, small_card(gib), ways).plan
+        assert with_chosen(asked.recipe, made).offload.embeddings == place
+
+
+@pytest.mark.thorough
+def test_weights_that_train_by_name_are_looked_up_on_the_device() -> None:
+    words = ["offload.embeddings=host", "train.steps=3"]
+    trained = model_subject("qwen3-8b", [*words, 'train.what=["*embed_tokens*", "*q_proj*"]'])
+    with pytest.raises(ConfigError, match="it trains, and gradients of it are added up"):
+        full_requests(trained.recipe, trained.facts, num_ranks=1)
+    frozen = model_subject("qwen3-8b", [*words, 'train.what=["*q_proj*"]'])
+    ways = full_requests(frozen.recipe, frozen.facts, num_ranks=1)
+    assert {one.typical.embeddings for one in ways} == {"host"}

@@ -220,7 +220,7 @@ def test_the_longest_sequence_fits_and_one_that_is_a_step_longer_does_not(
     compared = next(x for x in in_12_gib if (x.model, x.codec) == ("qwen3-14b", "nf4"))
     assert compared.longest_seq_len is not None
     assert compared.longest_limit == "VRAM"
-    words = ["offload.codec=nf4", "offload.stash=host"]
+    words = ["offload.codec=nf4", "offload.stash=host", "offload.embeddings=host"]
     words += ["offload.head_chunk=64", "offload.mlp_chunk=512"]  # the least memory
     machine = named_machine("rtx3060", ram_bytes=48 * GIB)
     for seq_len, is_fitting in (
@@ -245,6 +245,17 @@ def test_more_memory_never_shortens_the_longest_sequence(in_12_gib: list[Compari
         assert less.longest_seq_len is not None
         assert more.longest_seq_len is not None
         assert less.longest_seq_len <= more.longest_seq_len
+
+
+@pytest.mark.thorough
+def test_a_model_that_fits_with_its_embedding_in_ram_says_so(capsys) -> None:
+    words = ("fit", "qwen3-14b", "--vram", "8")
+    assert {line["embeddings"] for line in printed(capsys, *words)} == {"host"}
+    assert run(*words, "--markdown") == 0
+    assert "| qwen3-14b | native | RAM, embedding too | 2 |" in capsys.readouterr().out
+    assert {line["embeddings"] for line in printed(capsys, "fit", SMALL, "--vram", "12")} == {
+        "device"
+    }
 
 
 @pytest.mark.slow

@@ -4,7 +4,12 @@ from typing import Any
 
 import pytest
 
-from finetune.recipe.adapter_rules import READS, broken_dtype_rules, broken_method_rules
+from finetune.recipe.adapter_rules import (
+    READS,
+    broken_dtype_rules,
+    broken_embedding_rules,
+    broken_method_rules,
+)
 from finetune.recipe.sections import AdapterSection, Settings
 
 
@@ -75,3 +80,32 @@ def test_what_an_adapter_in_bf16_cannot_be_combined_with(
     (breach,) = broken_dtype_rules(settings(adapter | {"dtype": "bfloat16"}, dtype=dtype))
     assert breach.field == field
     assert breach.what == f"{field} is {seen} and adapter.dtype is bfloat16"
+
+
+# ------------------------------------------------------------------------------------- embeddings
+
+
+def test_what_trains_the_embedding_is_refused_where_it_waits_on_the_host() -> None:
+    cases: dict[str, dict[str, Any]] = {
+        "adapter.modules_to_save": {"modules_to_save": ["norms", "embed_tokens"]},
+        "adapter.method": {"method": "prompt", "num_virtual_tokens": 4},
+    }
+    for field, adapter in cases.items():
+        assert not list(broken_embedding_rules(settings(adapter)))
+        (breach,) = broken_embedding_rules(settings(adapter, embeddings="host"))
+        assert breach.field == field
+        assert breach.what.endswith("and offload.embeddings is host")
+        assert breach.hint.endswith(", or `offload.embeddings: auto`")
+    (breach,) = broken_embedding_rules(
+        settings(cases["adapter.modules_to_save"], embeddings="host")
+    )
+    assert breach.hint.startswith("`adapter.modules_to_save: [norms]`")
+    assert not list(broken_embedding_rules(settings({"rank": 4}, embeddings="host")))
+
+
+def test_an_embedding_on_the_host_trains_with_no_other_weights() -> None:
+    whole = settings({}, embeddings="host")
+    whole = whole.model_copy(update={"train": whole.train.model_copy(update={"what": "all"})})
+    (breach,) = broken_embedding_rules(whole)
+    assert breach.what == "train.what is all and offload.embeddings is host"
+    assert breach.limit == "an embedding in host memory does not train"

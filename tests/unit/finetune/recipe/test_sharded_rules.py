@@ -41,6 +41,7 @@ def test_a_plain_recipe_breaks_none() -> None:
         ("offload", "stash", "host", "auto"),
         ("offload", "head_chunk", 256, "auto"),
         ("offload", "mlp_chunk", 512, "auto"),
+        ("offload", "embeddings", "host", "auto"),
         ("data", "packing", "on", "off"),
         ("model", "dtype", "float16", "bfloat16"),
         ("model", "layer_kernels", "fused", "plain"),

@@ -1,12 +1,14 @@
 from dataclasses import replace
 
+import pytest
 from rich.console import Console
 
 from finetune.recipe.sections import ReportSection
 from finetune.report.format import shown_time
+from finetune.report.plan import plan_json
 from finetune.report.summary import plan_summary
 from offload.plan.machine.machine import GIB, Rate, named_machine
-from offload.plan.request import ObjectiveCost
+from offload.plan.request import ObjectiveCost, with_embeddings
 from offload.plan.search import Choice, search
 from tests.builders import qwen3_8b, request, slow_link, ways_of, workload
 
@@ -107,3 +109,26 @@ def test_what_an_objective_costs_is_shown_as_time_and_loads() -> None:
     time_frac, _ = choice.plan.objective_price
     assert 0.1 < time_frac < 0.4
     assert line.endswith(f"also by the reference: +{time_frac:.0%} time, +0 loads")
+
+
+def test_what_an_embedding_in_ram_saves_and_costs_is_shown_and_written() -> None:
+    device = search(FACTS, CARD, [replace(REQUEST, num_slots=4)], rounding=())
+    assert "embeddings" not in rows(device)
+    assert "embeddings" not in plan_json(device.plan)
+    host = search(FACTS, CARD, [with_embeddings(device.plan.request, "host")], rounding=())
+    (line,) = rows(host)["embeddings"]
+    rows_bytes = 2048 * 8 + 2049 * 4096 * 2  # of a micro-batch
+    saved = 151936 * 4096 * 2 - 2 * rows_bytes
+    added_s = host.plan.step_s - device.plan.step_s
+    assert line == (
+        f"in RAM (`offload.embeddings: host`): {saved / GIB:.2f} GiB less of device memory, and at"
+        f" most {8 * rows_bytes / 2**20:.1f} MiB of rows to it per step, which is"
+        f" {shown_time(added_s)} longer"
+    )
+    written = plan_json(host.plan)["embeddings"]
+    assert (written["saved_vram_bytes"], written["most_h2d_bytes"]) == (saved, 8 * rows_bytes)
+    assert written["added_s"] == pytest.approx(added_s, abs=1e-9)
+    # it has a few rows, and its buffers take more than all of them
+    tiny = replace(qwen3_8b(vocab_size=64), head_parameters=0)
+    few = search(tiny, CARD, [host.plan.request], rounding=())
+    assert " more of device memory, and at most " in rows(few)["embeddings"][0]

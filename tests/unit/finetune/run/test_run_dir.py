@@ -138,6 +138,23 @@ def test_a_run_that_knew_no_precision_of_adapters_goes_on_in_float32(tmp_path, r
     run.require_same_recipe(as_begun(recipe, run.begun()))
 
 
+def test_a_run_with_dora_that_was_begun_by_peft_goes_on_with_it(tmp_path, recipe) -> None:
+    dora = recipe.model_copy(
+        update={"adapter": recipe.adapter.model_copy(update={"dora": True, "experts": False})}
+    )
+    run = RunDir(tmp_path)
+    run.start(dora, experts_implementation=None)
+    assert as_begun(dora, run.begun()).adapter.compute_dtype == "auto"
+    run.require_same_recipe(as_begun(dora, run.begun()))
+    run.recipe_file.write_text(sealed_yaml(resolved_yaml(dora)))  # as it was written before
+    assert run.recipe().adapter.compute_dtype == "float32"
+    again = as_begun(dora, run.begun())
+    assert again.adapter.compute_dtype == "float32"
+    run.require_same_recipe(again)
+    run.lengthen(again)
+    assert run.recipe().adapter.compute_dtype == "float32"
+
+
 def test_a_run_goes_on_with_the_layer_kernels_that_it_began_with(tmp_path, recipe) -> None:
     run = RunDir(tmp_path)
     run.start(with_layer_kernels(recipe, "fused"), experts_implementation=None)

@@ -7,7 +7,7 @@ from offload.plan.fit import MemoryNeeds
 from offload.plan.machine.machine import GIB, named_machine
 from offload.plan.memory.memory import device_terms
 from offload.plan.plan import plan
-from offload.plan.request import with_codec
+from offload.plan.request import with_codec, with_embeddings
 from offload.plan.schedule.residency import Residency
 from offload.plan.search import search
 from offload.plan.split import draft_step_s
@@ -166,11 +166,14 @@ def test_large_micro_batches_that_do_not_fit_are_told_to_be_cut() -> None:
     large = replace(WORKLOAD, micro_batch_size=8, label_tokens=8 * 2048)
     request = replace(REQUEST, typical=large, largest=large, num_micro_batches=1)
     machine = replace(CARD, vram_bytes=9 * GIB)
+    with pytest.raises(DoesNotFitError, match=r"hint: `offload\.embeddings: host`$"):
+        search(FACTS, machine, [request, replace(request, is_stashed=True)], rounding=())
+    request, machine = with_embeddings(request, "host"), replace(CARD, vram_bytes=7 * GIB)
     with pytest.raises(
         DoesNotFitError, match=r"hint: `train\.micro_batch_size: (\d)` and \d times as many"
     ) as error:
         search(FACTS, machine, [request, replace(request, is_stashed=True)], rounding=())
     size = int(error.value.hint.split("`")[1].split(": ")[1])
-    cut = replace(WORKLOAD, micro_batch_size=size, label_tokens=size * 2048)
+    cut = replace(large, micro_batch_size=size, label_tokens=size * 2048, embeddings="host")
     smaller = replace(request, typical=cut, largest=cut, num_micro_batches=8 // size)
     search(FACTS, machine, [smaller, replace(smaller, is_stashed=True)], rounding=())

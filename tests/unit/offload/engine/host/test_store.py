@@ -21,6 +21,7 @@ from offload.engine.host.reads import FileReader
 from offload.engine.host.slab import Slab
 from offload.engine.host.store import FORMAT, MAGIC, Store
 from offload.engine.host.store_writer import StoreWriter, sole_builder
+from offload.engine.memory_meter import held_bytes
 from offload.errors import OffloadError, StoreError, TransferError
 from offload.plan.facts.layer_layout import PAGE_BYTES
 
@@ -129,6 +130,24 @@ def test_mapped_parameters_are_adopted_and_the_rest_is_not(store: Store) -> None
         store.read_into(layer, slab.layer(layer))
         slab.alias(layer)
         assert all(map(torch.equal, groups[layer], weights(layer).values()))
+
+
+def test_what_is_around_the_layers_is_freed_once_a_model_has_it_elsewhere(tmp_path: Path) -> None:
+    writer = begin(tmp_path / "a.store")
+    for layer in range(NUM_LAYERS):
+        for index, tensor in enumerate(weights(layer).values()):
+            writer.put(layer, index, tensor)
+    num_bytes = 64 * 2**20
+    writer.finish({"embed": torch.ones(num_bytes // 4)}, IDENTITY)
+    store = Store(tmp_path / "a.store", identity=IDENTITY)
+    tensors = store.tensors()
+    names = [list(weights(layer)) for layer in range(NUM_LAYERS)]
+    groups = [[nn.Parameter(tensors[x], requires_grad=False) for x in one] for one in names]
+    store.adopt(groups)
+    before = held_bytes()
+    del tensors  # as a model on a card has copied it there
+    assert before - held_bytes() > 0.9 * num_bytes
+    store.close()
 
 
 def test_layers_may_come_in_any_order_and_a_field_may_be_missing(tmp_path: Path) -> None:

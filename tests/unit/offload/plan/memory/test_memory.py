@@ -310,20 +310,31 @@ SMALL_MOE = SMALL_DENSE | {
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft's call
 @pytest.mark.parametrize(
-    ("config", "experts"),
-    [(SMALL_DENSE, False), (SMALL_MOE, False), (SMALL_MOE, True)],
-    ids=["dense", "moe", "moe, experts adapted"],
+    ("config", "experts", "is_dora"),
+    [
+        (SMALL_DENSE, False, False),
+        (SMALL_DENSE, False, True),
+        (SMALL_MOE, False, False),
+        (SMALL_MOE, True, False),
+    ],
+    ids=["dense", "dense, DoRA", "moe", "moe, experts adapted"],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("is_in_base_dtype", [False, True], ids=["by peft", "grouped"])
 def test_saved_bytes_are_those_that_autograd_saves_within_a_tenth(
-    config: dict[str, Any], experts: bool, dtype: torch.dtype, is_in_base_dtype: bool
+    config: dict[str, Any],
+    experts: bool,
+    is_dora: bool,
+    dtype: torch.dtype,
+    is_in_base_dtype: bool,
 ) -> None:
     facts, num_tokens = model_facts(config), 512
     base = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=dtype)
     targets = linear_names(facts)
     parameters = ["experts.gate_up_proj", "experts.down_proj"] if experts else None
-    lora = LoraConfig(r=2, target_modules=list(targets), target_parameters=parameters)
+    lora = LoraConfig(
+        r=2, target_modules=list(targets), target_parameters=parameters, use_dora=is_dora
+    )
     model = compute_beside(get_peft_model(base, lora))
     if is_in_base_dtype:
         compute_in_base_dtype(model)
@@ -347,7 +358,11 @@ def test_saved_bytes_are_those_that_autograd_saves_within_a_tenth(
         label_tokens=num_tokens,
         head_chunk_tokens=1,
         adapter=AdapterSpec(
-            rank=2, targets=targets, experts=experts, is_in_base_dtype=is_in_base_dtype
+            rank=2,
+            targets=targets,
+            experts=experts,
+            is_in_base_dtype=is_in_base_dtype,
+            is_dora=is_dora,
         ),
         dtype_bytes=dtype.itemsize,
     )

@@ -82,6 +82,47 @@ def test_a_visit_with_fused_parts_takes_what_is_traced_within_a_tenth(
     assert sizes["plain"][1] > found_fused
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    mostly_slow(itertools.product(TYPES, [torch.float32, BF16]), ("qwen3", BF16)),
+)
+def test_a_visit_with_dora_takes_what_is_traced_within_a_tenth(
+    name: str, dtype: torch.dtype
+) -> None:
+    config = {**SIZES, **TYPES[name], "model_type": name}
+    facts = model_facts(config)
+    base: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=dtype)
+    model = add_lora(base, adapter(rank=2, dora=True), seed=0).train()
+    spec = AdapterSpec(
+        rank=2,
+        targets=linear_names(facts),
+        experts=False,
+        is_in_base_dtype=True,
+        is_dora=True,
+    )
+    load = workload(
+        seq_len=T,
+        adapter=spec,
+        dtype_bytes=dtype.itemsize,
+        leaves_out=False,
+        layer_code="fused",
+    )
+    machine = replace(named_machine("rtx3090"), device="cpu")
+    said = visit_bytes(facts, machine, facts.layers[0], load, is_padded=False)
+    (found,) = trace_visits(
+        model,
+        batch_size=1,
+        seq_len=T,
+        is_padded=False,
+        head_chunk_tokens=64,
+        capability=None,
+        is_fused=True,
+    ).visits
+    assert said.dora == 0
+    assert said.graph + said.gradients == pytest.approx(found, rel=0.1)
+
+
 @pytest.mark.parametrize(
     ("name", "dtype", "code"),
     mostly_slow(

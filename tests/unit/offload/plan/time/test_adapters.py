@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from offload.engine.low_rank import AdaptedLinear, LowRank, apply_linears
+from offload.engine.low_rank import VISIT_CACHE, AdaptedLinear, LowRank, apply_linears
 from offload.plan.facts.facts import AdapterSpec, model_facts
 from offload.plan.facts.linears import Linear
-from offload.plan.time.adapters import branches
+from offload.plan.time.adapters import branches, visit_norm
 from offload.plan.time.pricer import Pricer
 from offload.plan.time.work import Work
 from tests.builders import byte_machine, workload
@@ -59,11 +59,11 @@ def counted(
 
 
 def _pass_through(
-    group: list[AdaptedLinear], x: torch.Tensor, *, has_value: bool
+    group: list[AdaptedLinear], x: torch.Tensor, *, has_value: bool = True, key: object = None
 ) -> tuple[Counted, Counted]:
     forward, backward = Counted(multiplies=False), Counted(multiplies=False)
     with forward:
-        outputs = apply_linears(x, group, has_value=has_value)
+        outputs = apply_linears(x, group, key=key, has_value=has_value)
     cotangents = [torch.randn(y.shape, dtype=y.dtype) for y in outputs]
     x.grad = None
     with backward:
@@ -129,3 +129,42 @@ def test_a_dropout_before_a_branch_moves_what_the_plan_says_within_a_tenth(
     for work, found in ((said.forward, forward), (said.backward, backward)):
         assert work.memory_s == pytest.approx(found.total_bytes, rel=0.1), dict(found.num_bytes)
         assert work.num_ops == found.total_ops - 1, found.num_ops  # but for W's product
+
+
+def with_magnitude(one: AdaptedLinear) -> AdaptedLinear:
+    magnitude_M = torch.linalg.norm(one.weight_MK.float(), dim=1).requires_grad_()
+    return replace(one, magnitude_M=magnitude_M)
+
+
+@pytest.mark.parametrize(
+    ("names", "rank", "dtype"), diagonal(GROUPS, [16, 64], [torch.float32, torch.bfloat16])
+)
+def test_dora_moves_what_the_plan_says_within_a_tenth(
+    names: tuple[str, ...], rank: int, dtype: torch.dtype
+) -> None:
+    adapter = AdapterSpec(
+        rank=rank, targets=TARGETS, experts=False, is_in_base_dtype=True, is_dora=True
+    )
+    load = replace(
+        workload(), micro_batch_size=1, seq_len=T, dtype_bytes=dtype.itemsize, adapter=adapter
+    )
+    machine = replace(byte_machine(dtype.itemsize), device="cpu")
+    at = Pricer(machine=machine, facts=FACTS, workload=load)
+    linears = [linear for linear in FACTS.layers[0].linears if linear.name in names]
+    said = branches(at, linears, left_out=())
+    group = [with_magnitude(made(linear, rank, dtype)) for linear in linears]
+    x = torch.randn(1, T, linears[0].d_in).to(dtype).requires_grad_()
+    _pass_through(group, x)  # gradients of the next are added to its own
+    try:
+        VISIT_CACHE.enter("a visit")
+        first, backward = _pass_through(group, x, key="group")
+        later, again = _pass_through(group, x, key="group")
+    finally:
+        VISIT_CACHE.enter(None)
+    assert again.num_bytes == backward.num_bytes
+    assert first.total_ops > later.total_ops
+    once = sum((visit_norm(at, linear) for linear in linears), start=said.recompute)
+    assert once.memory_s == pytest.approx(first.total_bytes, rel=0.1), dict(first.num_bytes)
+    assert once.num_ops == first.total_ops - len(names), first.num_ops
+    assert said.backward.memory_s == pytest.approx(backward.total_bytes, rel=0.1)
+    assert said.backward.num_ops == backward.total_ops - len(names), backward.num_ops

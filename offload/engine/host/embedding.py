@@ -1,0 +1,212 @@
+"""The input embedding in host memory, and the rows of it that are on the device.
+
+Problem. The embedding of a large vocabulary takes a gigabyte or more of device memory, and of it a
+step reads the rows of its tokens.
+
+Idea. Its weight stays in host memory. The rows of a micro-batch's tokens, each once and in the
+order of the tokens, are gathered into a page-locked buffer and copied to the device, and its front
+looks tokens up in these. Only `functional.embedding` of the weight is answered otherwise: all that
+the embedding's own code does before and after it runs as it is, such as Gemma's scale, so the bits
+are those of a lookup on the device.
+
+Layout of a buffer: the tokens, int64, ascending; a row of NaN; the rows of the tokens. A token is
+found by a binary search on the device. One that is not there, which a front could look up that
+changes its tokens, gets the row of NaN: the loss shows it, and nothing waits for the device.
+
+Passes that wait for their result anyway, such as those of generation, bring no rows ahead of time:
+each lookup gathers its own. Norm and head are run on dummy tokens, whose embeddings nobody reads.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from offload.engine.host.stash import Stash
+from offload.engine.memory_meter import Arena
+from offload.engine.streams import Device
+from offload.errors import UnsupportedModelError
+from offload.plan.facts.codec import aligned
+from offload.plan.facts.embedding import TOKEN_BYTES, rows_bytes
+from offload.plan.facts.layer_layout import to_pages
+from offload.plan.memory.memory import EMBEDDINGS
+from offload.plan.schedule.lookups import NUM_ROW_BUFFERS
+from offload.plan.schedule.op import Op
+
+
+class HostEmbedding:
+    """A model's input embedding whose weight stays in host memory."""
+
+    def __init__(self, model: nn.Module, embedding: nn.Module, *, rows: Stash) -> None:
+        """Keep the weight in host memory, and take over the lookups in it.
+
+        Args:
+            model: The model, which may use the weight nowhere else.
+            embedding: Its input embedding.
+            rows: Room for rows, on the host and on the device.
+
+        Raises:
+            UnsupportedModelError: The weight trains, something else uses it, or it is no plain
+                embedding.
+        """
+        _require_plain(model, embedding)
+        assert isinstance(embedding, nn.Embedding)
+        self._module, self._rows = embedding, rows
+        self._tokens: Mapping[int, torch.Tensor] = {}
+        self._present: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._copied: dict[int, torch.cuda.Event] = {}
+        self._is_read = True
+        self.weight = embedding.weight
+        self.weight.data = _alone_on_host(self.weight.data)
+        vars(embedding)["forward"] = self._forward
+
+    @property
+    def arenas(self) -> tuple[Arena, ...]:
+        """The weight, and the page-locked buffers of rows."""
+        return Arena(name=EMBEDDINGS, blocks=[self.weight.data]), self._rows.arena
+
+    def let_go(self) -> None:
+        """Give the lookups back; the weight stays where it is."""
+        vars(self._module).pop("forward", None)
+
+    def prepare(self, tokens: Mapping[int, torch.Tensor]) -> tuple[int, ...]:
+        """Make room for the rows of a step, and return their bytes, by pass.
+
+        Args:
+            tokens: Of each pass (B, T), numbered from 0; best on the host.
+        """
+        self._tokens = {number: ids.cpu().long().unique() for number, ids in tokens.items()}
+        sizes = [self._num_bytes(len(self._tokens[number])) for number in range(len(tokens))]
+        most = max(sizes, default=0)
+        buffers = {(0, buffer): most for buffer in range(NUM_ROW_BUFFERS)}
+        self._rows.prepare(buffers, num_buffers=NUM_ROW_BUFFERS)
+        return tuple(sizes)
+
+    def look_up(self, op: Op) -> None:
+        """Gather the rows of a pass into a page-locked buffer, on the running thread.
+
+        It waits for the last copy from this buffer, which may be of the step before.
+        """
+        if op.buffer in self._copied:
+            self._copied[op.buffer].synchronize()
+        tokens_N = self._tokens[op.micro_batch_index]
+        ids_N, rows_ND = self._views(self._rows.place(0, op.buffer_index), len(tokens_N))
+        with torch.no_grad():
+            ids_N.copy_(tokens_N)
+            rows_ND[0] = torch.nan
+            torch.index_select(self.weight.data, 0, tokens_N, out=rows_ND[1:])
+
+    def bring(self, op: Op, device: Device) -> None:
+        """Copy them to the device, on the running lane."""
+        target = self._rows.buffer(op.buffer_index, op.num_bytes)
+        device.copy(target, self._rows.place(0, op.buffer_index)[: op.num_bytes])
+        if target.is_cuda:
+            self._copied[op.buffer_index] = torch.cuda.current_stream(target.device).record_event(
+                torch.cuda.Event(blocking=True)
+            )
+
+    @contextmanager
+    def present(self, op: Op) -> Iterator[None]:
+        """Look up tokens in the rows that a front's pass has brought, in a block."""
+        num = len(self._tokens[op.micro_batch_index])
+        self._present = self._views(self._rows.buffer(op.buffer_index, self._num_bytes(num)), num)
+        try:
+            yield
+        finally:
+            self._present = None
+
+    @contextmanager
+    def unread(self) -> Iterator[None]:
+        """Return zeros from lookups in a block, in which nothing reads them."""
+        before, self._is_read = self._is_read, False
+        try:
+            yield
+        finally:
+            self._is_read = before
+
+    def found(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the rows of some tokens (..., D), where the tokens are.
+
+        Args:
+            ids: The tokens (...).
+        """
+        if not self._is_read:
+            return torch.zeros(
+                *ids.shape, self.weight.shape[1], dtype=self.weight.dtype, device=ids.device
+            )
+        if self._present is None:
+            return functional.embedding(ids.to(self.weight.device), self.weight.data).to(ids.device)
+        ids_N, rows_ND = self._present
+        ids = ids.long()
+        places = torch.searchsorted(ids_N, ids).clamp_(max=len(ids_N) - 1)
+        return functional.embedding((places + 1).where(ids_N[places] == ids, 0), rows_ND)
+
+    def _num_bytes(self, num: int) -> int:
+        return rows_bytes(num, self.weight.shape[1] * self.weight.dtype.itemsize)
+
+    def _views(self, memory: torch.Tensor, num: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the tokens (N,) and the rows (1 + N, D) in a buffer, uint8."""
+        start, end = aligned(TOKEN_BYTES * num), self._num_bytes(num)
+        rows = memory[start:end].view(self.weight.dtype).view(1 + num, -1)
+        return memory[: TOKEN_BYTES * num].view(torch.int64), rows
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        with _Lookups(self):
+            return type(self._module).forward(self._module, *args, **kwargs)
+
+
+class _Lookups(TorchFunctionMode):
+    """Answers lookups in the weight of an embedding, while its own code runs."""
+
+    def __init__(self, embedding: HostEmbedding) -> None:
+        super().__init__()
+        self._embedding = embedding
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is functional.embedding and args[1] is self._embedding.weight:
+            return self._embedding.found(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def _alone_on_host(weight: torch.Tensor) -> torch.Tensor:
+    """Return a weight in host memory that nothing else is in, which would stay there with it."""
+    is_alone = weight.untyped_storage().nbytes() <= to_pages(weight.nbytes)
+    return weight if weight.device.type == "cpu" and is_alone else weight.to("cpu", copy=True)
+
+
+def _require_plain(model: nn.Module, embedding: nn.Module) -> None:
+    """Check that an embedding can be looked up in rows of it.
+
+    Raises:
+        UnsupportedModelError: It cannot.
+    """
+    name = next((name for name, module in model.named_modules() if module is embedding), "it")
+    if not isinstance(embedding, nn.Embedding) or "forward" in vars(embedding):
+        of = "has another forward than" if isinstance(embedding, nn.Embedding) else "is"
+        raise _refused(
+            f"`{name}` {of} {type(embedding).__name__}", "a plain embedding is looked up"
+        )
+    if embedding.max_norm is not None:
+        raise _refused(f"`{name}` has a max_norm", "a lookup would write to its weight")
+    if any(parameter.requires_grad for parameter in embedding.parameters()):
+        raise _refused(f"`{name}` trains", "a weight that trains is on the device")
+    weight = embedding.weight
+    users = [
+        path
+        for path, module in model.named_modules()
+        if module is not embedding and any(p is weight for p in module._parameters.values())
+    ]
+    if users:
+        raise _refused(
+            f"`{users[0]}` has the same weight as `{name}`", "it is on the device for it"
+        )
+
+
+def _refused(what: str, limit: str) -> UnsupportedModelError:
+    return UnsupportedModelError(what, limit=limit, hint='`embeddings="device"`')

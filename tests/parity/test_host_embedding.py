@@ -1,0 +1,388 @@
+"""The input embedding in host memory: its rows are brought, and no bit of a step differs."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.nn import functional as F
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    OPTConfig,
+    OPTForCausalLM,
+    PreTrainedModel,
+)
+
+import offload
+from finetune.adapter.neftune import add_noise
+from offload.engine.bound import EngineOptions
+from offload.engine.engine import Engine
+from offload.engine.host_gradients import LayerUpdate
+from offload.engine.model.layers import LayeredModel
+from offload.engine.run_step import RunStep
+from offload.errors import UnsupportedModelError
+from offload.plan.facts.embedding import rows_bytes
+from offload.plan.memory.memory import EMBEDDINGS, ROWS
+from offload.plan.schedule.op import Kind, Lane
+from offload.plan.schedule.schedule import Order
+from tests.parity.architectures import LIMIT_S, read_table
+from tests.parity.objectives import ByRow, against_scored, pairs
+from tests.parity.runs import assert_same, rows, together
+from tests.parity.steps import (
+    LAYER_TYPES,
+    MODELS,
+    OPTIONS,
+    SHAPE,
+    assert_equal,
+    gradients,
+    micro_batches,
+    steps,
+    tiny,
+    with_lora,
+)
+from tests.parity.tiny_models import tiny_model, with_adapters
+from tests.tiers import tiered
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+HOST = replace(OPTIONS, embeddings="host")
+BOTH = (OPTIONS, HOST)
+
+
+def scaled() -> PreTrainedModel:
+    """Return a model whose embedding multiplies what it looks up, and is not the head's."""
+    config = Gemma3TextConfig(
+        **SHAPE, sliding_window=8, layer_types=LAYER_TYPES, tie_word_embeddings=False
+    )
+    return Gemma3ForCausalLM(config)
+
+
+def learned_positions() -> PreTrainedModel:
+    """Return a model that looks up positions too, and projects what it looks up."""
+    return OPTForCausalLM(
+        OPTConfig(
+            hidden_size=32,
+            word_embed_proj_dim=16,
+            ffn_dim=48,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            vocab_size=64,
+            max_position_embeddings=64,
+            dropout=0.0,
+            tie_word_embeddings=False,
+        )
+    )
+
+
+KINDS: dict[str, Callable[[], PreTrainedModel]] = {
+    "qwen3": MODELS["qwen3"],
+    "qwen3_moe": MODELS["qwen3_moe"],
+    "scaled": scaled,
+    "learned_positions": learned_positions,
+}
+
+
+def model_of(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    return with_lora(KINDS[kind](), dropout=0.2) if kind != "learned_positions" else opt()
+
+
+def step_of(
+    model: nn.Module,
+    options: EngineOptions,
+    batches: list[dict[str, torch.Tensor]] | None = None,
+    **changes: Any,
+) -> tuple[float, dict[str, torch.Tensor]]:
+    """Return the loss and the gradients of a step."""
+    model = copy.deepcopy(model)
+    engine = Engine(model, device=torch.device("cpu"), options=options)
+    try:
+        result = engine.forward_backward(batches or micro_batches(), dropout_seed=0, **changes)
+        return result.loss, gradients(model)  # type: ignore[arg-type]
+    finally:
+        engine.detach()
+
+
+def opt() -> nn.Module:
+    adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+    model = get_peft_model(learned_positions(), adapter)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1)
+    return model.train()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_move_no_bit_differs_where_the_embedding_is_on_the_host(
+    kind: str, dtype: torch.dtype
+) -> None:
+    model = model_of(kind)
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
+    expected, plainly = steps(model, OPTIONS)
+    actual, kinds = steps(model, HOST)
+    assert_equal(actual, expected)
+    assert not {Kind.LOOK_UP, Kind.ROWS} & set(plainly)
+    assert kinds.count(Kind.LOOK_UP) == kinds.count(Kind.ROWS) == len(micro_batches())
+
+
+def test_a_step_brings_each_row_once_and_no_other() -> None:
+    """Counted without our own code: 8 bytes for a token, its row in fp32, and one more row."""
+    model = copy.deepcopy(tiny("qwen3"))
+    batches = micro_batches()
+    engine = Engine(model, device=torch.device("cpu"), options=HOST)
+    spans = engine.forward_backward(batches).timeline.spans
+    engine.detach()
+    distinct = [len(set(batch["input_ids"].flatten().tolist())) for batch in batches]
+    expected = [-(-8 * num // 256) * 256 + (num + 1) * 32 * 4 for num in distinct]
+    for kind, lane in ((Kind.LOOK_UP, Lane.HOST), (Kind.ROWS, Lane.H2D)):
+        found = [span for span in spans if span.kind is kind]
+        assert [span.num_bytes for span in found] == expected
+        assert {span.lane for span in found} == {lane}
+    assert max(distinct) < 2 * 16  # some token is there twice
+    assert rows_bytes(distinct[0], 32 * 4) == expected[0]
+
+
+def test_layers_get_what_the_embedding_itself_returns() -> None:
+    """The reference is the model's own embedding, which multiplies, before it is attached."""
+    torch.manual_seed(0)
+    model = with_lora(scaled())
+    ids = torch.tensor([[3, 9, 3, 63], [0, 1, 9, 9]])
+    expected = model.get_input_embeddings()(ids)
+    seen: list[torch.Tensor] = []
+    base: Any = model.get_base_model()
+
+    def record(_module: nn.Module, args: Any, kwargs: Any) -> None:
+        seen.append((args[0] if args else kwargs["hidden_states"]).detach().clone())
+
+    base.model.layers[0].register_forward_pre_hook(record, with_kwargs=True)
+    engine = offload.attach(model, num_slots=2, device="cpu", embeddings="host")
+    seen.clear()
+    engine.forward_backward([{"input_ids": ids, "labels": ids}])
+    engine.detach()
+    assert torch.equal(seen[-1], expected)
+    assert torch.equal(expected, F.embedding(ids, base.model.embed_tokens.weight) * 32**0.5)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"stash": "host", "num_sent_graphs": 1},
+        pytest.param({"codec": "nf4"}, marks=pytest.mark.thorough),
+        pytest.param({"num_kept_graphs": 2, "layer_kernels": "fused"}, marks=pytest.mark.thorough),
+    ],
+)
+def test_move_no_bit_differs_with_other_settings(changes: dict[str, Any]) -> None:
+    model = tiny("qwen3", dropout=0.2)
+    expected, _ = steps(model, replace(OPTIONS, **changes))
+    assert_equal(steps(model, replace(HOST, **changes))[0], expected)
+
+
+def test_move_no_bit_differs_where_micro_batches_pass_one_after_the_other() -> None:
+    assert_equal(*(step_of(tiny("llama"), one, order=Order.MICRO_BATCH_MAJOR) for one in BOTH))
+
+
+def test_move_no_bit_differs_where_rows_are_packed() -> None:
+    lens = ([5, 5], [3, 9, 4])  # equal rows, and others
+    generator = torch.Generator().manual_seed(2)
+    batches = []
+    for one in lens:
+        ids = torch.randint(0, 64, (1, sum(one)), generator=generator)
+        batches.append({"input_ids": ids, "labels": ids, "row_lens": torch.tensor(one)})
+    assert_equal(*(step_of(tiny("qwen3"), one, batches) for one in BOTH))
+
+
+def test_move_noise_on_embeddings_is_the_same() -> None:
+    model: Any = tiny("qwen3")
+    add_noise(model.get_base_model(), alpha=5.0)
+    assert_equal(*(step_of(model, one) for one in BOTH))
+
+
+def test_move_preference_losses_are_the_same_with_reference_and_scored_rows() -> None:
+    found = []
+    kinds: list[Kind] = []
+    for options in BOTH:
+        model = copy.deepcopy(tiny("qwen3"))
+        engine = Engine(model, device=torch.device("cpu"), options=options)
+        batches = pairs(1, 2)
+        objective = ByRow(against_scored, num_trained=6)
+        one: dict[str, Any] = {"objective": objective, "scored": pairs(1, seed=7)}
+        trained = engine.forward_backward(batches, dropout_seed=0, **one)
+        kinds = [span.kind for span in trained.timeline.spans]
+        evaluated = engine.evaluate(batches, **one)
+        found.append((trained.loss, trained.metrics, evaluated.loss, gradients(model)))
+        engine.detach()
+    (loss, metrics, held_out, grads), (*own, own_grads) = found
+    assert own == [loss, metrics, held_out]
+    assert all(torch.equal(own_grads[name], grads[name]) for name in grads)
+    assert kinds.count(Kind.ROWS) == kinds.count(Kind.FRONT) == 2 * 3  # model and reference
+
+
+def test_move_weights_of_layers_that_train_on_the_host_have_the_same_bits() -> None:
+    """Their updates run on the lane on which rows are gathered."""
+
+    def update(one: LayerUpdate) -> None:
+        for name, weight in one.weights.items():
+            weight.sub_(0.1 * one.gradients[name])
+
+    found = []
+    for options in BOTH:
+        torch.manual_seed(0)
+        model: Any = MODELS["qwen3"]().train().requires_grad_(requires_grad=False)
+        model.model.layers.requires_grad_()
+        options = replace(options, trained_weights="host")
+        engine = Engine(model, device=torch.device("cpu"), options=options)
+        losses = []
+        for _ in range(3):
+            losses.append(engine.forward_backward(micro_batches()).loss)
+            engine.updates.defer(update)
+            for weight in engine._bound.host_gradients.parameters.values():
+                weight.grad = None
+        weights = engine.trained_parameters
+        found.append((losses[2], {n: w.detach().clone() for n, w in weights.items()}))
+        assert losses[2] < losses[0]
+        engine.detach()
+    assert_equal(*found)
+
+
+def test_move_runs_that_share_a_step_are_what_they_are_alone() -> None:
+    configs = ({"r": 4, "target_modules": ["q_proj"]}, {"r": 2, "target_modules": ["v_proj"]})
+    runs = [RunStep(micro_batches=rows(i, 12, 9), dropout_seed=i) for i in range(2)]
+    expected = together("qwen3", configs, runs)
+    assert_same(together("qwen3", configs, runs, embeddings="host"), expected)
+
+
+def test_move_passes_without_gradients_are_the_same() -> None:
+    """Losses and logits of a batch, scores, the model's own forward, and generation."""
+    found = []
+    batches = micro_batches()
+    for options in BOTH:
+        model = copy.deepcopy(tiny("qwen3")).eval()
+        engine = Engine(model, device=torch.device("cpu"), options=options)
+        rest = {name: value for name, value in batches[1].items() if name != "labels"}
+        answers = [engine.forward(batches[0]).loss_sum, engine.forward(rest).logits]
+        scores = engine.score(batches, adapters=[None, "default"]).scores
+        answers += [tokens.logps_N for adapter in scores for tokens in adapter]
+        with torch.no_grad():
+            answers.append(model(input_ids=batches[2]["input_ids"]).logits)
+        with engine.generation() as generation:
+            ids = torch.tensor([[3, 5, 7, 9]])
+            for _ in range(3):
+                logits_BV = generation.next_logits({0: ids})[0]
+                answers.append(logits_BV)
+                ids = logits_BV.argmax(-1, keepdim=True)
+        found.append(answers)
+        engine.detach()
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(torch.as_tensor(one), torch.as_tensor(other))
+
+
+def test_an_attached_embedding_is_held_once_and_given_back() -> None:
+    model: Any = tiny("qwen3")
+    embedding = model.get_input_embeddings()
+    weight, values = embedding.weight, embedding.weight.detach().clone()
+    padded = torch.cat([values, values])  # as a store has it: a part of other memory
+    weight.data = padded[: len(values)]
+    engine = Engine(model, device=torch.device("cpu"), options=HOST)
+    engine.forward_backward(micro_batches())
+    sizes = {arena.name: arena.num_bytes for arena in engine.arenas}
+    assert sizes[EMBEDDINGS] == values.nbytes
+    num_rows = max(len(batch["input_ids"].unique()) for batch in micro_batches())
+    assert sizes[ROWS] == 2 * rows_bytes(num_rows, 32 * 4)
+    assert weight.untyped_storage().nbytes() == values.nbytes
+    assert "forward" in vars(embedding)
+    engine.detach()
+    assert "forward" not in vars(embedding)
+    assert embedding.weight is weight
+    assert torch.equal(weight, values)
+    assert torch.equal(embedding(torch.tensor([7, 7])), values[[7, 7]])
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "tied": (
+        lambda: with_lora(MODELS["gemma3_text"]()),
+        "`lm_head` has the same weight as `model.embed_tokens`",
+    ),
+    "trained": (lambda: adapted(modules_to_save=["embed_tokens"]), "is ModulesToSaveWrapper"),
+    "LoRA": (lambda: adapted("embed_tokens"), "is Embedding"),
+    "tokens": (lambda: adapted(trainable_token_indices=[3]), "is TrainableTokensWrapper"),
+    "unfrozen": (lambda: unfrozen(), "`model.embed_tokens` trains"),
+    "max_norm": (lambda: with_max_norm(), "`model.embed_tokens` has a max_norm"),
+    "forward": (lambda: with_own_forward(), "has another forward than Embedding"),
+}
+
+
+def adapted(*targets: str, **config: Any) -> nn.Module:
+    adapter = LoraConfig(r=4, target_modules=["q_proj", *targets], **config)
+    return get_peft_model(MODELS["qwen3"](), adapter)
+
+
+def unfrozen() -> nn.Module:
+    model: Any = tiny("qwen3")
+    model.get_input_embeddings().weight.requires_grad_()
+    return model
+
+
+def with_max_norm() -> nn.Module:
+    model: Any = tiny("qwen3")
+    model.get_input_embeddings().max_norm = 1.0
+    return model
+
+
+def with_own_forward() -> nn.Module:
+    model: Any = tiny("qwen3")
+    embedding = model.get_input_embeddings()
+    vars(embedding)["forward"] = lambda ids: F.embedding(ids, embedding.weight)
+    return model
+
+
+@pytest.mark.parametrize(("make", "what"), REFUSED.values(), ids=REFUSED)
+def test_an_embedding_that_is_needed_on_the_device_is_refused_by_name(
+    make: Callable[[], nn.Module], what: str
+) -> None:
+    model: Any = make()
+    before = dict(vars(model.get_input_embeddings()))
+    with pytest.raises(UnsupportedModelError, match=what) as refused:
+        offload.attach(model, num_slots=2, device="cpu", embeddings="host")
+    assert refused.value.hint == '`embeddings="device"`'
+    assert vars(model.get_input_embeddings()) == before
+    offload.attach(model, num_slots=2, device="cpu").detach()
+
+
+# ---------------------------------------------------------------------------- each type of model
+
+TYPES = read_table(Path(__file__).parents[2] / "docs" / "architectures.md").verdicts.values()
+EXACT = [one.model_type for one in TYPES if one.is_exact]
+
+
+def untied(model_type: str) -> nn.Module:
+    """Return a tiny model of a type with adapters, and a head of its own."""
+    model: Any = tiny_model(model_type)
+    head = model.get_output_embeddings()
+    if head is not None and head.weight is model.get_input_embeddings().weight:
+        head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+    return with_adapters(model, LayeredModel(model).layers)
+
+
+@pytest.mark.timeout(LIMIT_S)
+@pytest.mark.parametrize(
+    "model_type", tiered(EXACT, default=(), slow=("bloom", "gemma4_text", "opt", "rwkv"))
+)
+def test_move_each_type_of_model_has_the_same_bits(model_type: str) -> None:
+    model, found = untied(model_type), []
+    for options in BOTH:
+        own = copy.deepcopy(model)
+        engine = Engine(own, device=torch.device("cpu"), options=options)
+        loss = engine.forward_backward(micro_batches(), dropout_seed=0).loss
+        grads = {n: p.grad for n, p in own.named_parameters() if p.grad is not None}
+        found.append((loss, grads))
+        engine.detach()
+    assert_equal(*found)
