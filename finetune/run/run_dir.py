@@ -433,8 +433,8 @@ def as_begun(recipe: Recipe, begun: Recipe | None, *, num_ranks: int = 1) -> Rec
         recipe = with_layer_kernels(recipe, begun.model.layer_kernels)
     if recipe.train.update == "auto" and begun.train.update != "auto":
         recipe = with_update(recipe, begun.train.update)
-    if recipe.offload.states == "auto" and begun.offload.states == "disk":
-        recipe = with_offload(recipe, states="disk")
+    is_stored = recipe.offload.states == "auto" and begun.offload.states == "disk"
+    recipe = with_offload(recipe, states="disk" if is_stored else None)
     return _reduced_as_begun(recipe, begun, num_ranks=num_ranks)
 
 

@@ -157,6 +157,11 @@ def _duration_of(costs: Costs) -> Callable[[Op], float]:
         Kind.TAIL: costs.tail_s,
         Kind.FRONT_BACKWARD: costs.front_backward_s,
     }
+    rates = {
+        Kind.STATES_READ: costs.disk_bytes_per_s[0],
+        Kind.STATES_WRITE: costs.disk_bytes_per_s[1],
+        Kind.LOOK_UP: costs.look_up_bytes_per_s,
+    }
 
     def duration_s(op: Op) -> float:
         if op.kind in (Kind.FETCH, Kind.RETURN):
@@ -165,12 +170,10 @@ def _duration_of(costs: Costs) -> Callable[[Op], float]:
             return costs.h2d_latency_s + op.num_bytes / costs.h2d_bytes_per_s
         if op.lane is Lane.NETWORK:
             return costs.network_latency_s + op.num_bytes / costs.network_bytes_per_s
-        if op.lane is Lane.DISK:
-            return op.num_bytes / costs.disk_bytes_per_s[op.kind is Kind.STATES_WRITE]
+        if op.kind in rates:
+            return op.num_bytes / rates[op.kind]
         if op.kind is Kind.UPDATE:
             return costs.layers[op.layer_index].update_s
-        if op.kind is Kind.LOOK_UP:
-            return op.num_bytes / costs.look_up_bytes_per_s
         if op.lane is Lane.HOST:
             return op.num_bytes / costs.read_bytes_per_s
         if op.lane is Lane.D2H:

@@ -99,11 +99,10 @@ TOKENS, RANK = "fewer `train.tokens_per_step`", "a smaller `adapter.rank`"
 FEWER_TARGETS = "fewer `adapter.targets`"
 FEWER_WEIGHTS, UPDATES_IN_RAM = "fewer weights in `train.what`", "`train.update: host`"
 FEWER_SLOTS, ROUNDED_LAYERS = "fewer `offload.num_slots`", "`offload.codec: nf4`"
-ON_DRIVE = "`offload.states: disk`"
 ON_DISK, INPUTS_IN_RAM = "`offload.tier: disk`", "`offload.stash: host`"
 SMALLER_CHUNK, SMALLER_TILES = "a smaller `offload.head_chunk`", "a smaller `offload.mlp_chunk`"
 EMBEDDINGS_IN_RAM = "`offload.embeddings: host`"
-NO_OUTPUTS = "`offload.attention_outputs: none`"
+NO_OUTPUTS, ON_DRIVE = "`offload.attention_outputs: none`", "`offload.states: disk`"
 NO_SENT_GRAPHS = "`offload.sent_graphs: none`"
 SHRINKS: Mapping[str, tuple[str, ...]] = {
     OUTER: (EMBEDDINGS_IN_RAM,),

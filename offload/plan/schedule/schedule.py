@@ -110,8 +110,7 @@ class TransferSizes:
             loaded.
         state_bytes: Of what an update on the device brings along and takes back, by layer; None if
             layers are updated on the host.
-        disk_bytes: Of the states that an update on the host reads from a file and writes back, by
-            layer; none if they are in memory.
+        disk_bytes: Of states in a file that an update on the host moves, by layer; none in memory.
         reduced: What of each run's gradients crosses the network; none with a single rank.
         row_bytes: Of the input embedding's rows, by pass; empty if the device has all of them.
     """
@@ -489,12 +488,7 @@ class _Program:
             self.ring[slot] = layer
             is_due = layer in self.sizes.updated and layer not in self.are_updated
             if is_due and self.sizes.state_bytes is None:
-                self.lines += host_update(
-                    layer,
-                    self.sizes.updated,
-                    gradient_bytes=self.sizes.gradient_bytes[layer],
-                    disk_bytes=self.sizes.disk_bytes,
-                )
+                self.lines += host_update(layer, self.sizes)
             self.lines += self._copies(layer, slot)
             if is_due and self.sizes.state_bytes is not None:
                 self.lines += self._device_update(layer, slot, self.sizes.state_bytes[layer])
@@ -541,13 +535,8 @@ class _Program:
         )
 
     def _stash(self, layer: int, m: int) -> Line:
-        op = Op(
-            lane=Lane.D2H,
-            kind=Kind.STASH,
-            layer=layer,
-            micro_batch=m,
-            num_bytes=self.input_bytes[m],
-        )
+        num_bytes = self.input_bytes[m]
+        op = Op(lane=Lane.D2H, kind=Kind.STASH, layer=layer, micro_batch=m, num_bytes=num_bytes)
         return Line(ops=(op,), reads=self._kept(layer, m), writes=(("stash", layer, m),))
 
     def _fetch(self, layer: int, m: int, buffer: int) -> Line:

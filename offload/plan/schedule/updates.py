@@ -14,37 +14,34 @@ CPU updates; here either place takes the same gradients, norm and learning rate:
 that has ended.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from offload.plan.schedule.hazards import Line, Resource
 from offload.plan.schedule.op import Kind, Lane, Op
 
+if TYPE_CHECKING:
+    from offload.plan.schedule.schedule import TransferSizes
+
 NUM_STATE_BUFFERS = 2  # layers whose states are in host memory, if they wait in a file
 
 
-def host_update(
-    layer: int,
-    updated: Collection[int],
-    *,
-    gradient_bytes: int,
-    disk_bytes: Sequence[int],
-) -> Iterator[Line]:
+def host_update(layer: int, sizes: "TransferSizes") -> Iterator[Line]:
     """Yield the update of a layer in host memory, with reads and writes of states in a file.
 
     The states of the next layer are read ahead of it, and so are its own if it is the first.
 
     Args:
         layer: Which layer.
-        updated: All layers that are updated in this step.
-        gradient_bytes: Of the layer.
-        disk_bytes: Of the states of each layer in the file; none if they are in memory.
+        sizes: Of all layers.
     """
-    op = Op(lane=Lane.HOST, kind=Kind.UPDATE, layer=layer, num_bytes=gradient_bytes)
+    num_bytes, disk_bytes = sizes.gradient_bytes[layer], sizes.disk_bytes
+    op = Op(lane=Lane.HOST, kind=Kind.UPDATE, layer=layer, num_bytes=num_bytes)
     line = Line(ops=(op,), reads=(gradients_on_host(layer),), writes=(weights_on_host(layer),))
     if not disk_bytes:
         yield line
         return
-    order = sorted(updated)
+    order = sorted(sizes.updated)
     place = order.index(layer)
 
     def moved(kind: Kind, place: int) -> Line:

@@ -573,8 +573,7 @@ def price(
     front_ops = FRONT_OPS * workload.num_rows  # it runs on each packed row alone
     embedded_bytes = 2 * workload.num_tokens * facts.hidden_size * workload.dtype_bytes
     is_cuda = machine.device == "cuda"
-    is_shared = is_duplex or not is_cuda
-    h2d = machine.h2d_duplex_bytes_per_s if is_shared else machine.h2d_bytes_per_s
+    h2d = machine.h2d_duplex_bytes_per_s if is_duplex or not is_cuda else machine.h2d_bytes_per_s
     d2h = machine.d2h_bytes_per_s if is_cuda else machine.h2d_duplex_bytes_per_s
     load_bytes_per_s = h2d.value
     read_bytes_per_s = in_memory = machine.host_memory_bytes_per_s.value / 2  # each in and out
