@@ -1,8 +1,8 @@
 """What a run with optimizer states on disk writes there, and how much of a drive that uses up.
 
 Flash wears out as it is written. Makers state how many bytes a drive stands: of a consumer drive of
-1 TB with cells of three bits 600 TB, such as Samsung's 990 PRO, WD's Black SN850X, Crucial's P5
-Plus (their data sheets). Reads wear nothing. A run may write a tenth of that unasked.
+1 TB with cells of three bits 600 TB, such as Samsung's 990 PRO (its data sheet). Reads wear
+nothing. A run may write a tenth of that unasked.
 """
 
 from dataclasses import dataclass

@@ -28,9 +28,9 @@ def sums() -> None:
         me = ranks.index
         assert ranks.exchange(("word", me)) == (("word", 0), ("word", 1))
         assert ranks.from_main(lambda: f"made by {me}") == "made by 0"
-        states = ranks.from_main(lambda: {"moments": torch.full((3, 2), 1.5 + me), "step": me})
-        assert states["step"] == 0
-        assert torch.equal(states["moments"], torch.full((3, 2), 1.5))
+        moments, step = ranks.from_main(lambda: (torch.full((3, 2), 1.5 + me), me))
+        assert step == 0
+        assert torch.equal(moments, torch.full((3, 2), 1.5))
         own = torch.tensor([0.25, 2.0 * me], dtype=torch.float64)
         assert torch.equal(ranks.add_up(own), torch.tensor([0.5, 2.0], dtype=torch.float64))
         parameters = [nn.Parameter(torch.zeros(shape)) for shape in ((2, 3), (7,), (1,), (2,))]
