@@ -353,7 +353,8 @@ def test_an_update_on_the_device_that_was_cut_off_is_not_made_again() -> None:
     with pytest.raises(OSError, match="cut off"):
         run(loop, [1])
     updates._update = late
-    with pytest.raises(offload.OffloadError, match="the update of layer 2 was cut off"):
+    # of layer 1 too, where its new weights were still on their way to the host
+    with pytest.raises(offload.OffloadError, match=r"the update of layer [12] was cut off"):
         updates.flush()
 
 
