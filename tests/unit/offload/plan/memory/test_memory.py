@@ -1,5 +1,6 @@
 from dataclasses import replace
 from typing import Any, Literal
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -308,6 +309,11 @@ SMALL_MOE = SMALL_DENSE | {
 }
 
 
+class Saved:
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft's call
 @pytest.mark.parametrize(
     ("config", "experts", "is_dora"),
@@ -341,17 +347,17 @@ def test_saved_bytes_are_those_that_autograd_saves_within_a_tenth(
     hidden = torch.randn(1, num_tokens, 128, dtype=dtype, requires_grad=True)
     rotary = base.model.rotary_emb(hidden, torch.arange(num_tokens)[None])
     known = {t.untyped_storage().data_ptr() for t in (hidden, *rotary, *base.parameters())}
-    saved: dict[int, int] = {}
+    live = WeakSet[Saved]()  # without those of a graph that ended, as that of peft's DoRA norm
 
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in known:
-            saved[storage.data_ptr()] = storage.nbytes()
-        return tensor
+    def note(tensor: torch.Tensor) -> Saved:
+        live.add(saved := Saved(tensor))
+        return saved
 
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved.tensor):
         output = base.model.layers[0](hidden, position_embeddings=rotary, attention_mask=None)
     assert output.requires_grad
+    storages = [one.tensor.untyped_storage() for one in live]
+    saved = {one.data_ptr(): one.nbytes() for one in storages if one.data_ptr() not in known}
     workload = replace(
         WORKLOAD,
         seq_len=num_tokens,
