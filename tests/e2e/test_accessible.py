@@ -7,8 +7,12 @@ from typing import Any
 
 import pytest
 
+from finetune.report.memory import MemoryRow
+from finetune.report.pages import charts
+from finetune.report.pages.page import page as page_of
 from finetune.report.pages.run_page import write_run_page
 from finetune.studio.answer import Planner
+from offload.plan.machine.machine import GIB
 from tests.bench.bench_studio import Quiet, website
 from tests.studios import axe_script, browser, serious_findings, served
 from tests.tools.site import write_page
@@ -96,6 +100,24 @@ def test_a_page_has_no_serious_finding_in_light_or_dark(opened, name: str) -> No
         for scheme in ("light", "dark"):
             page.emulate_media(color_scheme=scheme)
             assert (scheme, serious_findings(page, axe_script())) == (scheme, [])
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("limit_gib", [3, 900])
+def test_a_limit_of_memory_has_no_serious_finding_near_or_far(
+    tmp_path: Path, limit_gib: int
+) -> None:
+    row = MemoryRow(
+        name="peak memory", grade="", predicted=2 * GIB, measured=GIB, how="", limit=limit_gib * GIB
+    )
+    chart = charts.memory([row])
+    file = tmp_path / "memory.html"
+    file.write_text(page_of("Memory", chart.html, [chart]))
+    with browser() as started:
+        shown = started.new_page()
+        shown.goto(file.as_uri())
+        shown.wait_for_selector(DRAWN["report"], state="attached")
+        assert serious_findings(shown, axe_script()) == []
 
 
 @pytest.mark.thorough

@@ -185,15 +185,16 @@ def memory(rows: Sequence[MemoryRow]) -> Chart:
         return chart
     shown = ", ".join(f"{term} {size:.4g} GiB" for term, size in limits.items())
     most = MOST_BEYOND * max(max(row.predicted or 0, row.measured or 0) for row in rows) / GIB
+    near = [
+        {"term": term, "which": "limit", "GiB": size}
+        for term, size in limits.items()
+        if size <= most
+    ]
+    if not near:  # a layer without a line would be a picture that no words describe
+        return replace(chart, note=f"Limits: {shown}.")
     encoding = chart.spec["encoding"]
     lines = {
-        "data": {
-            "values": [
-                {"term": term, "which": "limit", "GiB": size}
-                for term, size in limits.items()
-                if size <= most
-            ]
-        },
+        "data": {"values": near},
         "mark": {"type": "tick", "thickness": 3, "bandSize": 28},
         "encoding": {axis: encoding[axis] for axis in ("y", "x", "tooltip")},
     }

@@ -4,7 +4,6 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -187,14 +186,13 @@ def test_a_chart_has_words_for_those_who_cannot_see_it() -> None:
 
 
 def test_a_limit_of_memory_is_drawn_at_its_total_if_it_is_near() -> None:
-    def drawn(limit: int) -> tuple[list[Any], str]:
+    def drawn(limit: int) -> Chart:
         row = MemoryRow(name="peak memory", grade="", predicted=2 * GIB, measured=GIB, how="")
-        chart = charts.memory([replace(row, limit=limit)])
-        return chart.spec["layer"][1]["data"]["values"], chart.note
+        return charts.memory([replace(row, limit=limit)])
 
-    near, note = drawn(8 * GIB)
-    assert near == [{"term": "peak memory", "which": "limit", "GiB": 8.0}]
-    assert "peak memory 8 GiB" in note
-    far, note = drawn(9 * GIB)
-    assert far == []
-    assert "peak memory 9 GiB" in note
+    near, far = drawn(8 * GIB), drawn(9 * GIB)
+    line = {"term": "peak memory", "which": "limit", "GiB": 8.0}
+    assert near.spec["layer"][1]["data"]["values"] == [line]
+    assert near.note == "Limits: peak memory 8 GiB. One that is near is a line at the total."
+    assert "layer" not in far.spec
+    assert far.note == "Limits: peak memory 9 GiB."
