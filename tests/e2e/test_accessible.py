@@ -75,19 +75,23 @@ def addresses_of_pages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dic
         }
 
 
-@pytest.fixture(name="opened", scope="module")
-def pages_that_are_opened(addresses: dict[str, str]) -> Iterator[Callable[[str], Any]]:
+@pytest.fixture(name="started", scope="module")
+def browser_that_is_started() -> Iterator[Any]:
     with browser() as started:
+        yield started
 
-        @contextmanager
-        def opened(name: str) -> Iterator[Any]:
-            page = started.new_page(viewport={"width": 390, "height": 844}, color_scheme="light")
-            page.goto(addresses[name])
-            page.wait_for_selector(DRAWN[name], state="attached")
-            yield page
-            page.close()
 
-        yield opened
+@pytest.fixture(name="opened")
+def pages_that_are_opened(addresses: dict[str, str], started: Any) -> Callable[[str], Any]:
+    @contextmanager
+    def opened(name: str) -> Iterator[Any]:
+        page = started.new_page(viewport={"width": 390, "height": 844}, color_scheme="light")
+        page.goto(addresses[name])
+        page.wait_for_selector(DRAWN[name], state="attached")
+        yield page
+        page.close()
+
+    return opened
 
 
 slow = pytest.mark.slow  # the planner first answers all that is drawn
@@ -105,7 +109,7 @@ def test_a_page_has_no_serious_finding_in_light_or_dark(opened, name: str) -> No
 @pytest.mark.thorough
 @pytest.mark.parametrize("limit_gib", [3, 900])
 def test_a_limit_of_memory_has_no_serious_finding_near_or_far(
-    tmp_path: Path, limit_gib: int
+    tmp_path: Path, started, limit_gib: int
 ) -> None:
     row = MemoryRow(
         name="peak memory", grade="", predicted=2 * GIB, measured=GIB, how="", limit=limit_gib * GIB
@@ -113,11 +117,11 @@ def test_a_limit_of_memory_has_no_serious_finding_near_or_far(
     chart = charts.memory([row])
     file = tmp_path / "memory.html"
     file.write_text(page_of("Memory", chart.html, [chart]))
-    with browser() as started:
-        shown = started.new_page()
-        shown.goto(file.as_uri())
-        shown.wait_for_selector(DRAWN["report"], state="attached")
-        assert serious_findings(shown, axe_script()) == []
+    shown = started.new_page()
+    shown.goto(file.as_uri())
+    shown.wait_for_selector(DRAWN["report"], state="attached")
+    assert serious_findings(shown, axe_script()) == []
+    shown.close()
 
 
 @pytest.mark.thorough
