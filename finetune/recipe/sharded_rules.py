@@ -8,7 +8,11 @@ from finetune.recipe.sections import Settings
 
 OPTIMIZERS = ("adamw", "sgd")
 _OF_SLOTS = (
-    *("num_slots", "kept_graphs", "sent_graphs", "attention_outputs", "stash"),
+    "num_slots",
+    "kept_graphs",
+    "sent_graphs",
+    "attention_outputs",
+    "stash",
     "embeddings",
 )
 _OF_CHUNKS = ("head_chunk", "mlp_chunk")

@@ -295,7 +295,7 @@ def states_line(plan: Plan, writes: DiskWrites) -> str:
     run = f", {writes.run_bytes / 1e12:,.2f} TB in all" if writes.run_bytes is not None else ""
     return (
         f"on disk: {writes.step_bytes / 1e9:,.1f} GB read per step at {read:,.1f} GB/s and as much"
-        f" written at {write:,.1f}{run}; a drive that stands {DRIVE_ENDURANCE_BYTES / 1e12:.0f} TB"
+        f" written at {write:,.1f}{run}; a drive rated for {DRIVE_ENDURANCE_BYTES / 1e12:.0f} TB"
         f" lasts {writes.drive_steps:,} steps, {writes.drive_s / DAY_S:,.1f} days of them"
     )
 

@@ -1,8 +1,8 @@
 """What a run with optimizer states on disk writes there, and how much of a drive that uses up.
 
-Flash wears out as it is written. Makers state how many bytes a drive stands: of a consumer drive of
-1 TB with cells of three bits 600 TB, such as Samsung's 990 PRO (its data sheet). Reads wear
-nothing. A run may write a tenth of that unasked.
+Flash wears out as it is written, and not as it is read. Makers state an endurance, in terabytes
+written: 600 TB for a consumer drive of 1 TB with three bits per cell, such as Samsung's 990 PRO
+(data sheet). Without permission a run may write a tenth of that.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class DiskWrites:
     Attributes:
         step_bytes: By each step; as many are read.
         num_steps: Of the run; None if they are not known.
-        drive_steps: Steps after which a drive has written what it stands.
+        drive_steps: Steps after which a drive has reached its endurance.
         drive_s: How long these take.
     """
 
@@ -69,10 +69,10 @@ class DiskWrites:
         raise OffloadError(
             f"{self.num_steps:,} steps would write {run_bytes / 1e12:,.1f} TB of optimizer states"
             f" to disk, {self.step_bytes / 1e9:,.1f} GB each",
-            limit=f"a run writes at most {MOST_RUN_BYTES / 1e12:.0f} TB unasked, a tenth of what a"
-            f" consumer drive of 1 TB stands: {DRIVE_ENDURANCE_BYTES / 1e12:.0f} TB, after"
-            f" {self.drive_steps:,} of these steps",
-            hint="`offload.allow_disk_writes: true` on a drive that stands it,"
+            limit=f"without permission a run writes at most {MOST_RUN_BYTES / 1e12:.0f} TB, a tenth"
+            " of what a consumer drive of 1 TB is rated for:"
+            f" {DRIVE_ENDURANCE_BYTES / 1e12:.0f} TB, after {self.drive_steps:,} of these steps",
+            hint="`offload.allow_disk_writes: true` on a drive with the endurance for it,"
             + (f" `train.steps: {most}`," if most else "")
             + " or `offload.states: ram`",
         )

@@ -200,11 +200,11 @@ def test_a_run_says_what_it_writes_and_is_refused_where_that_is_too_much(
         assert run(*words) == 1
         shown = capsys.readouterr().err
         assert "6 steps would write" in shown
-        assert "`offload.allow_disk_writes: true` on a drive that stands it" in shown
+        assert "`offload.allow_disk_writes: true` on a drive with the endurance for it" in shown
         assert run("plan", recipe, "--machine", machine_file, "offload.states=disk") == 1
         assert "6 steps would write" in capsys.readouterr().err
         assert run(*words, "offload.allow_disk_writes=true") == 0
-    assert "a drive that stands 600 TB lasts" in " ".join(capsys.readouterr().out.split())
+    assert "a drive rated for 600 TB lasts" in " ".join(capsys.readouterr().out.split())
     measured = json.loads((tmp_path / "run" / "measured.json").read_text())
     terms = {term["name"]: term["num_bytes"] for term in measured["memory"]}
     predicted = json.loads((tmp_path / "run" / "predicted.json").read_text())["calibrated"]

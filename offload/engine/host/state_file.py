@@ -1,7 +1,7 @@
 """Optimizer states of layers in a file, and a ring of two layers' states in memory.
 
-The file is scratch: it has no name once it is open, so that a process that ends in any way leaves
-nothing behind, and a checkpoint holds what a resume needs. All of its blocks are allocated at the
+The file is scratch: it has no name once it is open, so that nothing is left when a process ends in
+any way, and a checkpoint holds what a resume needs. All of its blocks are allocated at the
 start: a disk that is too full is found before the first step.
 
 A step moves states by reads and writes that bypass the page cache, as layers on disk are read.
