@@ -57,24 +57,23 @@ def broken_state_rules(train: TrainSection, offload: OffloadSection) -> Iterator
         )
     if offload.states != "disk":
         return
-    why = {
-        "train.update": "states on disk come to RAM, and the host updates",
-        "train.optimizer": "Muon updates on the device, and states on disk come to RAM",
-    }
-    found = {
-        "train.update": "device" if train.update == "device" else "",
-        "train.optimizer": "muon" if train.optimizer == "muon" else "",
-    }
-    fixes = {"train.update": "`train.update: host`", "train.optimizer": "`train.optimizer: adamw`"}
-    for field, value in found.items():
-        if value:
-            yield Breach(
-                field=field,
-                what=f"{field} is {value} and offload.states is disk",
-                limit=why[field],
-                hint=f"{fixes[field]}, or `offload.states: ram`",
-                reads=("offload.states",),
-            )
+    rules = (
+        (
+            "train.update",
+            train.update,
+            train.update != "device",
+            "states on disk come to RAM, and the host updates",
+            "host",
+        ),
+        (
+            "train.optimizer",
+            train.optimizer,
+            train.optimizer != "muon",
+            "Muon updates on the device, and states on disk come to RAM",
+            "adamw",
+        ),
+    )
+    yield from breaches(rules, setting="offload.states", value="disk", instead="ram")
 
 
 def broken_full_rules(recipe: Settings) -> Iterator[Breach]:

@@ -58,6 +58,9 @@ from offload.plan.schedule.passes import Passes
 from offload.plan.schedule.schedule import NUM_KEPT, Schedule
 from offload.plan.schedule.timeline import Span, Timeline
 
+FILLED_BY = {Kind.LOAD: Kind.READ, Kind.ROWS: Kind.LOOK_UP}
+"""Copies from host buffers, and what fills these on a thread that no stream makes wait."""
+
 
 class Executor:
     """Runs a model's ops, with its weights and slots, on a device's lanes."""
@@ -76,7 +79,8 @@ class Executor:
         self._randomness = VisitRandomness(device.torch_device)
         self._last_layer = len(model.layers) - 1
         self._found: dict[tuple[bool, str | None], Found] = {}
-        self._loaded: dict[int, Event] = {}  # the last load from each staging buffer, of any pass
+        # the last copy from each host buffer that a thread fills, of any pass
+        self._copied: dict[tuple[Kind, int | None], Event] = {}
         self.adapter: str | None = None
         """The adapter that the model is switched to for passes of its own."""
 
@@ -358,15 +362,16 @@ class Executor:
             try:
                 for op in schedule.ops:
                     body, waits = partial(table[op.kind], op), [events[i] for i in op.waits]
-                    if op.kind is Kind.READ and op.buffer_index in self._loaded:
-                        waits.append(self._loaded.pop(op.buffer_index))
+                    copied = self._copied.pop((op.kind, op.buffer), None)
+                    if copied is not None:
+                        waits.append(copied)
                     events.append(self._device.submit(op.lane, waits, body))
                 self._device.settle()
             finally:
                 VISIT_CACHE.enter(None)
         for op, event in zip(schedule.ops, events, strict=True):
-            if op.kind is Kind.LOAD and op.buffer is not None:
-                self._loaded[op.buffer] = event
+            if op.kind in FILLED_BY and op.buffer is not None:
+                self._copied[FILLED_BY[op.kind], op.buffer] = event
         return events
 
     # -------------------------------------------------------------------------------------- visits

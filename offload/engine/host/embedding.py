@@ -58,7 +58,6 @@ class HostEmbedding:
         self._module, self._rows = embedding, rows
         self._tokens: Mapping[int, torch.Tensor] = {}
         self._present: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._copied: dict[int, torch.cuda.Event] = {}
         self._is_read = True
         self.weight = embedding.weight
         self.weight.data = _alone_on_host(self.weight.data)
@@ -87,12 +86,7 @@ class HostEmbedding:
         return tuple(sizes)
 
     def look_up(self, op: Op) -> None:
-        """Gather the rows of a pass into a page-locked buffer, on the running thread.
-
-        It waits for the last copy from this buffer, which may be of the step before.
-        """
-        if op.buffer in self._copied:
-            self._copied[op.buffer].synchronize()
+        """Gather the rows of a pass into a page-locked buffer, on the running thread."""
         tokens_N = self._tokens[op.micro_batch_index]
         ids_N, rows_ND = self._views(self._rows.place(0, op.buffer_index), len(tokens_N))
         with torch.no_grad():
@@ -104,10 +98,6 @@ class HostEmbedding:
         """Copy them to the device, on the running lane."""
         target = self._rows.buffer(op.buffer_index, op.num_bytes)
         device.copy(target, self._rows.place(0, op.buffer_index)[: op.num_bytes])
-        if target.is_cuda:
-            self._copied[op.buffer_index] = torch.cuda.current_stream(target.device).record_event(
-                torch.cuda.Event(blocking=True)
-            )
 
     @contextmanager
     def present(self, op: Op) -> Iterator[None]:
