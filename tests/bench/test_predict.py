@@ -7,14 +7,10 @@ import pytest
 
 from tests.bench.bench_predict import (
     GOALS,
-    MIN_SEQ_LEN,
     NUM_DRAWS,
     SEED,
-    SPACES,
-    Configuration,
     arena_error,
     arena_terms,
-    draw,
     measure,
     model_config,
     noise,
@@ -22,6 +18,7 @@ from tests.bench.bench_predict import (
     summary_text,
     table_of_rows,
 )
+from tests.bench.configurations import MIN_SEQ_LEN, SPACES, Configuration, draw
 
 pytestmark = pytest.mark.bench
 

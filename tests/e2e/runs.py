@@ -10,21 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from finetune import app
+from tests.command import run as run
 
 ROOT = Path(__file__).parents[2]
 # Sums are made in another order: some 1e-7 in a step, which later steps carry on.
 LOSS_TOLERANCE = 2e-6
 WEIGHT_TOLERANCE = 2e-5
-
-
-def run(*argv: object) -> int:
-    """Run the program in this process; return its exit code."""
-    with pytest.raises(SystemExit) as exit_info:
-        app.main([str(word) for word in argv])
-    code = exit_info.value.code
-    assert isinstance(code, int)
-    return code
 
 
 def losses(run_dir: Path) -> list[float]:

@@ -4,57 +4,23 @@ import contextlib
 import copy
 import io
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
-from peft import LoraConfig, PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
-from safetensors.torch import load_file, save_model
 from torch import nn
 from torch.nn.utils import parametrize
 from transformers import Trainer, TrainingArguments
 
 import offload
-from offload.engine.engine import Engine
-from tests.parity.steps import MODELS, NUM_LAYERS, gradients, micro_batches, plain, tiny
-from tests.parity.tiny_models import tiny_model
-from tests.tiers import diagonal, mostly_slow
+from tests.parity.attached import assert_same, attached, layer, layer_values, up_proj, values
+from tests.parity.steps import MODELS, gradients, micro_batches, plain, tiny
+from tests.tiers import mostly_slow
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-UP = "base_model.model.model.layers.1.mlp.up_proj.weight"
-
-
-@contextlib.contextmanager
-def attached(model: nn.Module, **settings: Any) -> Iterator[Engine]:
-    """Attach, with another layer's weights in each slot than a user would read: after a step."""
-    engine = offload.attach(model, num_slots=2, device="cpu", head_chunk_tokens=7, **settings)
-    try:
-        engine.forward_backward(micro_batches(), dropout_seed=0)
-        model.zero_grad()
-        yield engine
-    finally:
-        engine.detach()
-
-
-def layer(model: Any, index: int = 1) -> Any:
-    return model.get_base_model().model.layers[index]
-
-
-def up_proj(model: Any) -> Any:
-    return layer(model).mlp.up_proj
-
-
-def values(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-
-
-def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    assert [name for name in found if not torch.equal(found[name], expected[name])] == []
 
 
 # --------------------------------------------------------------------------- what is answered
@@ -212,125 +178,6 @@ def test_the_base_is_asked_through_the_engine_too() -> None:
             with pytest.raises(offload.OffloadError, match=r"lora_A.* was frozen since"):
                 engine.forward_backward(micro_batches())
         engine.forward_backward(micro_batches())
-
-
-# ------------------------------------------------------------------------- what is saved
-
-
-def test_move_a_state_dict_holds_the_true_weights() -> None:
-    model = tiny("qwen3")
-    expected = values(model)
-    with attached(model):
-        found = model.state_dict()
-        assert_same(found, expected)
-        assert_same(model.base_model.state_dict(), values(copy_of_base(expected)))
-        file = io.BytesIO()
-        torch.save(found, file)
-        file.seek(0)
-        assert_same(torch.load(file), expected)
-        assert_same(layer(model).state_dict(), layer_values(expected))
-    assert_same(values(model), expected)
-
-
-def copy_of_base(expected: dict[str, torch.Tensor]) -> nn.Module:
-    model = tiny("qwen3")
-    model.load_state_dict(expected)
-    base: nn.Module = model.base_model
-    return base
-
-
-def layer_values(expected: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    prefix = "base_model.model.model.layers.1."
-    return {n.removeprefix(prefix): t for n, t in expected.items() if n.startswith(prefix)}
-
-
-@pytest.mark.thorough
-def test_move_saved_files_are_those_of_the_plain_model(tmp_path: Path) -> None:
-    model = two_adapters()
-    reference = copy.deepcopy(model)
-    reference.save_pretrained(str(tmp_path / "adapters"))
-    reference.get_base_model().save_pretrained(str(tmp_path / "base"))
-    save_model(reference, str(tmp_path / "whole.safetensors"))
-    with attached(model):
-        model.save_pretrained(str(tmp_path / "found" / "adapters"))
-        model.get_base_model().save_pretrained(str(tmp_path / "found" / "base"))
-        save_model(model, str(tmp_path / "found" / "whole.safetensors"))
-    files = [f.relative_to(tmp_path) for f in tmp_path.rglob("*.safetensors")]
-    files = [file for file in files if file.parts[0] != "found"]
-    assert len(files) == 4
-    for file in files:
-        assert_same(load_file(tmp_path / "found" / file), load_file(tmp_path / file))
-
-
-def two_adapters() -> Any:
-    model: PeftModel = tiny("qwen3")
-    model.add_adapter("b", LoraConfig(r=2, target_modules=["k_proj"]))
-    with torch.random.fork_rng():
-        for name, parameter in model.named_parameters():
-            if "lora_B.b" in name:
-                nn.init.normal_(parameter, std=0.1)
-    return model
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("codec", mostly_slow(["int8", "bf16_packed"], "int8"))
-def test_of_encoded_layers_adapters_are_saved_and_the_rest_is_refused(
-    codec: str, tmp_path: Path
-) -> None:
-    model: Any = tiny("qwen3").to(torch.bfloat16)
-    expected = {n: t.clone() for n, t in get_peft_model_state_dict(model).items()}
-    with attached(model, codec=codec):
-        model.save_pretrained(str(tmp_path))
-        assert_same(load_file(tmp_path / "adapter_model.safetensors"), expected)
-        state = model.state_dict()
-        with pytest.raises(offload.OffloadError, match=rf"`norm` .*{UP}.*\n\nhint: .*detach"):
-            state[UP].norm()
-        with pytest.raises(offload.OffloadError, match="whose layer is streamed"):
-            torch.save(state, io.BytesIO())
-        with pytest.raises(offload.OffloadError, match="whose layer is streamed"):
-            model.get_base_model().save_pretrained(str(tmp_path))
-    with pytest.raises(offload.OffloadError, match=r"detached since.*\n\nhint: take it again"):
-        state[UP].norm()
-    assert bool(model.state_dict()[UP].norm())
-
-
-def test_of_layers_on_disk_adapters_are_saved(tmp_path: Path) -> None:
-    model = tiny("qwen3")
-    expected = {n: t.clone() for n, t in get_peft_model_state_dict(model).items()}
-    with attached(model, tier="disk", store_dir=str(tmp_path)):
-        assert_same(get_peft_model_state_dict(model), expected)
-        with pytest.raises(offload.OffloadError, match="`clone` would read or change"):
-            model.state_dict()[UP].clone()
-
-
-@pytest.mark.thorough
-def test_what_is_written_through_a_state_dict_is_trained_on() -> None:
-    """As in the plain model, whose state_dict shares its memory; also where all is resident."""
-    model = tiny("qwen3")
-    reference = copy.deepcopy(model)
-    engine = offload.attach(model, num_slots=NUM_LAYERS, device="cpu")
-    engine.forward_backward(micro_batches())
-    model.zero_grad()
-    with torch.no_grad():
-        for written in (model, reference):
-            written.state_dict()[UP].mul_(3)
-    loss, expected = plain(reference)
-    assert engine.forward_backward(micro_batches()).loss == pytest.approx(loss, rel=1e-6)
-    found = gradients(model)
-    engine.detach()
-    assert all(torch.allclose(found[n], g, rtol=1e-3, atol=1e-6) for n, g in expected.items())
-    assert torch.equal(up_proj(model).weight, up_proj(reference).weight)
-
-
-@pytest.mark.thorough
-def test_an_adapter_is_loaded_into_an_attached_model() -> None:
-    model = tiny("qwen3")
-    other = tiny("qwen3", seed=1)
-    with attached(model) as engine:
-        set_peft_model_state_dict(model, get_peft_model_state_dict(other))
-        assert_same(get_peft_model_state_dict(model), get_peft_model_state_dict(other))
-        found = engine.forward_backward(micro_batches()).loss
-    assert found == pytest.approx(plain(model)[0], rel=1e-5)
 
 
 # ------------------------------------------------------------------------- what is refused
@@ -554,210 +401,7 @@ def test_a_detached_model_is_a_plain_model_again() -> None:
     assert copy.deepcopy(model).state_dict().keys() == model.state_dict().keys()
 
 
-# --------------------------------------------------------------------- changed after attach
-
-
-def frozen_zeros() -> nn.Parameter:
-    return nn.Parameter(torch.zeros(64, 32), requires_grad=False)
-
-
-def freeze(model: Any) -> None:
-    next(p for p in model.parameters() if p.requires_grad).requires_grad_(False)
-
-
-CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
-    "set_adapter": (lambda m: m.set_adapter("b"), r"lora_A.default.weight was frozen since"),
-    "unfreeze a streamed weight": (
-        lambda m: up_proj(m).weight.requires_grad_(True),
-        r"up_proj.weight was unfrozen since",
-    ),
-    "unfreeze a streamed weight by its attribute": (
-        lambda m: setattr(up_proj(m).weight, "requires_grad", True),
-        r"up_proj.weight was unfrozen since",
-    ),
-    "unfreeze the embedding": (
-        lambda m: m.get_input_embeddings().weight.requires_grad_(True),
-        r"embed_tokens.weight was unfrozen since",
-    ),
-    "freeze": (freeze, r"lora_A.default.weight was frozen since"),
-    "freeze all": (lambda m: m.requires_grad_(False), r"was frozen since .* more\);"),
-    "add an adapter": (
-        lambda m: m.add_adapter("c", LoraConfig(target_modules=["q_proj"])),
-        r"lora_dropout.c was added since",
-    ),
-    "delete an adapter": (lambda m: m.delete_adapter("b"), r"lora_dropout.b was removed since"),
-    "replace a parameter": (
-        lambda m: setattr(up_proj(m), "weight", nn.Parameter(torch.zeros(64, 32))),
-        r"up_proj.weight was replaced since",
-    ),
-    "replace a module": (
-        lambda m: setattr(layer(m).mlp, "up_proj", nn.Linear(32, 64, bias=False)),
-        r"up_proj was replaced since",
-    ),
-    "assign weights to a layer": (
-        lambda m: layer(m).load_state_dict(layer(two_adapters()).state_dict(), assign=True),
-        r"was replaced since",
-    ),
-    "another type": (
-        lambda m: m.get_input_embeddings().double(),
-        r"embed_tokens.weight became torch.float64 on cpu from torch.float32 on cpu since",
-    ),
-    "swap tensors": (
-        lambda m: torch.utils.swap_tensors(up_proj(m).weight, frozen_zeros()),
-        r"up_proj.weight was exchanged with another tensor",
-    ),
-    "resize": (lambda m: m.resize_token_embeddings(70), r"lm_head was replaced since"),
-    "unload": (lambda m: m.unload(), r"was replaced since"),
-}
-
-
-@pytest.mark.filterwarnings("ignore:Already found:UserWarning")
-@pytest.mark.parametrize(
-    ("change", "what"),
-    mostly_slow(CHANGES, "set_adapter", "unfreeze a streamed weight", "another type"),
-)
-def test_a_change_after_attach_is_refused_before_any_gradient_is_written(
-    change: Callable[[Any], object], what: str
-) -> None:
-    model = two_adapters()
-    parameters = list(model.parameters())
-    engine = offload.attach(model, num_slots=2, device="cpu")
-    engine.forward_backward(micro_batches())
-    model.zero_grad()
-    change(model)
-    for _ in range(2):
-        with pytest.raises(offload.OffloadError, match=rf"(?s){what}.*hint: .*`engine.detach"):
-            engine.forward_backward(micro_batches())
-    engine.detach()
-    assert all(p.grad is None for p in (*parameters, *model.parameters()))
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("is_on", [True, False])
-def test_a_router_loss_that_is_switched_after_attach_is_refused(is_on: bool) -> None:
-    model: Any = tiny_model("qwen3_moe", output_router_logits=not is_on)
-    model.model.layers[0].requires_grad_(False)
-    engine = offload.attach(model, num_slots=2, device="cpu")
-    model.config.output_router_logits = is_on
-    what = rf"`config.output_router_logits` became {is_on} since .*hint: .*`engine.detach"
-    with pytest.raises(offload.OffloadError, match=rf"(?s){what}"):
-        engine.forward_backward(micro_batches())
-    assert all(p.grad is None for p in model.parameters())
-    model.config.output_router_logits = not is_on
-    assert engine.forward_backward(micro_batches()).loss > 0
-    engine.detach()
-
-
-# ------------------------------------------------------------------- hooks of gradients
-
-
-def trained_whole(*, is_tied: bool) -> Any:
-    """Return a model whose embedding, head and one layer train."""
-    model: Any = tiny_model("qwen3", tie_word_embeddings=is_tied)
-    model.requires_grad_(False)
-    for module in (
-        model.model.embed_tokens,
-        model.lm_head,
-        model.model.norm,
-        model.model.layers[1],
-    ):
-        module.requires_grad_(True)
-    return model
-
-
-def halved(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient / 2
-
-
-HINT_AFTER = r".*hint: apply it to `.grad` after `forward_backward` returns"
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("name", "is_tied"),
-    diagonal(["model.embed_tokens.weight", "model.norm.weight"], [True, False]),
-)
-def test_a_hook_on_a_gradient_outside_the_layers_is_refused(name: str, is_tied: bool) -> None:
-    model = trained_whole(is_tied=is_tied)
-    with attached(model) as engine:
-        handle = model.get_parameter(name).register_hook(halved)
-        what = f"{name} has a hook of `register_hook` and is not in exactly one layer"
-        with pytest.raises(offload.OffloadError, match=f"(?s){what}{HINT_AFTER}"):
-            engine.forward_backward(micro_batches())
-        assert all(p.grad is None for p in model.parameters())
-        handle.remove()
-        engine.forward_backward(micro_batches())
-
-
-def test_a_hook_on_a_gradient_that_two_layers_share_is_refused() -> None:
-    model = trained_whole(is_tied=False)
-    norm = model.model.layers[1].input_layernorm.weight
-    model.model.layers[2].input_layernorm.weight = norm
-    with attached(model) as engine:
-        norm.register_hook(halved)
-        with pytest.raises(offload.OffloadError, match=f"(?s)layernorm.* in exactly{HINT_AFTER}"):
-            engine.forward_backward(micro_batches())
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("where", ["model.norm.weight", "model.layers.1.mlp.up_proj.weight"])
-def test_a_hook_on_an_accumulated_gradient_is_refused(where: str) -> None:
-    model = trained_whole(is_tied=False)
-    with attached(model) as engine:
-        model.get_parameter(where).register_post_accumulate_grad_hook(lambda p: None)
-        what = f"{where} has a hook of `register_post_accumulate_grad_hook`"
-        with pytest.raises(offload.OffloadError, match=f"(?s){what}{HINT_AFTER}"):
-            engine.forward_backward(micro_batches())
-        assert all(p.grad is None for p in model.parameters())
-
-
-def test_a_hook_that_says_that_it_takes_parts_of_gradients_is_run() -> None:
-    class Counts:
-        takes_partial_gradients = True
-        num_calls = 0
-
-        def __call__(self, parameter: torch.Tensor) -> None:
-            self.num_calls += 1
-
-    model, counts = trained_whole(is_tied=True), Counts()
-    with attached(model) as engine:
-        model.lm_head.weight.register_post_accumulate_grad_hook(counts)
-        engine.forward_backward(micro_batches())
-    assert counts.num_calls > len(micro_batches())
-
-
-def test_a_hook_on_a_master_is_refused_for_it_would_not_run() -> None:
-    model: Any = MODELS["qwen3"]().train()
-    engine = offload.attach(model, num_slots=2, device="cpu", trained_weights="host")
-    name = "model.layers.1.mlp.up_proj.weight"
-    handle = engine.trained_parameters[name].register_hook(halved)
-    with pytest.raises(offload.OffloadError, match=f"(?s){name}, as .* a hook;{HINT_AFTER}"):
-        engine.forward_backward(micro_batches())
-    assert all(p.grad is None for p in engine.trained_parameters.values())
-    handle.remove()
-    engine.forward_backward(micro_batches())
-    engine.detach()
-
-
-@pytest.mark.thorough
-def test_a_hook_on_a_gradient_inside_a_layer_runs_as_in_the_plain_model() -> None:
-    """The sum of what it made of each micro-batch: `plain` runs a copy, which has no hooks."""
-    model = tiny("qwen3")
-    batches = micro_batches()
-    num_labels = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
-    for parameter in (p for n, p in model.named_parameters() if "layers.1." in n):
-        if parameter.requires_grad:
-            parameter.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
-    for batch in batches:
-        model(**batch, use_cache=False, num_items_in_batch=torch.tensor(num_labels)).loss.backward()
-    expected = gradients(model)
-    model.zero_grad()
-    with attached(model) as engine:
-        engine.forward_backward(micro_batches())
-        found = gradients(model)
-    assert max(g.abs().max() for n, g in expected.items() if "layers.1." in n) <= 3.001e-3
-    assert max(g.abs().max() for n, g in expected.items() if "layers.2." in n) > 4e-3
-    assert all(torch.allclose(found[n], g, rtol=1e-3, atol=1e-6) for n, g in expected.items())
+# ------------------------------------------------------------------------------- passes
 
 
 @pytest.mark.thorough
@@ -772,37 +416,6 @@ def test_a_pass_where_torch_caches_parametrized_weights_is_refused() -> None:
                 engine.forward(micro_batches()[0])
         assert all(p.grad is None for p in model.parameters())
         engine.forward_backward(micro_batches())
-
-
-@pytest.mark.thorough
-def test_what_trains_is_not_listed_from_a_model_that_has_changed() -> None:
-    model = two_adapters()
-    with attached(model) as engine:
-        model.set_adapter("b")
-        with pytest.raises(offload.OffloadError, match="was frozen since"):
-            _ = engine.trained_parameters
-        model.set_adapter("default")
-        assert all(".default." in name for name in engine.trained_parameters)
-
-
-@pytest.mark.thorough
-def test_a_change_that_is_undone_or_attached_anew_trains_like_the_plain_model() -> None:
-    model = two_adapters()
-    with attached(model) as engine:
-        model.set_adapter("b")
-        model.set_adapter("default")
-        found = engine.forward_backward(micro_batches()).loss
-    assert found == pytest.approx(plain(model)[0], rel=1e-5)
-    model.zero_grad()
-    model.set_adapter("b")
-    loss, expected = plain(model)
-    with attached(model) as engine:
-        assert engine.forward_backward(micro_batches()).loss == pytest.approx(loss, rel=1e-5)
-        grads = gradients(model)
-    assert all(torch.allclose(grads[n], g, rtol=1e-3, atol=1e-6) for n, g in expected.items())
-
-
-# ------------------------------------------------------------------------------- passes
 
 
 @pytest.mark.thorough

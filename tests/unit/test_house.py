@@ -6,6 +6,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PACKAGES = (ROOT / "finetune", ROOT / "offload")
 SOURCES = [ROOT / "cli.py", *(file for package in PACKAGES for file in package.rglob("*.py"))]
+TESTS = list((ROOT / "tests").rglob("*.py"))
 FOLDERS = sorted({file.parent for file in SOURCES[1:]})
 MAX_FILE_LINES = 600
 MAX_MODULES = 20
@@ -20,8 +21,8 @@ def _parsed(file: Path) -> ast.Module:
 
 
 def test_files_are_ascii_and_not_long() -> None:
-    texts = {named(path): path.read_text() for path in SOURCES}
-    assert [name for name, text in texts.items() if not text.isascii()] == []
+    texts = {named(path): path.read_text() for path in [*SOURCES, *TESTS]}
+    assert [named(path) for path in SOURCES if not texts[named(path)].isascii()] == []
     assert [name for name, text in texts.items() if text.count("\n") > MAX_FILE_LINES] == []
 
 
@@ -39,7 +40,7 @@ def test_every_folder_says_in_a_sentence_what_belongs_there() -> None:
 def test_no_test_module_is_imported_by_another() -> None:
     imported = {
         (named(file), node.module)
-        for file in (ROOT / "tests").rglob("*.py")
+        for file in TESTS
         for node in ast.walk(_parsed(file))
         if isinstance(node, ast.ImportFrom) and node.module
         if any(part.startswith("test_") for part in node.module.split("."))

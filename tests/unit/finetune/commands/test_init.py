@@ -10,21 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from finetune import app
 from finetune.commands.init import card_of
 from finetune.errors import ConfigError
 from finetune.recipe.load import load_recipe
 from offload.errors import MachineError
+from tests.command import run
 
 ROOT = Path(__file__).parents[4]
 FLAGS = {"--model": "llama-3.2-1b", "--data": "rows.jsonl", "--vram": "8"}
-
-
-def run(*argv: object) -> int:
-    with pytest.raises(SystemExit) as exit_info:
-        app.main([str(word) for word in argv])
-    assert isinstance(exit_info.value.code, int)
-    return exit_info.value.code
 
 
 @pytest.fixture(autouse=True)

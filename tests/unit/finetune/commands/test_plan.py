@@ -4,17 +4,10 @@ import json
 
 import pytest
 
-from finetune import app
+from tests.command import run
 
 WORDS = ("plan", "qwen3-1.7b", "train.tokens_per_step=16384")
 TWO = ("--machine", "rtx3090,rtx4060ti")
-
-
-def run(*argv: str) -> int:
-    with pytest.raises(SystemExit) as exit_info:
-        app.main(list(argv))
-    assert isinstance(exit_info.value.code, int)
-    return exit_info.value.code
 
 
 @pytest.mark.thorough

@@ -2,7 +2,6 @@ import json
 
 import pytest
 
-from finetune import app
 from finetune.errors import ConfigError
 from finetune.planning.compare import (
     LENGTH_STEP,
@@ -19,17 +18,11 @@ from offload.errors import DoesNotFitError
 from offload.plan.machine.cards import CARDS
 from offload.plan.machine.machine import CARD_NAMES, GIB, named_machine
 from offload.plan.plan import plan
+from tests.command import run
 from tests.tiers import mostly_slow
 
 SMALL = "qwen3-1.7b"
 GPUS = ("--gpus", 2)
-
-
-def run(*argv: object) -> int:
-    with pytest.raises(SystemExit) as exit_info:
-        app.main([str(word) for word in argv])
-    assert isinstance(exit_info.value.code, int)
-    return exit_info.value.code
 
 
 def printed(capsys, *argv: object):

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from finetune import app
 from finetune.errors import ConfigError
 from finetune.planning.candidates import choose, full_requests
 from finetune.planning.compare import Comparison, compare_on_cards, compare_within_memory
@@ -17,6 +16,7 @@ from finetune.recipe.sections import TrainSection
 from offload.errors import DoesNotFitError
 from offload.plan.machine.machine import GIB, Machine, named_machine
 from offload.plan.plan import Plan
+from tests.command import run
 from tests.tiers import tiered
 
 TINY = {
@@ -28,13 +28,6 @@ TINY = {
     "vocab_size": 1000,
     "max_position_embeddings": 1024,
 }
-
-
-def run(*argv: object) -> int:
-    with pytest.raises(SystemExit) as exit_info:
-        app.main([str(word) for word in argv])
-    assert isinstance(exit_info.value.code, int)
-    return exit_info.value.code
 
 
 def config_in(folder: Path) -> Path:

@@ -6,20 +6,13 @@ from typing import Any
 
 import pytest
 
-from finetune import app
 from finetune.planning.goals import GOALS, Goal
 from finetune.planning.suggestion import Target, first_settings, suggest
 from finetune.planning.wanted_model import wanted_model
 from finetune.recipe.load import load_recipe
 from offload.plan.machine.machine import GIB, named_machine
+from tests.command import run
 from tests.tiers import mostly_slow
-
-
-def run(*argv: object) -> int:
-    with pytest.raises(SystemExit) as exit_info:
-        app.main([str(word) for word in argv])
-    assert isinstance(exit_info.value.code, int)
-    return exit_info.value.code
 
 
 def planned(capsys, *argv: object) -> dict[str, Any]:
