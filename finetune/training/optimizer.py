@@ -14,7 +14,7 @@ from finetune.recipe.sections import TrainSection
 from finetune.run.checkpoint import Restored, Resumable, Saved
 from finetune.training.ranks import Ranks
 from finetune.training.world.gradient_sums import GradientSums
-from offload.engine.passes.reducer import Reducer
+from offload.engine.run_step import Reducer
 from offload.plan.facts.optimizer import Optimizer
 
 

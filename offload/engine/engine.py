@@ -40,7 +40,7 @@ from offload.engine.modes import (
     require_uncached,
 )
 from offload.engine.objective import Objective
-from offload.engine.passes.part import Part
+from offload.engine.passes.part import Part, parts_of, require_apart
 from offload.engine.passes.reference import SwitchedModel
 from offload.engine.passes.scores import ScoredPasses, ScoreResult
 from offload.engine.recompute.tiled import require_tiles
@@ -51,7 +51,7 @@ from offload.engine.results import (
     RunState,
     StepResult,
 )
-from offload.engine.run_step import RunStep, parts_of, require_apart
+from offload.engine.run_step import RunStep
 from offload.engine.seeding import NEWEST, Seeding
 from offload.engine.steps import Steps
 from offload.engine.streams import Device, open_device

@@ -35,11 +35,11 @@ from offload.engine.model.visit import (
     visit_without_graph,
 )
 from offload.engine.packing.check import PackedTrial
-from offload.engine.passes.part import Part, PartTail
+from offload.engine.passes.part import Part
 from offload.engine.passes.reference import SwitchedModel
 from offload.engine.passes.scores import EachTail, ScoredPasses
 from offload.engine.passes.scoring import Scoring
-from offload.engine.passes.tail import Tail
+from offload.engine.passes.tail import PartTail, Tail
 from offload.engine.passes.transfers import Table, Transfers
 from offload.engine.randomness import FRONT_LAYER, VisitRandomness, require_same_draws
 from offload.engine.recompute.attention_outputs import (

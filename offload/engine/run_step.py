@@ -1,32 +1,32 @@
-"""A run's share of a step: what the engine is given, checked and moved to the compute device."""
+"""A run's share of a step, as it is given to the engine."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
-import torch
-
-from offload.engine.batch import (
-    Batch,
-    LabelledBatch,
-    Vocabulary,
-    checked_batches,
-    checked_scored,
-    require_an_id_each,
-    require_divisor,
-    require_labels,
-    rows_of_labels,
-    with_labels,
-)
-from offload.engine.model.layers import LayeredModel
+from offload.engine.batch import Batch
 from offload.engine.model.router import STEP, RouterScope
-from offload.engine.objective import Objective, OutputObjective
-from offload.engine.passes.part import Part
-from offload.engine.passes.reducer import Reducer
-from offload.engine.passes.reference import SwitchedModel, require_owners
-from offload.engine.passes.scoring import Scoring
+from offload.engine.objective import Objective
 from offload.engine.seeding import NEWEST, Seeding
-from offload.errors import OffloadError
-from offload.plan.schedule.passes import Passes, numbered
+from offload.plan.schedule.reduced import Reduced
+
+
+class Reducer(Protocol):
+    """Adds up a run's gradients over its processes, in ops of the step's network lane.
+
+    All processes do the same ops in the same order, whatever micro-batches each has.
+    """
+
+    @property
+    def reduced(self) -> Reduced:
+        """What is sent of each layer, and of all else; equal on all processes."""
+
+    def reduce(self, layer: int | None) -> None:
+        """Replace gradients by their sums, on the running lane; waits for the other processes.
+
+        Args:
+            layer: Whose; None for those that no layer has alone.
+        """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -64,147 +64,3 @@ class RunStep:
     router_loss: RouterScope = STEP
     reducer: Reducer | None = None
     loss_scale: float = 1.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Given:
-    """A run's batches, checked and on the compute device."""
-
-    run: RunStep
-    batches: list[Batch]
-    labelled: list[LabelledBatch]
-    num_trained: int
-    is_shifted: bool
-
-    @classmethod
-    def of(
-        cls, run: RunStep, vocabulary: Vocabulary, torch_device: torch.device, *, is_trained: bool
-    ) -> "_Given":
-        is_shifted = not isinstance(run.objective, OutputObjective)
-        if not is_shifted:  # labels mark tokens, and are none of the head's
-            vocabulary = replace(vocabulary, num_predicted=None)
-        trained = checked_batches(run.micro_batches, vocabulary)
-        scored = checked_scored(run.scored, vocabulary, has_objective=run.objective is not None)
-        batches = [*trained, *scored]
-        return cls(
-            run=run,
-            batches=batches,
-            labelled=[with_labels(one, torch_device, is_shifted=is_shifted) for one in batches],
-            num_trained=len(trained) if is_trained else 0,
-            is_shifted=is_shifted,
-        )
-
-    @property
-    def passes(self) -> Passes:
-        objective = self.run.objective
-        return Passes(
-            num_trained=self.num_trained,
-            num_scored=len(self.batches) - self.num_trained,
-            has_reference=objective is not None and objective.reference is not None,
-            has_objective=objective is not None,
-        )
-
-    def part(
-        self,
-        model: LayeredModel,
-        passes: Passes,
-        switched: Callable[[str | None], SwitchedModel],
-    ) -> Part:
-        run, trained = self.run, self.labelled[: self.num_trained]
-        require_divisor(run.num_label_tokens)
-        ids = tuple(range(len(trained)) if run.micro_batch_ids is None else run.micro_batch_ids)
-        require_an_id_each(len(ids), len(trained))
-        num_label_tokens = run.num_label_tokens
-        if num_label_tokens is None:
-            counted = trained if self.num_trained else self.labelled
-            num_label_tokens = sum(batch.num_label_tokens for batch in counted)
-        require_labels(num_label_tokens, len(self.labelled))
-        scoring = None
-        if run.objective is not None:
-            scoring = Scoring.of(
-                model,
-                run.objective,
-                rows_of_labels(self.batches, is_shifted=self.is_shifted),
-                self.labelled,
-                passes=passes,
-                adapter=run.adapter,
-            )
-        seed = run.dropout_seed
-        if seed is None:
-            seed = int(torch.randint(2**31, ()).item())
-        return Part(
-            passes=passes,
-            batches=trained,
-            model=switched(run.adapter),
-            adapter=run.adapter,
-            num_label_tokens=num_label_tokens,
-            scoring=scoring,
-            seed=seed,
-            seeding=run.seeding,
-            ids=ids,
-            router_loss=run.router_loss,
-            reducer=run.reducer,
-            loss_scale=run.loss_scale,
-        )
-
-
-def parts_of(
-    model: LayeredModel,
-    runs: Sequence[RunStep],
-    vocabulary: Vocabulary,
-    torch_device: torch.device,
-    *,
-    switched: Callable[[str | None], SwitchedModel],
-    is_trained: bool,
-) -> list[Part]:
-    """Check what runs are given for a step, and move it to the compute device.
-
-    Args:
-        model: The model.
-        runs: The runs.
-        vocabulary: The model's.
-        torch_device: Where it computes.
-        switched: Returns the model as a run with this adapter computes it.
-        is_trained: Whether micro-batches are trained on, and only scored if not.
-
-    Raises:
-        OffloadError: Something is invalid, or the model has no such reference.
-    """
-    given = [_Given.of(run, vocabulary, torch_device, is_trained=is_trained) for run in runs]
-    passes = numbered([one.passes for one in given])
-    return [one.part(model, of, switched) for one, of in zip(given, passes, strict=True)]
-
-
-def require_apart(model: LayeredModel, runs: Sequence[RunStep], *, are_on_host: bool) -> None:
-    """Check that runs share no weight that trains: each has an adapter of its own.
-
-    Args:
-        model: The model.
-        runs: The runs.
-        are_on_host: Whether weights of the layers train on the host.
-
-    Raises:
-        OffloadError: They do not.
-    """
-    adapters = [run.adapter for run in runs if run.adapter is not None]
-    if not runs or len(adapters) < len(runs) > 1:
-        raise OffloadError(
-            f"{len(runs) - len(adapters)} of {len(runs)} runs name no adapter",
-            limit="a step has at least one run, and runs that share it train an adapter each",
-            hint="`RunStep(micro_batches=..., adapter=...)`",
-        )
-    double = next((one for one in adapters if adapters.count(one) > 1), None)
-    if double is not None:
-        raise OffloadError(
-            f"two runs train the adapter {double!r}",
-            limit="their gradients would be added to each other",
-            hint="give their micro-batches to one run, or add an adapter",
-        )
-    if len(runs) > 1 and are_on_host:
-        raise OffloadError(
-            f"{len(runs)} runs share a step, and weights of the layers train on the host",
-            limit="their gradients leave a layer once per step, for one run",
-            hint='`trained_weights="device"`, or train one run at a time',
-        )
-    if adapters:
-        require_owners(model, adapters)

@@ -1,21 +1,32 @@
-"""What one run contributes to a step: its micro-batches, its loss, and how they are computed."""
+"""What one run contributes to a step: its micro-batches, checked and on the compute device."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from offload.engine.batch import LabelledBatch
-from offload.engine.low_rank import VISIT_CACHE
+from offload.engine.batch import (
+    Batch,
+    LabelledBatch,
+    Vocabulary,
+    checked_batches,
+    checked_scored,
+    require_an_id_each,
+    require_divisor,
+    require_labels,
+    rows_of_labels,
+    with_labels,
+)
 from offload.engine.model.layers import LayeredModel
 from offload.engine.model.router import RouterScope, require_whole_step
-from offload.engine.passes.reducer import Reducer
-from offload.engine.passes.reference import SwitchedModel
-from offload.engine.passes.scoring import ScoredTail, Scoring
-from offload.engine.passes.tail import Tail
-from offload.engine.results import PassState, RunState
+from offload.engine.objective import OutputObjective
+from offload.engine.passes.reference import SwitchedModel, require_owners
+from offload.engine.passes.scoring import Scoring
+from offload.engine.results import RunState
+from offload.engine.run_step import Reducer, RunStep
 from offload.engine.seeding import NEWEST, Seeding
-from offload.plan.schedule.passes import Passes
+from offload.errors import OffloadError
+from offload.plan.schedule.passes import Passes, numbered
 from offload.plan.schedule.schedule import Schedule
 
 
@@ -99,49 +110,145 @@ class Part:
         return found if self.loss_scale == 1 else [self.loss_scale * one for one in found]
 
 
-class PartTail:
-    """Runs what comes after the last layer for one run."""
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Given:
+    """A run's batches, checked and on the compute device."""
 
-    def __init__(self, model: LayeredModel, part: Part, *, head_chunk_tokens: int) -> None:
-        """Keep the parts; nothing is computed yet."""
-        self._part = part
-        self._plain = Tail(model, head_chunk_tokens=head_chunk_tokens, loss_scale=part.loss_scale)
-        scoring = part.scoring
-        self._scored: ScoredTail | None = None
-        if scoring is not None:
-            self._scored = ScoredTail(
-                model, scoring, head_chunk_tokens=head_chunk_tokens, loss_scale=part.loss_scale
-            )
-        # Filled on the device: `torch.tensor` would copy the number and wait for the device.
-        torch_device = part.batches[0].positions.device if part.batches else torch.device("cpu")
-        self._num_items = torch.full((), part.num_label_tokens, device=torch_device)
+    run: RunStep
+    batches: list[Batch]
+    labelled: list[LabelledBatch]
+    num_trained: int
+    is_shifted: bool
+
+    @classmethod
+    def of(
+        cls, run: RunStep, vocabulary: Vocabulary, torch_device: torch.device, *, is_trained: bool
+    ) -> "_Given":
+        is_shifted = not isinstance(run.objective, OutputObjective)
+        if not is_shifted:  # labels mark tokens, and are none of the head's
+            vocabulary = replace(vocabulary, num_predicted=None)
+        trained = checked_batches(run.micro_batches, vocabulary)
+        scored = checked_scored(run.scored, vocabulary, has_objective=run.objective is not None)
+        batches = [*trained, *scored]
+        return cls(
+            run=run,
+            batches=batches,
+            labelled=[with_labels(one, torch_device, is_shifted=is_shifted) for one in batches],
+            num_trained=len(trained) if is_trained else 0,
+            is_shifted=is_shifted,
+        )
 
     @property
-    def scored(self) -> ScoredTail:
-        """That of the run's objective."""
-        assert self._scored is not None
-        return self._scored
+    def passes(self) -> Passes:
+        objective = self.run.objective
+        return Passes(
+            num_trained=self.num_trained,
+            num_scored=len(self.batches) - self.num_trained,
+            has_reference=objective is not None and objective.reference is not None,
+            has_objective=objective is not None,
+        )
 
-    def score(self, state: PassState, number: int) -> None:
-        """Compute the log-probabilities of a pass."""
-        if number in self._part.passes.trained:
-            with self._part.model.around_layers():
-                self.scored.score(state, number)
-        else:
-            self.scored.score(state, number)
+    def part(
+        self,
+        model: LayeredModel,
+        passes: Passes,
+        switched: Callable[[str | None], SwitchedModel],
+    ) -> Part:
+        run, trained = self.run, self.labelled[: self.num_trained]
+        require_divisor(run.num_label_tokens)
+        ids = tuple(range(len(trained)) if run.micro_batch_ids is None else run.micro_batch_ids)
+        require_an_id_each(len(ids), len(trained))
+        num_label_tokens = run.num_label_tokens
+        if num_label_tokens is None:
+            counted = trained if self.num_trained else self.labelled
+            num_label_tokens = sum(batch.num_label_tokens for batch in counted)
+        require_labels(num_label_tokens, len(self.labelled))
+        scoring = None
+        if run.objective is not None:
+            scoring = Scoring.of(
+                model,
+                run.objective,
+                rows_of_labels(self.batches, is_shifted=self.is_shifted),
+                self.labelled,
+                passes=passes,
+                adapter=run.adapter,
+            )
+        seed = run.dropout_seed
+        if seed is None:
+            seed = int(torch.randint(2**31, ()).item())
+        return Part(
+            passes=passes,
+            batches=trained,
+            model=switched(run.adapter),
+            adapter=run.adapter,
+            num_label_tokens=num_label_tokens,
+            scoring=scoring,
+            seed=seed,
+            seeding=run.seeding,
+            ids=ids,
+            router_loss=run.router_loss,
+            reducer=run.reducer,
+            loss_scale=run.loss_scale,
+        )
 
-    def weigh(self) -> None:
-        """Compute the loss of an objective."""
-        self.scored.weigh(self._part.state)
 
-    def train(self, state: PassState, number: int) -> None:
-        """Compute the gradient of the run's loss by a micro-batch's hidden states."""
-        part, m = self._part, self._part.passes.micro_batch(number)
-        with part.model.around_layers():
-            if self._scored is not None:
-                self._scored.train(state, number)
-            else:
-                VISIT_CACHE.enter(("tail", number))
-                self._plain.train(state, part.state, number, part.batches[m], self._num_items)
-        if part.state.balance is not None:
-            part.state.losses.append(part.state.balance.loss(m))
+def parts_of(
+    model: LayeredModel,
+    runs: Sequence[RunStep],
+    vocabulary: Vocabulary,
+    torch_device: torch.device,
+    *,
+    switched: Callable[[str | None], SwitchedModel],
+    is_trained: bool,
+) -> list[Part]:
+    """Check what runs are given for a step, and move it to the compute device.
+
+    Args:
+        model: The model.
+        runs: The runs.
+        vocabulary: The model's.
+        torch_device: Where it computes.
+        switched: Returns the model as a run with this adapter computes it.
+        is_trained: Whether micro-batches are trained on, and only scored if not.
+
+    Raises:
+        OffloadError: Something is invalid, or the model has no such reference.
+    """
+    given = [_Given.of(run, vocabulary, torch_device, is_trained=is_trained) for run in runs]
+    passes = numbered([one.passes for one in given])
+    return [one.part(model, of, switched) for one, of in zip(given, passes, strict=True)]
+
+
+def require_apart(model: LayeredModel, runs: Sequence[RunStep], *, are_on_host: bool) -> None:
+    """Check that runs share no weight that trains: each has an adapter of its own.
+
+    Args:
+        model: The model.
+        runs: The runs.
+        are_on_host: Whether weights of the layers train on the host.
+
+    Raises:
+        OffloadError: They do not.
+    """
+    adapters = [run.adapter for run in runs if run.adapter is not None]
+    if not runs or len(adapters) < len(runs) > 1:
+        raise OffloadError(
+            f"{len(runs) - len(adapters)} of {len(runs)} runs name no adapter",
+            limit="a step has at least one run, and runs that share it train an adapter each",
+            hint="`RunStep(micro_batches=..., adapter=...)`",
+        )
+    double = next((one for one in adapters if adapters.count(one) > 1), None)
+    if double is not None:
+        raise OffloadError(
+            f"two runs train the adapter {double!r}",
+            limit="their gradients would be added to each other",
+            hint="give their micro-batches to one run, or add an adapter",
+        )
+    if len(runs) > 1 and are_on_host:
+        raise OffloadError(
+            f"{len(runs)} runs share a step, and weights of the layers train on the host",
+            limit="their gradients leave a layer once per step, for one run",
+            hint='`trained_weights="device"`, or train one run at a time',
+        )
+    if adapters:
+        require_owners(model, adapters)

@@ -3,7 +3,10 @@
 import torch
 
 from offload.engine.batch import LabelledBatch
+from offload.engine.low_rank import VISIT_CACHE
 from offload.engine.model.layers import LayeredModel
+from offload.engine.passes.part import Part
+from offload.engine.passes.scoring import ScoredTail
 from offload.engine.results import PassState, RunState
 
 
@@ -67,3 +70,51 @@ class Tail:
                 loss_scale=self._loss_scale,
             )
             run.losses.append(loss)
+
+
+class PartTail:
+    """Runs what comes after the last layer for one run."""
+
+    def __init__(self, model: LayeredModel, part: Part, *, head_chunk_tokens: int) -> None:
+        """Keep the parts; nothing is computed yet."""
+        self._part = part
+        self._plain = Tail(model, head_chunk_tokens=head_chunk_tokens, loss_scale=part.loss_scale)
+        scoring = part.scoring
+        self._scored: ScoredTail | None = None
+        if scoring is not None:
+            self._scored = ScoredTail(
+                model, scoring, head_chunk_tokens=head_chunk_tokens, loss_scale=part.loss_scale
+            )
+        # Filled on the device: `torch.tensor` would copy the number and wait for the device.
+        torch_device = part.batches[0].positions.device if part.batches else torch.device("cpu")
+        self._num_items = torch.full((), part.num_label_tokens, device=torch_device)
+
+    @property
+    def scored(self) -> ScoredTail:
+        """That of the run's objective."""
+        assert self._scored is not None
+        return self._scored
+
+    def score(self, state: PassState, number: int) -> None:
+        """Compute the log-probabilities of a pass."""
+        if number in self._part.passes.trained:
+            with self._part.model.around_layers():
+                self.scored.score(state, number)
+        else:
+            self.scored.score(state, number)
+
+    def weigh(self) -> None:
+        """Compute the loss of an objective."""
+        self.scored.weigh(self._part.state)
+
+    def train(self, state: PassState, number: int) -> None:
+        """Compute the gradient of the run's loss by a micro-batch's hidden states."""
+        part, m = self._part, self._part.passes.micro_batch(number)
+        with part.model.around_layers():
+            if self._scored is not None:
+                self._scored.train(state, number)
+            else:
+                VISIT_CACHE.enter(("tail", number))
+                self._plain.train(state, part.state, number, part.batches[m], self._num_items)
+        if part.state.balance is not None:
+            part.state.losses.append(part.state.balance.loss(m))
