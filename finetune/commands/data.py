@@ -9,8 +9,8 @@ import numpy as np
 from finetune.data.compared.groups import require_classes, require_comparable
 from finetune.data.compared.step_layout import Comparison
 from finetune.data.dataset import Chosen, ExampleSet, load_rows
+from finetune.data.order import StepSizes
 from finetune.data.packing import PackedOrder, RowCost
-from finetune.data.steps import StepSizes
 from finetune.data.tokenize import IGNORE_INDEX, Example
 from finetune.env import cache_dir
 from finetune.model.tokenizer import load_tokenizer

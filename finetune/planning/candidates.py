@@ -41,7 +41,7 @@ from offload.plan.sharded import as_sharded, sharded_choice
 from offload.plan.what_if.option import fits as has_plan
 
 if TYPE_CHECKING:
-    from finetune.data.steps import StepSizes
+    from finetune.data.order import StepSizes
 
 HEAD_CHUNKS = (HEAD_CHUNK_TOKENS, 256, FEWEST_CHUNK_TOKENS)  # what `auto` may take
 SUGGESTED_ROUNDING: tuple[CodecName, ...] = ("int8", "nf4")

@@ -43,7 +43,7 @@ from offload.plan.request import (
 )
 
 if TYPE_CHECKING:
-    from finetune.data.steps import StepSizes
+    from finetune.data.order import StepSizes
 
 MAX_MACHINE_BYTES = 2**20
 ASSUMED_TOP = 20

@@ -7,7 +7,7 @@ other rows. So a run keeps what it began with.
 from collections.abc import Callable
 from typing import Literal
 
-from finetune.data.steps import StepSizes
+from finetune.data.order import StepSizes
 from finetune.recipe.recipe import Recipe
 
 

@@ -11,8 +11,9 @@ import torch
 from finetune.data.compared.groups import require_classes, require_comparable, require_known_tokens
 from finetune.data.compared.step_layout import Comparison
 from finetune.data.dataset import Rows, load_rows
+from finetune.data.order import BatchOrder
 from finetune.data.packing import PackedOrder, RowCost
-from finetune.data.steps import BatchOrder, Steps, with_virtual_tokens
+from finetune.data.steps import Steps, with_virtual_tokens
 from finetune.env import cache_dir, stores_dir
 from finetune.errors import ConfigError
 from finetune.model.tokenizer import load_tokenizer

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from finetune.data.loader import StepLoader
+from finetune.data.steps import StepLoader
 from finetune.errors import CheckpointError
 from finetune.files.atomic import write_atomically
 from finetune.files.seal import sealed_json

@@ -183,7 +183,7 @@ def _write_recipe(job: Job, folder: Path, *, device: str) -> Path:
 def _write_rows(folder: Path, recipe_file: Path) -> None:
     """Write the rows as Sluice tokenises them, in the order in which it trains on them."""
     from finetune.data.dataset import load_rows
-    from finetune.data.steps import BatchOrder
+    from finetune.data.order import BatchOrder
     from finetune.model.tokenizer import load_tokenizer
     from finetune.recipe.load import load_recipe
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from finetune.data import packing
 from finetune.data.dataset import ExampleSet
-from finetune.data.loader import StepLoader
+from finetune.data.order import BatchOrder
 from finetune.data.packing import PackedOrder, RowCost, packed
-from finetune.data.steps import BatchOrder, Steps, collate_packed
+from finetune.data.steps import StepLoader, Steps, collate_packed
 from finetune.training.ranks import own_micro_batches
 from offload.plan.facts.attention import SoftmaxAttention
 from tests.conversations import count_rows, tokenised

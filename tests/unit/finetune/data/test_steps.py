@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from finetune.data.dataset import ExampleSet
-from finetune.data.loader import StepBatch, StepLoader
-from finetune.data.steps import BatchOrder, Steps, StepSizes, collate
+from finetune.data.order import BatchOrder, StepSizes
+from finetune.data.steps import StepBatch, StepLoader, Steps, collate
 from finetune.data.tokenize import Example
 from finetune.errors import DataError
 from tests.conversations import count_rows, tokenised

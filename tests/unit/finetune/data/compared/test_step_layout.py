@@ -10,9 +10,9 @@ import torch
 
 from finetune.data.compared.step_layout import Comparison
 from finetune.data.dataset import ExampleSet, load_rows
-from finetune.data.loader import StepLoader
+from finetune.data.order import BatchOrder
 from finetune.data.packing import PackedOrder, RowCost
-from finetune.data.steps import BatchOrder, Steps, StepShare
+from finetune.data.steps import StepLoader, Steps, StepShare
 from finetune.data.tokenize import IGNORE_INDEX
 from finetune.errors import DataError
 from finetune.recipe.data_section import DataSection
