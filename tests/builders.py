@@ -9,9 +9,10 @@ from offload.plan.facts.workload import Workload
 from offload.plan.machine.machine import GIB, Machine, Rate, named_machine
 from offload.plan.request import PlanRequest, with_codec
 from offload.plan.schedule.op import Lane
-from offload.plan.schedule.schedule import Order, TransferSizes, training_schedule, warm_ring
+from offload.plan.schedule.schedule import Order, TransferSizes, warm_ring
 from offload.plan.schedule.simulate import simulate
 from offload.plan.schedule.timeline import Timeline
+from tests.schedules import training_schedule
 
 QWEN3_30B: dict[str, Any] = {
     "model_type": "qwen3_moe",

@@ -1,6 +1,6 @@
 """Conversations, and their tokens."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,8 +10,16 @@ from transformers import PreTrainedTokenizerBase
 from finetune.data.dataset import Chosen, ExampleSet, Tokens, examples_of
 from finetune.data.encode_source import SourceRows, stored_tokens
 from finetune.data.remarks.choice import choice_notes
-from finetune.data.rows import Conversation, LossOn, Message, RowForm
-from finetune.data.sources import Place, Raw
+from finetune.data.rows import (
+    Conversation,
+    LossOn,
+    Message,
+    RowForm,
+    bad_rows,
+    columns_named,
+    no_rows,
+)
+from finetune.data.sources import Place, Raw, RowError, open_source
 from finetune.data.tokenize import Encoder
 from finetune.report.progress import unseen
 from tests.doubles import tiny_tokenizer
@@ -96,3 +104,63 @@ def tokenised(
     tokens = Tokens(rows=source, store=store, is_from_cache=is_from_cache)
     part: Chosen = examples_of(tokens, np.arange(len(rows)))
     return ExampleSet(parts=(part,), notes=(*notes, *choice_notes([part], encoder)))
+
+
+def read_conversations(
+    *,
+    path: str,
+    data_format: str,
+    prompt_column: str | None,
+    completion_column: str | None,
+    messages_column: str | None,
+    system: str | None,
+    ignored: Sequence[str] = (),
+    loss_on: LossOn = "assistant",
+) -> list[Conversation]:
+    """Read every row of a data set as a conversation, into memory.
+
+    Args:
+        path: What `open_source` takes.
+        data_format: One of `FORMATS` but `text`, or `auto` to detect it from the first row.
+        prompt_column: Column of the prompt in the format prompt_completion; None is `prompt`.
+        completion_column: Column of the completion in that format; None is `completion`.
+        messages_column: Column of the turns; None is `messages`, or `conversations` in sharegpt.
+        system: System prompt for the rows that have none of their own.
+        ignored: Columns, and keys of turns, that are left out on purpose.
+        loss_on: What is learned; a turn without a loss may have a weight of 0.
+
+    Returns:
+        One conversation per row, in the order of the file.
+
+    Raises:
+        DataError: The data is missing or empty, its format cannot be detected, or rows are bad;
+            the first bad rows are named, all are counted.
+    """
+    columns = columns_named(
+        {}, prompt=prompt_column, completion=completion_column, messages=messages_column
+    )
+    source = open_source(path)
+    rows = [(source.name(place), raw) for place, raw in source.rows()]
+    form = RowForm(
+        path=path,
+        data_format=data_format,
+        columns=columns,
+        system=system,
+        ignored=tuple(ignored),
+        loss_on=loss_on,
+    )
+    if not rows:
+        raise no_rows(path)
+    form = form.detected(rows)
+    conversations, problems, lost = [], [], dict[str, None]()
+    for name, raw in rows:
+        try:
+            row = form.read(name, raw)
+            assert isinstance(row, Conversation)
+            conversations.append(row)
+        except RowError as error:
+            problems.append(f"{name}: {error}")
+            lost |= dict.fromkeys(error.lost)
+    if problems:
+        raise bad_rows(problems, len(rows), form=form, lost=tuple(lost))
+    return conversations

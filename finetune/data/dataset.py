@@ -213,16 +213,6 @@ class ExampleSet(Sequence[Example]):
         return all(part.tokens.is_from_cache for part in self.parts)
 
     @property
-    def num_truncated(self) -> int:
-        """Count the examples that were cut and still have something to learn."""
-        return int(self.is_truncated.sum())
-
-    @property
-    def num_dropped(self) -> int:
-        """Count the rows of which nothing is learned."""
-        return len(self.dropped)
-
-    @property
     def answer_ends(self) -> tuple[int, ...]:
         """Return the tokens that end answers: the most frequent of last answers first, then others.
 

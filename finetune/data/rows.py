@@ -17,7 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from finetune.data.answers import read_answers
-from finetune.data.sources import Filled, Raw, RowError, decoded, open_source
+from finetune.data.sources import Filled, Raw, RowError, decoded
 from finetune.data.tagged import Tagged, read_tagged
 from finetune.data.teacher import TopTokens
 from finetune.data.turns import Message as Message
@@ -369,66 +369,6 @@ def columns_named(
     if messages is not None:
         named |= {"messages": messages, "conversations": messages}
     return named | {str(name): column for name, column in columns.items()}
-
-
-def read_conversations(
-    *,
-    path: str,
-    data_format: str,
-    prompt_column: str | None,
-    completion_column: str | None,
-    messages_column: str | None,
-    system: str | None,
-    ignored: Sequence[str] = (),
-    loss_on: LossOn = "assistant",
-) -> list[Conversation]:
-    """Read every row of a data set as a conversation, into memory.
-
-    Args:
-        path: What `open_source` takes.
-        data_format: One of `FORMATS` but `text`, or `auto` to detect it from the first row.
-        prompt_column: Column of the prompt in the format prompt_completion; None is `prompt`.
-        completion_column: Column of the completion in that format; None is `completion`.
-        messages_column: Column of the turns; None is `messages`, or `conversations` in sharegpt.
-        system: System prompt for the rows that have none of their own.
-        ignored: Columns, and keys of turns, that are left out on purpose.
-        loss_on: What is learned; a turn without a loss may have a weight of 0.
-
-    Returns:
-        One conversation per row, in the order of the file.
-
-    Raises:
-        DataError: The data is missing or empty, its format cannot be detected, or rows are bad;
-            the first bad rows are named, all are counted.
-    """
-    columns = columns_named(
-        {}, prompt=prompt_column, completion=completion_column, messages=messages_column
-    )
-    source = open_source(path)
-    rows = [(source.name(place), raw) for place, raw in source.rows()]
-    form = RowForm(
-        path=path,
-        data_format=data_format,
-        columns=columns,
-        system=system,
-        ignored=tuple(ignored),
-        loss_on=loss_on,
-    )
-    if not rows:
-        raise no_rows(path)
-    form = form.detected(rows)
-    conversations, problems, lost = [], [], dict[str, None]()
-    for name, raw in rows:
-        try:
-            row = form.read(name, raw)
-            assert isinstance(row, Conversation)
-            conversations.append(row)
-        except RowError as error:
-            problems.append(f"{name}: {error}")
-            lost |= dict.fromkeys(error.lost)
-    if problems:
-        raise bad_rows(problems, len(rows), form=form, lost=tuple(lost))
-    return conversations
 
 
 def no_rows(path: str) -> DataError:

@@ -1,6 +1,5 @@
 """A model whose own weights were trained, as files that plain transformers loads."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -52,9 +51,3 @@ def save_model(
         tokenizer.save_pretrained(str(partial))
         fields = model.generation_config.to_diff_dict() if model.generation_config else {}
         write_generation_config(partial, fields, stops.ids)
-
-
-def is_whole_model(folder: Path) -> bool:
-    """Return whether a folder holds such a model."""
-    config = folder / "config.json"
-    return config.exists() and "model_type" in json.loads(config.read_text())

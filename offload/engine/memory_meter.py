@@ -8,12 +8,9 @@ being read, are left out: the kernel can drop them and read them again.
 import ctypes
 import mmap
 import re
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import torch
 
@@ -106,41 +103,6 @@ def torch_pinned_bytes() -> int:
     Memory that was locked in place is not included, see `offload.engine.host.pagelock.PageLock`.
     """
     return int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0))
-
-
-class HeldPeak:
-    """Measures the peak of `held_bytes` over a `with` block.
-
-    A thread samples every INTERVAL_S, and the block's start and end are sampled too. A peak between
-    two samples is missed, but copying a layer takes longer than that.
-
-    Attributes:
-        start_bytes: Held bytes at the start.
-        peak_bytes: Maximum of held bytes, once the block has ended.
-    """
-
-    INTERVAL_S = 0.001
-
-    def __enter__(self) -> Self:
-        self.start_bytes = self.peak_bytes = held_bytes()
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="sluice-meter", daemon=True)
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._ended.set()
-        self._thread.join()
-        self.peak_bytes = max(self.peak_bytes, held_bytes())
-
-    def _watch(self) -> None:
-        while not self._ended.wait(self.INTERVAL_S):
-            self.peak_bytes = max(self.peak_bytes, held_bytes())
 
 
 def _status_bytes(name: str) -> int:

@@ -14,9 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
-from offload.plan.machine.machine import Machine, Node, Rate
+from offload.plan.machine.machine import MIB, Machine, Node, Rate
 
-MIB = 2**20
 FILE_BYTES = 512 * MIB
 RUN_FILE_BYTES = 128 * MIB  # before a run, which has to wait for it to be written
 COPY_BYTES = 64 * MIB

@@ -5,8 +5,8 @@ import subprocess
 import sys
 
 from offload.errors import MachineError
+from offload.plan.machine.machine import MIB
 
-MIB = 2**20
 LEAST_REHEARSED_BYTES, MAX_REHEARSED_BYTES = 256 * MIB, 4096 * MIB
 # What a run imports after it has measured the machine, transformers' model code and peft: 178 to
 # 186 MiB with transformers 5.23 and peft 0.21, on a CPU. The library tells whether it is there.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from offload.plan.facts.linears import FP32_BYTES
-from offload.plan.machine.machine import TALL_COLUMNS
+from offload.plan.machine.machine import MIB, TALL_COLUMNS
 from offload.plan.time.adapters import LORA_BACKWARD_OPS, LORA_OPS
 from offload.plan.time.attention import FLASH_BACKWARD_FORWARDS, causal_flops
 from offload.plan.time.pointwise import GATED, NORM, NORM_CASTS, NORM_WEIGHT
@@ -19,7 +19,6 @@ from offload.plan.time.pointwise import GATED, NORM, NORM_CASTS, NORM_WEIGHT
 if TYPE_CHECKING:
     import torch
 
-MIB = 2**20
 MIN_REPEATS = 2
 
 

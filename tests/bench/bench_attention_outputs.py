@@ -25,12 +25,13 @@ from offload.engine.engine import Engine
 from offload.plan.facts.attention import output_bytes
 from offload.plan.schedule.op import Kind
 from offload.plan.schedule.residency import Residency
-from offload.plan.schedule.schedule import Order, TransferSizes, training_schedule, warm_ring
+from offload.plan.schedule.schedule import Order, TransferSizes, warm_ring
 from offload.plan.schedule.simulate import simulate
 from offload.plan.schedule.timeline import Timeline
 from offload.plan.step import duration_of
 from offload.plan.time.costs import Costs, LayerCost
 from tests.bench.bench_engine import SlowLink
+from tests.schedules import training_schedule
 
 NUM_LAYERS, NUM_SLOTS, NUM_MICRO_BATCHES = 4, 2, 1
 HIDDEN, HEADS, SEQ_LEN = 256, 4, 1024

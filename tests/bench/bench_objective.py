@@ -31,7 +31,6 @@ from offload.plan.schedule.schedule import (
     Schedule,
     TransferSizes,
     step_schedule,
-    training_schedule,
     warm_ring,
 )
 from offload.plan.schedule.simulate import simulate
@@ -39,6 +38,7 @@ from offload.plan.schedule.timeline import Timeline
 from offload.plan.step import duration_of
 from offload.plan.time.costs import Costs, LayerCost
 from tests.bench.bench_engine import SlowLink
+from tests.schedules import training_schedule
 
 NUM_LAYERS, NUM_SLOTS, NUM_MICRO_BATCHES = 6, 2, 4
 HIDDEN, HEADS, SEQ_LEN = 256, 4, 256

@@ -17,19 +17,27 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from offload.engine.tracing.allocator import CachingAllocator
 from offload.engine.tracing.cuda_kernels import (
     CUDA_WORKSPACES,
     Attention,
     Capability,
     CudaKernels,
-    cublas_bytes,
 )
 from offload.engine.tracing.fake_model import fake_copy, rows_are_whole
 from offload.engine.tracing.tracer import Tracer
+from tests.bench.caching_allocator import CachingAllocator
 
 NF4_BLOCK, NF4_BLOCK_OF_BLOCKS = 64, 256
 ADAM_BLOCK, MIN_8BIT, MIN_PAGED = 256, 4096, 100_000
+HOPPER = 9
+
+
+def cublas_bytes(capability: Capability) -> int:
+    """Return a cuBLAS workspace: one for each handle and stream; backward has its own handle.
+
+    Source: pytorch aten/src/ATen/cuda/CublasHandlePool.cpp.
+    """
+    return 32 * 2**20 if capability[0] >= HOPPER else 4096 * 1024 * 2 + 16 * 1024 * 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.bench.bench_memory import GIB, config_of
-from tests.bench.plain_step import PlainRun, trace_plain_run
+from tests.bench.plain_step import PlainRun, cublas_bytes, trace_plain_run
 
 pytestmark = pytest.mark.bench
 
@@ -75,3 +75,8 @@ def test_peaks_are_those_that_others_measured(
     peaks = trace_plain_run(run)
     assert peaks.allocated_bytes / GIB == pytest.approx(allocated_gib, rel=0.01)
     assert peaks.reserved_bytes / GIB == pytest.approx(reserved_gib, rel=0.06)
+
+
+def test_a_workspace_of_cublas_is_8_mib_and_an_eighth_before_hopper() -> None:
+    assert cublas_bytes((8, 9)) == 8.125 * 2**20
+    assert cublas_bytes((9, 0)) == 32 * 2**20

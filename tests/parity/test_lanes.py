@@ -29,10 +29,10 @@ from offload.plan.schedule.schedule import (
     Schedule,
     TransferSizes,
     cold_ring,
-    training_schedule,
 )
 from tests.doubles import HookedDevice
 from tests.parity.steps import NUM_LAYERS, OPTIONS, assert_equal, micro_batches, tiny
+from tests.schedules import training_schedule
 from tests.tiers import mostly_slow
 
 NUM_SLOTS = 2

@@ -7,13 +7,13 @@ import torch
 
 import offload
 from finetune.adapter import lora as adapters
-from finetune.data.rows import read_conversations
 from finetune.data.steps import collate
 from finetune.data.tokenize import encode
 from finetune.model.tokenizer import load_tokenizer
 from finetune.recipe.sections import AdapterSection
 from finetune.training.optimizer import clip, make_optimizer, update
 from tests.checkpoints import loaded
+from tests.conversations import read_conversations
 
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart"
 NUM_STEPS, NUM_MICRO_BATCHES, MICRO_BATCH_SIZE = 5, 3, 4

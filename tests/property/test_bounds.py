@@ -15,13 +15,13 @@ from offload.plan.schedule.schedule import (
     TransferSizes,
     cold_ring,
     forward_schedule,
-    training_schedule,
     warm_ring,
 )
 from offload.plan.schedule.simulate import simulate
 from offload.plan.step import duration_of
 from offload.plan.time.bounds import r3_bound_s
 from offload.plan.time.costs import Costs, LayerCost
+from tests.schedules import training_schedule
 
 seconds = st.sampled_from([0.001, 0.01, 0.1, 0.5, 1.0, 3.0, 10.0])
 INPUT_BYTES = 10

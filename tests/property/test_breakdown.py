@@ -29,11 +29,11 @@ from offload.plan.schedule.schedule import (
     Schedule,
     TransferSizes,
     cold_ring,
-    training_schedule,
     warm_ring,
 )
 from offload.plan.schedule.simulate import simulate
 from offload.plan.schedule.timeline import Timeline
+from tests.schedules import training_schedule
 
 TICK_S = 1 / 1024
 ticks = st.integers(0, 40).map(lambda n: n * TICK_S)

@@ -16,11 +16,11 @@ from offload.plan.schedule.schedule import (
     cold_ring,
     forward_schedule,
     step_schedule,
-    training_schedule,
     warm_ring,
 )
 from offload.plan.schedule.simulate import merged_s, simulate
 from tests.property.accesses import check_order
+from tests.schedules import training_schedule
 
 SCORED = (Kind.SCORE, Kind.OBJECTIVE, Kind.REFERENCE)
 passes_of_steps = st.builds(

@@ -17,12 +17,12 @@ from offload.plan.schedule.schedule import (
     cold_ring,
     forward_schedule,
     step_schedule,
-    training_schedule,
     warm_ring,
     without_trained,
 )
 from offload.plan.schedule.simulate import simulate
 from tests.property.accesses import ancestors, check_order
+from tests.schedules import training_schedule
 
 sizes = st.tuples(st.integers(2, 12), st.integers(2, 12), st.integers(1, 5)).map(
     lambda s: (s[0], min(s[0], s[1]), s[2])

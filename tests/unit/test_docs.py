@@ -15,7 +15,7 @@ import typer
 import yaml
 
 from finetune import app
-from finetune.data.rows import Compared, RowForm, read_conversations
+from finetune.data.rows import Compared, RowForm
 from finetune.planning.request import full_request
 from finetune.recipe.load import is_recipe, load_recipe
 from finetune.recipe.objective_section import COMPARED
@@ -24,6 +24,7 @@ from finetune.recipe.shipped import load_shape
 from finetune.sweep.variants import variants_of
 from offload.plan import model_facts, named_machine, plan
 from tests.bench.gpu.record import section, with_section
+from tests.conversations import read_conversations
 from tests.tools.reference import PARTS, current, with_part
 
 ROOT = Path(__file__).parents[2]

@@ -34,7 +34,6 @@ NUM_ROWS = 24
 SCALES = (0.0, 1e-20, 1e-6, 1e-3, 1e-2, 0.1, 1.0, 1.0, 1.0, 10.0, 100.0, 1e4)
 FP32_ERROR, FP64_ERROR = 4e-6, 1e-12  # relative, of values and of gradients
 ROTARY_ARGUMENTS = ("q", "k", "cos", "sin")
-_WRITES = ("STORE_GLOBAL", "DELETE_GLOBAL")
 _MODES = (True, False)  # training or not
 # Of a proof's failure: own code may do anything with a twin.
 FAILURES = (TypeError, ValueError, LookupError, AttributeError, RuntimeError, ArithmeticError)

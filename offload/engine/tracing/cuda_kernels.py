@@ -3,10 +3,10 @@
 Fake CUDA tensors cannot run backward on a machine without a GPU, so a trace runs on fake CPU
 tensors. Most operations take the same memory on both. Known exceptions are corrected here: which
 attention kernel torch selects and what it saves, softmax in fp32 of 16-bit scores, which is one
-kernel on a GPU, and the workspaces of kernels and of cuBLAS.
+kernel on a GPU, and the workspaces of kernels.
 
 Source: pytorch aten/src/ATen/native/transformers/cuda/{sdp_utils.cpp, attention_backward.cu,
-flash_attn/flash_api.cpp}, native/cuda/SoftMax.cu, cuda/CublasHandlePool.cpp.
+flash_attn/flash_api.cpp}, native/cuda/SoftMax.cu.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,6 @@ FLASH_SINCE = (8, 0)
 MAX_FLASH_HEAD = 256
 FLASH_ROWS, EFFICIENT_ROWS = 128, 32  # statistics are kept for whole blocks of rows
 FP32_BYTES = 4
-HOPPER = 9
 
 
 class Attention(Enum):
@@ -34,11 +33,6 @@ class Attention(Enum):
     FLASH = "flash"
     EFFICIENT = "efficient"
     MATH = "math"
-
-
-def cublas_bytes(capability: Capability) -> int:
-    """Return a cuBLAS workspace: one for each handle and stream; backward has its own handle."""
-    return 32 * 2**20 if capability[0] >= HOPPER else 4096 * 1024 * 2 + 16 * 1024 * 8
 
 
 def attention_kernel(

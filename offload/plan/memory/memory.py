@@ -37,7 +37,7 @@ from offload.plan.facts.trainable import (
     trained_tensor_shapes,
 )
 from offload.plan.facts.workload import Workload
-from offload.plan.machine.machine import Machine
+from offload.plan.machine.machine import MIB, Machine
 from offload.plan.memory.traced import TracedBytes
 from offload.plan.memory.updates import device_update_bytes
 from offload.plan.memory.visit import VisitBytes, is_masked, visit_bytes
@@ -48,8 +48,6 @@ from offload.plan.schedule.schedule import (
     NUM_GRADIENT_BUFFERS,
     NUM_KEPT,
 )
-
-MIB = 2**20
 
 # Terms that are looked up by name.
 SLAB, STASH, STAGING = "slab", "stashed layer inputs", "staging"

@@ -210,34 +210,6 @@ def without_trained(ring: Ring, sizes: TransferSizes) -> Ring:
     return tuple(None if i is None or sizes.gradient_bytes[i] else i for i in ring)
 
 
-def training_schedule(
-    sizes: TransferSizes,
-    *,
-    ring: Ring,
-    num_micro_batches: int,
-    order: Order,
-    trains_front: bool,
-    input_bytes: tuple[int, ...],
-    num_kept_graphs: int = 0,
-    saved: Saved = NOTHING_SAVED,
-) -> Schedule:
-    """List the ops of one optimizer step of one run without an objective; see `step_schedule`.
-
-    Returns:
-        The schedule; from a warm ring in layer-major order it has 2 * (L - C) loads.
-    """
-    return step_schedule(
-        sizes,
-        ring=ring,
-        runs=(Passes(num_trained=num_micro_batches, has_objective=False),),
-        order=order,
-        trains_front=trains_front,
-        input_bytes=input_bytes,
-        num_kept_graphs=num_kept_graphs,
-        saved=saved,
-    )
-
-
 def step_schedule(
     sizes: TransferSizes,
     *,

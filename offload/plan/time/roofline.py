@@ -113,22 +113,8 @@ def layer_flops(
     )
 
 
-def forward_flops_per_token(facts: ModelFacts, *, context_tokens: int) -> float:
-    """Count a forward of the whole model, head included, averaged over a sequence."""
-    layers = sum(
-        layer_flops(facts, layer, num_tokens=1, context_tokens=context_tokens, count="causal")
-        for layer in facts.layers
-    )
-    return layers + 2.0 * facts.hidden_size * facts.num_outputs
-
-
 # ---------------------------------------------------------------------------------------------
 # What if: other options for storing a layer
-
-
-def all_gather_bytes(*, num_parameters: int, dtype_bytes: int) -> int:
-    """Count what sharding (FSDP) gathers per layer and pass: all its weights."""
-    return num_parameters * dtype_bytes
 
 
 def all_reduce_bytes(*, num_parameters: int, num_cards: int) -> float:

@@ -38,13 +38,13 @@ def test_a_set_holds_the_encoded_rows_in_order(tmp_path: Path) -> None:
         assert example.labels.tolist() == alone.labels.tolist()
         assert example.source == row.source
     assert examples.lengths == tuple(len(example.input_ids) for example in examples)
-    assert (examples.num_truncated, examples.num_dropped, examples.notes) == (0, 0, ())
+    assert (examples.is_truncated.any(), examples.dropped, examples.notes) == (False, (), ())
 
 
 def test_cut_and_dropped_rows_are_counted_and_named(tmp_path: Path) -> None:
     rows = [talk("q", "a"), talk("q", "a" * 60, source="x:2"), talk("q" * 90, "a", source="x:3")]
     examples = tokenised(rows, tmp_path, seq_len=80)
-    assert (len(examples), examples.num_truncated, examples.num_dropped) == (2, 1, 1)
+    assert examples.is_truncated.tolist() == [False, True]
     assert examples.dropped == ("x:3",)
     assert examples.notes == (
         "1 of 3 rows were cut to 80 tokens",

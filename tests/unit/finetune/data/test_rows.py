@@ -8,8 +8,9 @@ from typing import Any
 import datasets
 import pytest
 
-from finetune.data.rows import Conversation, LossOn, Message, read_conversations
+from finetune.data.rows import Conversation, LossOn, Message
 from finetune.errors import DataError
+from tests.conversations import read_conversations
 
 
 def read(

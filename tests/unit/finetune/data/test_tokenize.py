@@ -6,10 +6,10 @@ from tokenizers.normalizers import Prepend
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerBase
 
-from finetune.data.rows import Conversation, LossOn, read_conversations
+from finetune.data.rows import Conversation, LossOn
 from finetune.data.tokenize import IGNORE_INDEX, Example, encode, prompt_ids, render_prompt
 from finetune.errors import DataError
-from tests.conversations import talk
+from tests.conversations import read_conversations, talk
 from tests.doubles import CHAT_TEMPLATE, thinking_tokenizer, tiny_tokenizer
 
 ROOT = Path(__file__).parents[4]

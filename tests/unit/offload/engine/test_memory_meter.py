@@ -1,8 +1,6 @@
 import ctypes
 import mmap
 import os
-import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +9,6 @@ import torch
 from offload.engine.host.mapping import aligned_empty, map_file
 from offload.engine.memory_meter import (
     Arena,
-    HeldPeak,
     held_bytes,
     resident_bytes,
     torch_pinned_bytes,
@@ -45,30 +42,6 @@ def test_pages_of_a_mapped_file_are_not_held(tmp_path: Path) -> None:
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as area:
         assert area[:: mmap.PAGESIZE].count(b"x") == 32 * MIB // mmap.PAGESIZE
         assert held_bytes() - before < SLACK_BYTES
-
-
-def test_a_peak_inside_the_block_is_seen_after_it_has_gone() -> None:
-    with HeldPeak() as peak:
-        with mmap.mmap(-1, 64 * MIB) as area:
-            fill(area)
-            time.sleep(0.05)
-        after_bytes = held_bytes()
-    assert after_bytes - peak.start_bytes < SLACK_BYTES
-    assert peak.peak_bytes - peak.start_bytes == pytest.approx(64 * MIB, abs=SLACK_BYTES)
-
-
-def test_what_is_held_when_a_block_ends_counts_however_short_the_block() -> None:
-    with HeldPeak() as peak:
-        kept = mmap.mmap(-1, 64 * MIB)
-        fill(kept)
-    assert peak.peak_bytes - peak.start_bytes >= 64 * MIB - SLACK_BYTES
-    kept.close()
-
-
-def test_a_block_that_fails_leaves_no_thread_behind() -> None:
-    with pytest.raises(KeyError), HeldPeak():
-        raise KeyError
-    assert not [thread for thread in threading.enumerate() if thread.name == "sluice-meter"]
 
 
 @pytest.mark.skipif(torch.cuda.is_initialized(), reason="there is a CUDA device in use")

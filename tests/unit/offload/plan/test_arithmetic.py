@@ -15,7 +15,6 @@ from offload.plan.machine.machine import GIB, Machine, Rate, named_machine
 from offload.plan.memory.memory import MemoryTerm, total_bytes
 from offload.plan.time.costs import price
 from offload.plan.time.roofline import (
-    all_gather_bytes,
     attention_flops,
     elementwise,
     gemm,
@@ -157,7 +156,7 @@ def memory_bound_s(facts: ModelFacts, *, num_tokens: int, mlp_width: int) -> flo
 
 
 def gathered_bytes(facts: ModelFacts) -> int:
-    return all_gather_bytes(num_parameters=facts.layers[0].num_parameters, dtype_bytes=BF16)
+    return facts.layers[0].num_parameters * BF16
 
 
 @pytest.mark.parametrize(

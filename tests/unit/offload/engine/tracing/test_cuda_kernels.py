@@ -10,7 +10,6 @@ from offload.engine.tracing.cuda_kernels import (
     Capability,
     CudaKernels,
     attention_kernel,
-    cublas_bytes,
 )
 from offload.engine.tracing.tracer import Tracer
 
@@ -98,8 +97,3 @@ def test_softmax_in_fp32_of_half_scores_is_one_kernel() -> None:
         weights = F.softmax(scores, dim=-1, dtype=torch.float32)
     assert weights.dtype == torch.float32
     assert memory.peak_bytes == 2 * S * S + 4 * S * S
-
-
-def test_a_workspace_of_cublas_is_8_mib_and_an_eighth_before_hopper() -> None:
-    assert cublas_bytes((8, 9)) == 8.125 * 2**20
-    assert cublas_bytes((9, 0)) == 32 * 2**20

@@ -8,7 +8,6 @@ from offload.plan.schedule.schedule import (
     Order,
     TransferSizes,
     cold_ring,
-    training_schedule,
     warm_ring,
 )
 from offload.plan.schedule.simulate import simulate
@@ -16,6 +15,7 @@ from offload.plan.schedule.timeline import Timeline
 from offload.plan.step import duration_of
 from offload.plan.time.bounds import r3_bound_s
 from offload.plan.time.costs import Costs, LayerCost
+from tests.schedules import training_schedule
 
 
 def schedule(*, num_slots: int, num_micro_batches: int, order: Order = Order.LAYER_MAJOR):

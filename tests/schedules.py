@@ -1,0 +1,33 @@
+"""Schedules as most tests want them."""
+
+from offload.plan.schedule.passes import Passes
+from offload.plan.schedule.residency import NOTHING_SAVED, Saved
+from offload.plan.schedule.schedule import Order, Ring, Schedule, TransferSizes, step_schedule
+
+
+def training_schedule(
+    sizes: TransferSizes,
+    *,
+    ring: Ring,
+    num_micro_batches: int,
+    order: Order,
+    trains_front: bool,
+    input_bytes: tuple[int, ...],
+    num_kept_graphs: int = 0,
+    saved: Saved = NOTHING_SAVED,
+) -> Schedule:
+    """List the ops of one optimizer step of one run without an objective; see `step_schedule`.
+
+    Returns:
+        The schedule; from a warm ring in layer-major order it has 2 * (L - C) loads.
+    """
+    return step_schedule(
+        sizes,
+        ring=ring,
+        runs=(Passes(num_trained=num_micro_batches, has_objective=False),),
+        order=order,
+        trains_front=trains_front,
+        input_bytes=input_bytes,
+        num_kept_graphs=num_kept_graphs,
+        saved=saved,
+    )
