@@ -51,3 +51,11 @@ JsonLogs = Annotated[
     bool, typer.Option("--json-logs", help="Print a JSON object a line, one for each step.")
 ]
 AsMarkdown = Annotated[bool, typer.Option("--markdown", help="Print the table as Markdown.")]
+Temperature = Annotated[
+    float, typer.Option(min=0, help="0 takes the most probable token, more draws one.")
+]
+TopK = Annotated[int | None, typer.Option(min=1, help="Draw from so many tokens.")]
+TopP = Annotated[
+    float | None, typer.Option(min=0, max=1, help="Draw from tokens of this probability.")
+]
+DrawSeed = Annotated[int | None, typer.Option(min=0, help="Of the draws; 0 if not given.")]

@@ -1,7 +1,7 @@
 """Commands that predict, measure and check before anything trains."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -21,9 +21,6 @@ from finetune.cli.console import open_console, print_text, show, warn
 from finetune.env import launch
 from finetune.errors import ConfigError
 from finetune.exits import EXIT_USER, explained
-
-if TYPE_CHECKING:
-    pass
 
 
 def plan(

@@ -5,7 +5,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from finetune.cli.arguments import AsJson, MachineFile, Overrides, Source
+from finetune.cli.arguments import (
+    AsJson,
+    DrawSeed,
+    MachineFile,
+    Overrides,
+    Source,
+    Temperature,
+    TopK,
+    TopP,
+)
 from finetune.cli.console import (
     open_console,
     open_errors,
@@ -58,14 +67,10 @@ def generate(
     *,
     prompt: Annotated[str, typer.Option(help="What to ask.")],
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 64,
-    temperature: Annotated[
-        float, typer.Option(min=0, help="0 takes the most probable token, more draws one.")
-    ] = 0.0,
-    top_k: Annotated[int | None, typer.Option(min=1, help="Draw from so many tokens.")] = None,
-    top_p: Annotated[
-        float | None, typer.Option(min=0, max=1, help="Draw from tokens of this probability.")
-    ] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Of the draws; 0 if not given.")] = None,
+    temperature: Temperature = 0.0,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    seed: DrawSeed = None,
     stop: Annotated[list[str] | None, typer.Option(help="A text that ends the answer.")] = None,
 ) -> None:
     """Answer a prompt with a finished run's adapter."""
@@ -92,14 +97,10 @@ def chat(
         bool, typer.Option("--compare", help="Let the base answer too, without the adapter.")
     ] = False,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 256,
-    temperature: Annotated[
-        float, typer.Option(min=0, help="0 takes the most probable token, more draws one.")
-    ] = 0.0,
-    top_k: Annotated[int | None, typer.Option(min=1, help="Draw from so many tokens.")] = None,
-    top_p: Annotated[
-        float | None, typer.Option(min=0, max=1, help="Draw from tokens of this probability.")
-    ] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Of the draws; 0 if not given.")] = None,
+    temperature: Temperature = 0.0,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    seed: DrawSeed = None,
 ) -> None:
     """Talk with a finished run's model; it remembers what was said."""
     with explained(str(run_dir)):

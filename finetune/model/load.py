@@ -2,14 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from finetune.errors import reading_config
 from finetune.model.attention import compute_exactly
 from finetune.model.checkpoint import is_loaded, load_published, model_around
 from finetune.model.store import layer_store
 from offload.plan.facts.codec import CodecName
-from offload.plan.machine.machine import ExpertsImplementation
+from offload.plan.machine.machine import ExpertsImplementation, Tier
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -47,7 +47,7 @@ def load_model(
     codec: CodecName,
     device: str,
     seed: int,
-    tier: Literal["ram", "disk"],
+    tier: Tier,
     experts_implementation: ExpertsImplementation | None,
     make_slab: "Callable[[Sequence[Record]], Slab] | None" = None,
     on_put: "OnPut" = lambda _done, _all: None,

@@ -21,7 +21,7 @@ from offload.plan.facts.facts import ModelFacts
 from offload.plan.facts.workload import EmbeddingPlace
 from offload.plan.fit import MemoryNeeds
 from offload.plan.machine.cards import CARDS
-from offload.plan.machine.machine import CARD_NAMES, GIB, Dtype, Machine
+from offload.plan.machine.machine import CARD_NAMES, GIB, Dtype, Machine, Tier
 from offload.plan.what_if.option import plan_anyway
 
 Codec = Literal["auto"] | CodecName
@@ -63,7 +63,7 @@ class Comparison:
     model: str
     machine: str
     codec: CodecName
-    tier: Literal["ram", "disk"]
+    tier: Tier
     stash: Literal["device", "host"]
     embeddings: EmbeddingPlace
     short: tuple[str, ...]

@@ -1,6 +1,6 @@
 """Rules of the objective: settings that its method reads, and what it cannot be combined with."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import get_args
 
 from finetune.recipe.breach import Allowed, Breach, breaches
@@ -170,8 +170,7 @@ def _broken_format_rules(recipe: Settings) -> Iterator[Breach]:
 
 def _broken_row_rules(recipe: Settings) -> Iterator[Breach]:
     """Settings of rows that are repeated say nothing of rows that are compared."""
-    method = recipe.objective.method
-    for field, value, is_possible, limit, fix in (
+    rules = (
         (
             "data.too_long",
             recipe.data.too_long,
@@ -200,11 +199,24 @@ def _broken_row_rules(recipe: Settings) -> Iterator[Breach]:
             "samples are scored against the one right answer of a row",
             "leave it out; held-out rows are scored with `output.eval_every`",
         ),
-    ):
+    )
+    yield from _impossible(recipe, rules)
+
+
+def _impossible(
+    recipe: Settings, rules: Iterable[tuple[str, object, bool, str, str]]
+) -> Iterator[Breach]:
+    """Yield the settings that the objective's method does not allow.
+
+    Args:
+        recipe: The settings.
+        rules: A field, its value, whether that is possible, why not, and how to fix it.
+    """
+    for field, value, is_possible, limit, fix in rules:
         if not is_possible:
             yield Breach(
                 field=field,
-                what=f"{field} is {value} and objective.method is {method}",
+                what=f"{field} is {value} and objective.method is {recipe.objective.method}",
                 limit=limit,
                 hint=fix,
                 reads=_METHOD,
@@ -236,7 +248,7 @@ def _broken_head_rules(recipe: Settings) -> Iterator[Breach]:
     if right == "tokens":
         return
     coefficient = recipe.train.router_loss_coef
-    for field, value, is_possible, limit, fix in (
+    rules = (
         (
             "data.too_long",
             recipe.data.too_long,
@@ -258,15 +270,8 @@ def _broken_head_rules(recipe: Settings) -> Iterator[Breach]:
             "transformers' classification has no router loss",
             "leave it out",
         ),
-    ):
-        if not is_possible:
-            yield Breach(
-                field=field,
-                what=f"{field} is {value} and objective.method is {method}",
-                limit=limit,
-                hint=fix,
-                reads=_METHOD,
-            )
+    )
+    yield from _impossible(recipe, rules)
 
 
 def broken_probe_rules(recipe: Settings) -> Iterator[Breach]:

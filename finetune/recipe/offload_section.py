@@ -6,7 +6,7 @@ from pydantic import Field
 
 from finetune.recipe.section import Section
 from offload.plan.facts.codec import CodecName
-from offload.plan.machine.machine import GIB
+from offload.plan.machine.machine import GIB, Tier
 
 
 class OffloadSection(Section):
@@ -86,7 +86,7 @@ class OffloadSection(Section):
         return "native" if self.codec == "auto" else self.codec
 
     @property
-    def load_tier(self) -> Literal["ram", "disk"]:
+    def load_tier(self) -> Tier:
         """The tier that the layers are loaded to."""
         return "disk" if self.tier == "disk" else "ram"
 

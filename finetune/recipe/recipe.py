@@ -21,6 +21,7 @@ from finetune.recipe.rules import broken_rules
 from finetune.recipe.sections import Settings
 from offload.plan.facts.codec import CodecName
 from offload.plan.facts.trainable import SCORE
+from offload.plan.machine.machine import Tier
 
 # ---------------------------------------------------------------------------------------------
 # The recipe and its rules
@@ -118,10 +119,10 @@ def with_offload(
     recipe: Recipe,
     *,
     codec: Literal["auto"] | CodecName | None = None,
-    tier: Literal["ram", "disk"] | None = None,
+    tier: Tier | None = None,
     head_chunk: Literal["auto"] | int | None = None,
     mlp_chunk: Literal["auto", "whole"] | int | None = None,
-    states: Literal["ram", "disk"] | None = None,
+    states: Tier | None = None,
     embeddings: Literal["auto", "device", "host"] | None = None,
 ) -> Recipe:
     """Return the recipe with other settings of `offload`; None keeps the recipe's own."""

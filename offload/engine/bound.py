@@ -12,7 +12,7 @@ from torch import nn
 from offload.engine.executor import Executor
 from offload.engine.host.mapping import aligned_empty
 from offload.engine.host.stash import Stash
-from offload.engine.host.weights import HostWeights, Tier
+from offload.engine.host.weights import HostWeights
 from offload.engine.host_gradients import HostGradients, LateUpdates
 from offload.engine.memory_meter import Arena
 from offload.engine.model import placement
@@ -23,6 +23,7 @@ from offload.engine.streams import Device
 from offload.errors import OffloadError
 from offload.plan.facts.codec import CodecName
 from offload.plan.facts.workload import EmbeddingPlace
+from offload.plan.machine.machine import Tier
 from offload.plan.memory.memory import SENT, STASH
 from offload.plan.plan import Plan
 from offload.plan.schedule.residency import Residency

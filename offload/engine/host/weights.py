@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, closing
 from functools import partial
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -32,13 +32,12 @@ from offload.engine.host.store import Store
 from offload.engine.host.store_writer import StoreWriter
 from offload.engine.memory_meter import Arena
 from offload.errors import OffloadError
+from offload.plan.machine.machine import Tier
 from offload.plan.memory.memory import ROWS, SLAB, STAGING
 from offload.plan.schedule.schedule import NUM_STAGING, PIECE_BYTES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-Tier = Literal["ram", "disk"]
 
 
 class HostWeights:

@@ -18,6 +18,8 @@ MIN_RATE, MAX_RATE, MAX_BYTES = 1e-15, 1e30, 2**60
 # Expert kernels, by the names of transformers; `triton` is this project's own.
 ExpertsImplementation = Literal["eager", "grouped_mm", "triton"]
 Dtype = Literal["bfloat16", "float16", "float32"]
+Tier = Literal["ram", "disk"]
+"""Where what waits outside of device memory is."""
 DTYPE_BYTES: Mapping[str, Literal[2, 4]] = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
