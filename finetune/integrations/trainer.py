@@ -83,8 +83,9 @@ class SluiceTrainer(Trainer):
 
     def detach(self) -> None:
         """Give the model back as a plain one, with its trained adapter; the Trainer is done."""
+        model: Any = self.model
         self.engine.detach()
-        compute_by_peft(self.model)
+        compute_by_peft(model)
 
     # ------------------------------------------------------------------------------------ placement
 
