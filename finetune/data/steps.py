@@ -31,8 +31,7 @@ from finetune.objective.step_rows import StepRows
 from finetune.processes import prepare_worker, process_context
 
 _PREFETCH_STEPS = 2
-_FIELDS = ("input_ids", "labels", "attention_mask")
-_PACKED_FIELDS = ("input_ids", "labels")
+_FIELDS = ("input_ids", "labels")
 MicroBatch = dict[str, torch.Tensor]
 
 
@@ -107,6 +106,7 @@ class Steps:
         own: Which of so many micro-batches of a step are this rank's.
         pad_token_id: Token that pads rows.
         comparison: What an objective compares; None where each row is learned by itself.
+        is_masked: Whether the model gets an attention mask for padding.
     """
 
     rows: ExampleSet
@@ -115,6 +115,7 @@ class Steps:
     own: Callable[[int], tuple[int, ...]]
     pad_token_id: int
     comparison: Comparison | None = None
+    is_masked: bool = False
 
     @classmethod
     def of(
@@ -227,9 +228,22 @@ class Steps:
             at += math.prod(shape)
         return self._share(layout, batches)
 
+    def padded_batch(self, examples: Sequence[Example]) -> MicroBatch:
+        """Return rows as a micro-batch, with an attention mask only if the model needs it.
+
+        Rows are padded on the right and padding has no label, so with causal attention the mask
+        cannot change the loss. It would only have to be materialised and select a slower kernel.
+        """
+        batch = collate(examples, pad_token_id=self.pad_token_id)
+        return {name: batch[name] for name in self._padded_fields}
+
+    @property
+    def _padded_fields(self) -> tuple[str, ...]:
+        return (*_FIELDS, "attention_mask") if self.is_masked else _FIELDS
+
     @property
     def _fields(self) -> tuple[str, ...]:
-        return _PACKED_FIELDS if isinstance(self.order, PackedOrder) else _FIELDS
+        return _FIELDS if isinstance(self.order, PackedOrder) else self._padded_fields
 
     def _layout(self, rows: tuple[int, ...]) -> Layout:
         lens = tuple(int(self.order.lengths[row]) for row in rows)
@@ -259,7 +273,7 @@ class Steps:
     def _collated(self, parts: Sequence[Sequence[Example]]) -> list[MicroBatch]:
         if isinstance(self.order, PackedOrder):
             return [collate_packed(part) for part in parts]
-        return [collate(part, pad_token_id=self.pad_token_id) for part in parts]
+        return [self.padded_batch(part) for part in parts]
 
     def _share(self, layout: Layout, batches: Sequence[MicroBatch]) -> StepShare:
         own, own_scored = self.own(len(layout.parts)), self._own_scored(layout)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from finetune.data.dataset import ExampleSet
-from finetune.data.steps import Steps, StepShare, collate
+from finetune.data.steps import Steps, StepShare
 from finetune.errors import RunFailedError
 from finetune.model.overflow import first_overflow
 from finetune.objective.features import Features, PassThrough
@@ -164,7 +164,6 @@ class Loop:
         engine: StepEngine,
         update: Update,
         train: TrainSection,
-        is_masked: bool,
         num_steps: int,
         ranks: Ranks,
         objectives: Objectives | None = None,
@@ -181,7 +180,6 @@ class Loop:
             engine: Of the model.
             update: Of what trains, with a fresh optimizer.
             train: Settings of training.
-            is_masked: Whether the model gets an attention mask for padding.
             num_steps: Of the run.
             ranks: The processes that share each step.
             objectives: The losses of steps; None for cross-entropy.
@@ -192,7 +190,6 @@ class Loop:
         self._model = model
         self._engine = engine
         self._update = update
-        self._is_masked = is_masked
         self._train = train
         self._num_steps = num_steps
         self._ranks = ranks
@@ -307,13 +304,13 @@ class Loop:
         return self.complete(request, (yield request))
 
     def validation_loss(
-        self, examples: ExampleSet, *, pad_token_id: int, progress: Progress = unseen
+        self, examples: ExampleSet, *, steps: Steps, progress: Progress = unseen
     ) -> float:
         """Return the mean loss over the label tokens of all held-out rows, shared by the ranks.
 
         Args:
             examples: The rows.
-            pad_token_id: What short rows are filled with.
+            steps: Of the run; they make micro-batches of rows.
             progress: Called with the rows that are done, and all.
 
         Raises:
@@ -329,7 +326,7 @@ class Loop:
                     if not isinstance(self._engine, Engine):
                         self._engine.forward(None)
                     continue
-                result = self._engine.forward(self._shown(collate(rows, pad_token_id=pad_token_id)))
+                result = self._engine.forward(steps.padded_batch(rows))
                 loss_sum += result.loss_sum
                 num_label_tokens += result.num_label_tokens
                 progress(min(start + size * self._ranks.num, len(examples)), len(examples))
@@ -359,9 +356,9 @@ class Loop:
                 share = held_out.share_of(rows)
                 assert share.rows is not None
                 result = self._streamed.evaluate(
-                    [self._shown(batch) for batch in share.micro_batches],
+                    share.micro_batches,
                     objective=self._objectives.of_held_out(share.rows),
-                    scored=[self._shown(batch) for batch in share.scored],
+                    scored=share.scored,
                 )
                 found[number] = (
                     self._objectives.weight(
@@ -399,7 +396,7 @@ class Loop:
                     continue
                 logps = RowLogps()
                 batches = steps.share_of(rows).micro_batches
-                self._streamed.evaluate([self._shown(batch) for batch in batches], objective=logps)
+                self._streamed.evaluate(batches, objective=logps)
                 found[list(steps.in_order(rows))] = logps.sums_R.numpy()
         return np.asarray(sum(self._ranks.exchange(found)))
 
@@ -423,9 +420,7 @@ class Loop:
         with self._evaluated(), self._head.on():
             for _, rows in parts_of(steps):
                 outputs, batches = HeadOutputs(), steps.share_of(rows).micro_batches
-                self._streamed.evaluate(
-                    [self._shown(batch) for batch in batches], objective=outputs
-                )
+                self._streamed.evaluate(batches, objective=outputs)
                 lens = rows_of_labels(batches, is_shifted=False)[0].bincount()
                 found.add(steps.in_order(rows), lens.tolist(), outputs.outputs_NC)
                 done += len(rows)
@@ -460,10 +455,10 @@ class Loop:
     ) -> Request:
         start_s = time.perf_counter()
         run = RunStep(
-            micro_batches=[self._shown(batch) for batch in share.micro_batches],
+            micro_batches=share.micro_batches,
             adapter=self._adapter,
             objective=self._objective_of(share),
-            scored=[self._shown(batch) for batch in share.scored],
+            scored=share.scored,
             dropout_seed=dropout_seed,
             seeding=self.seeding,
             num_label_tokens=share.num_label_tokens,
@@ -529,14 +524,6 @@ class Loop:
             return None
         assert share.rows is not None
         return self._objectives.of_step(share.rows)
-
-    def _shown(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Drop the attention mask unless the model needs it.
-
-        Rows are padded on the right and padding has no label, so with causal attention the mask
-        cannot change the loss. It would only have to be materialised and select a slower kernel.
-        """
-        return {k: v for k, v in batch.items() if self._is_masked or k != "attention_mask"}
 
     def _require_finite(self, name: str, loss: float, grad_norm: float) -> None:
         """Stop before an update that would ruin the weights and, in time, every checkpoint."""

@@ -128,9 +128,7 @@ class Session:
                 return self.loop.validation(self.held_out, progress=progress)
             rows = self.rows.held_out
             assert rows is not None, "a rule of recipes"
-            loss = self.loop.validation_loss(
-                rows, pad_token_id=self.steps.pad_token_id, progress=progress
-            )
+            loss = self.loop.validation_loss(rows, steps=self.steps, progress=progress)
             return Evaluation(loss=loss, metrics={})
 
     def with_references(self) -> "Session":
@@ -393,12 +391,12 @@ def attached(
 ) -> Session:
     """Return a run on the engine of its model, with a fresh optimizer."""
     recipe, model = run.recipe, adapted.model
+    steps = replace(steps, is_masked=plan.request.is_masked)
     loop = Loop(
         model=model,
         engine=engine,
         update=_update(run, model, engine),
         train=recipe.train,
-        is_masked=plan.request.is_masked,
         num_steps=steps.num,
         ranks=run.ranks,
         objectives=None

@@ -98,7 +98,6 @@ def loop_of(
         engine=engine,
         update=FullUpdate(engine, train=train, matrices=matrices, states_dir=states_dir),
         train=train,
-        is_masked=False,
         num_steps=1000,
         ranks=Ranks(),
     )

@@ -113,7 +113,6 @@ def ours(model: nn.Module, steps: Sequence[Sequence[Batch]]) -> Run:
             adapters.trained(model), train=train, loraplus_ratio=None, ranks=Ranks()
         ),
         train=train,
-        is_masked=False,
         num_steps=NUM_STEPS,
         ranks=Ranks(),
     )

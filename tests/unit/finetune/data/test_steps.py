@@ -3,6 +3,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,7 @@ def steps_of(
         sizes=StepSizes.of(order, examples),
         own=partial(ids_of_all_steps, micro_batch_ids),
         pad_token_id=0,
+        is_masked=True,
     )
 
 
@@ -188,6 +190,17 @@ def test_the_loader_gives_the_collated_rows_of_each_step(examples: ExampleSet) -
                 assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
             assert batch.wait_s >= 0
     assert batch.step == 5
+
+
+@pytest.mark.parametrize("is_masked", [True, False])
+def test_a_model_is_told_of_padding_only_where_its_loss_counts_tokens(
+    is_masked: bool, examples: ExampleSet
+) -> None:
+    steps = replace(steps_of(examples), is_masked=is_masked)
+    names = {"input_ids", "labels", *(["attention_mask"] if is_masked else [])}
+    assert set(steps.padded_batch(examples[:2])) == names
+    with StepLoader(steps, first_step=0, num_workers=0) as loaded:
+        assert all(set(one) == names for batch in loaded for one in batch.share.micro_batches)
 
 
 def test_the_loaders_of_two_ranks_have_the_step_between_them(examples: ExampleSet) -> None:

@@ -1,7 +1,9 @@
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 import offload
 from finetune.adapter import lora as adapters
 from finetune.adapter.linear_lora import is_trained_whole
-from finetune.data.steps import StepShare
+from finetune.data.steps import StepShare, collate
 from finetune.data.tokenize import Example
 from finetune.errors import FinetuneError
 from finetune.recipe.sections import AdapterSection, TrainSection
@@ -50,7 +52,6 @@ def make_loop(
     section: AdapterSection = PLAIN,
     loraplus_ratio: float | None = None,
     lr: float = 0.1,
-    is_masked: bool = False,
     scaling: LossScale | None = None,
     largest: float | None = None,
 ) -> tuple[Loop, dict[str, torch.nn.Parameter]]:
@@ -77,7 +78,6 @@ def make_loop(
             rounded={name for name in trained if rounds and not is_trained_whole(name)},
         ),
         train=train,
-        is_masked=is_masked,
         num_steps=4,
         ranks=Ranks(),
         scaling=scaling,
@@ -88,10 +88,7 @@ def make_loop(
 def batches(width: int) -> StepShare:
     ids = torch.randint(0, 32, (2, 2, width), generator=torch.Generator().manual_seed(width))
     return StepShare(
-        micro_batches=tuple(
-            {"input_ids": rows, "labels": rows, "attention_mask": torch.ones_like(rows)}
-            for rows in ids
-        ),
+        micro_batches=tuple({"input_ids": rows, "labels": rows} for rows in ids),
         micro_batch_ids=(0, 1),
         num_tokens=4 * width,
         num_label_tokens=4 * (width - 1),
@@ -244,14 +241,6 @@ def test_a_rehearsal_times_other_steps_while_there_is_time(
     assert seen == widths
 
 
-@pytest.mark.parametrize("is_masked", [True, False])
-def test_a_model_is_told_of_padding_only_where_its_loss_counts_tokens(is_masked: bool) -> None:
-    loop, _ = make_loop(is_masked=is_masked)
-    seen = [set(batch) for batch in loop.request(0, batches(8)).run.micro_batches]
-    names = {"input_ids", "labels", *(["attention_mask"] if is_masked else [])}
-    assert seen == [names, names]
-
-
 def test_a_run_of_one_step_is_rehearsed_with_it() -> None:
     loop, _ = make_loop()
     assert loop.rehearse(batches(20), [batches(8)]).num_tokens == batches(8).num_tokens
@@ -316,16 +305,22 @@ def test_what_trains_takes_the_bytes_that_the_plan_says(
     assert planned["gradients"] == sum(4 * weight.numel() for weight in loop.weights.values())
 
 
+def without_mask(examples: Sequence[Example]) -> dict[str, torch.Tensor]:
+    batch = collate(examples, pad_token_id=0)
+    return {name: batch[name] for name in ("input_ids", "labels")}
+
+
 def test_a_held_out_loss_that_is_not_finite_is_an_error() -> None:
     loop, parameters = make_loop()
     ids = np.array([1, 2, 3], np.int32)
     row = Example(input_ids=ids, labels=ids, source="rows.jsonl:1", is_truncated=False)
     rows: Any = [row, row]
-    assert math.isfinite(loop.validation_loss(rows, pad_token_id=0))
+    steps: Any = SimpleNamespace(padded_batch=without_mask)
+    assert math.isfinite(loop.validation_loss(rows, steps=steps))
     # of the MLP: torch's attention on CPUs with AVX-512 gives 0 where a query of few tokens is NaN
     next(p for name, p in parameters.items() if "down_proj" in name).data.fill_(torch.inf)
     with pytest.raises(FinetuneError, match=r"held-out rows is nan;(.|\n)*`train.lr: 2.5e-02`"):
-        loop.validation_loss(rows, pad_token_id=0)
+        loop.validation_loss(rows, steps=steps)
 
 
 HALF = adapter(targets=["q_proj", "v_proj", "down_proj"])
