@@ -19,12 +19,11 @@ from offload.plan.facts.optimizer import (
 )
 from offload.plan.facts.trainable import trained_tensor_shapes
 from offload.plan.facts.workload import Workload
-from offload.plan.machine.machine import Machine
+from offload.plan.machine.machine import MIB, Machine
 from offload.plan.memory.memory import (
     DATA_WORKERS,
     EMBEDDINGS,
     HOST_TEMPORARIES,
-    MIB,
     OTHER_RANKS,
     PAGED_STATES,
     ROWS,

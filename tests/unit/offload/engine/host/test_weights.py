@@ -10,9 +10,9 @@ from offload.engine.host import mempolicy, numa, pagelock
 from offload.engine.host.numa import HostPlace
 from offload.engine.host.pinned_blocks import HostBlocks
 from offload.engine.host.stash import Stash
-from offload.engine.host.weights import HostWeights, Tier
+from offload.engine.host.weights import HostWeights
 from offload.errors import TransferError
-from offload.plan.machine.machine import GIB
+from offload.plan.machine.machine import GIB, Tier
 from tests.doubles import FakeLocker
 
 CPU = torch.device("cpu")
