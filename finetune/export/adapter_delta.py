@@ -129,7 +129,7 @@ def _adapted(model: PreTrainedModel, adapter: Path) -> PeftModel:
         raise MergeError(
             f"{adapter} is of type {config.peft_type}",
             limit=f"{', '.join(KINDS)} can be merged",
-            hint="load it beside its base with peft",
+            hint="load it on its base with peft",
         )
     config.inference_mode = True
     with _put_on_base(adapter), warnings.catch_warnings():

@@ -51,14 +51,14 @@ class BaseWeights:
         """Return whether a tensor's bytes are those of the file."""
         return name not in self._packed
 
-    def read(self, name: str, first: int = 0, behind: int | None = None) -> torch.Tensor:
-        """Return a tensor, or its rows from `first` up to, not including, `behind`.
+    def read(self, name: str, first: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Return a tensor, or its rows from `first` up to, not including, `stop`.
 
         Raises:
             ModelError: Its type is not known, or the file ends too early.
         """
         if name in self._packed:
-            return self._packed[name].read()[first:behind]
+            return self._packed[name].read()[first:stop]
         place = self._places[name]
         if place.spec.dtype not in DTYPES:
             raise ModelError(
@@ -66,7 +66,7 @@ class BaseWeights:
                 limit=f"the types that can be merged into are {', '.join(DTYPES)}",
                 hint="name the model in bfloat16 as the base",
             )
-        return read_tensor(place, first, behind)
+        return read_tensor(place, first, stop)
 
     def raw(self, name: str) -> Iterator[bytes]:
         """Return a tensor's bytes in pieces, as they are in the file."""

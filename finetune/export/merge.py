@@ -185,11 +185,8 @@ class _Writer:
         step = max(1, PIECE_ELEMENTS * num_rows // _num_elements(spec))
         whole = None if self._published.is_copied(name) else self._published.read(name)
         for first in range(0, num_rows, step):
-            behind = min(first + step, num_rows)
-            if whole is None:
-                values = self._published.read(name, first, behind)
-            else:
-                values = whole[first:behind]
+            stop = min(first + step, num_rows)
+            values = self._published.read(name, first, stop) if whole is None else whole[first:stop]
             merged = self._changes.merged(parameter, values, first_row=first)
             self._shards.write(name, merged, first_row=first)
 

@@ -42,7 +42,7 @@ def merge_run(run_dir: Path, out: Path, *, progress: Progress | None = None) -> 
         return merged
     name, error = rounding
     note = (
-        f"The adapter was trained beside weights that were rounded to {recipe.offload.codec}"
+        f"The adapter was trained with weights that were rounded to {recipe.offload.codec}"
         f" ({name} by {100 * error:.2g} % of its norm), and is merged into the published ones:"
         " what it learned to make up for that rounding is now too much. Compare the two before you"
         " use it."

@@ -155,14 +155,14 @@ def _places(header: Mapping[str, Any], file: Path, start: int, file_bytes: int) 
     end = start
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         dtype, shape = entry["dtype"], tuple(entry["shape"])
-        begin, behind = (start + offset for offset in entry["data_offsets"])
+        begin, stop = (start + offset for offset in entry["data_offsets"])
         is_sized = dtype in DTYPES
-        num_bytes = math.prod(shape) * DTYPES[dtype].itemsize if is_sized else behind - begin
-        if begin != end or behind - begin != num_bytes or behind > file_bytes:
+        num_bytes = math.prod(shape) * DTYPES[dtype].itemsize if is_sized else stop - begin
+        if begin != end or stop - begin != num_bytes or stop > file_bytes:
             raise ValueError(f"{name} is not where its header says")
         spec = Spec(dtype=dtype, shape=shape, num_bytes=num_bytes)
         places[name] = Place(file=file, begin=begin, spec=spec)
-        end = behind
+        end = stop
     if end != file_bytes:
         raise ValueError(f"{file_bytes - end} bytes after its tensors")
     return places

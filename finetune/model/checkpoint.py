@@ -133,13 +133,13 @@ def _named_errors(path: str) -> Iterator[None]:
         if isinstance(error, MemoryError) or "allocate memory" in str(error):
             raise ModelError(
                 f"model.path: {path} cannot be loaded: there is no memory left for one tensor more",
-                limit="loading takes about twice the largest tensor beside what the layers take",
+                limit="loading takes about twice the largest tensor in addition to the layers",
                 hint="free memory, or let layers wait in fewer bytes: `offload.codec: nf4`",
             ) from error
         raise ModelError(
             f"model.path: {path} cannot be loaded: {str(error).splitlines()[0]}",
             limit="it must hold config.json and safetensors weights of a causal language model",
-            hint="check `model.path`; an interrupted download is mended by downloading again",
+            hint="check `model.path`; if a download was interrupted, download the model again",
         ) from error
 
 

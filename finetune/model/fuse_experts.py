@@ -67,10 +67,10 @@ def _require_alike(
     most = max(kinds, key=lambda pattern: len(kinds[pattern]))
     ending = most.rpartition("*")[2]
     for pattern in patterns:
-        behind = list(kinds[most])[len(kinds.get(pattern, {})) :]
-        if behind:
+        missing = list(kinds[most])[len(kinds.get(pattern, {})) :]
+        if missing:
             own_ending = pattern.rpartition("*")[2]
-            names = [name.removesuffix(ending) + own_ending for name in behind]
+            names = [name.removesuffix(ending) + own_ending for name in missing]
             raise unmatched(path, "lacks", names)
 
 

@@ -24,13 +24,13 @@ class Breach:
 
 
 Allowed = tuple[str, object, bool, str, str]
-"""A field beside a setting: its path, its value, whether that is possible, the limit, the fix."""
+"""A field with a setting: its path, its value, whether that is possible, the limit, the fix."""
 
 
 def breaches(
     rules: Iterable[Allowed], *, setting: str, value: object, instead: str = ""
 ) -> Iterator[Breach]:
-    """Yield a breach for each field whose value is not possible beside a setting.
+    """Yield a breach for each field whose value is not possible with a setting.
 
     Args:
         rules: The fields.

@@ -284,33 +284,33 @@ def _check(draft: Draft) -> Recipe | None:
     for name in sections():
         if draft.values.get(name) is None:
             draft.values[name] = {}  # absent, or all of its settings are commented out
-    mended: set[str] = set()
+    fixed: set[str] = set()
     while True:
         try:
             return Recipe.model_validate(draft.values)
         except ValidationError as error:
             details = error.errors(include_url=False)
         if details[0]["type"] == "rules":
-            _note_breaches(draft, details[0]["ctx"]["breaches"], mended)
+            _note_breaches(draft, details[0]["ctx"]["breaches"], fixed)
             return None
         for detail in details:
             if detail["loc"][:2] == ("data", "mix") and len(detail["loc"]) > 2:
-                _note_wrong_source(draft, detail["loc"][2:], detail["input"], mended)
+                _note_wrong_source(draft, detail["loc"][2:], detail["input"], fixed)
                 continue
             section_name, key = ["", *map(str, detail["loc"][:2])][-2:]
             path = f"{section_name}.{key}" if section_name else key
             if detail["type"] == "extra_forbidden":
                 _note_unknown(draft, section_name, key)
-            elif path not in mended:
-                mended.add(path)
+            elif path not in fixed:
+                fixed.add(path)
                 _note_wrong(draft, path)
 
 
-def _note_breaches(draft: Draft, breaches: Sequence[Breach], mended: set[str]) -> None:
+def _note_breaches(draft: Draft, breaches: Sequence[Breach], fixed: set[str]) -> None:
     """Note the broken rules, except those that read a setting or a section that was fixed."""
     for breach in breaches:
         read = {breach.field, breach.field.partition(".")[0], *breach.reads}
-        if mended.isdisjoint(read):
+        if fixed.isdisjoint(read):
             draft.add_problem(
                 draft.place(breach.field), breach.what, limit=breach.limit, hint=breach.hint
             )
@@ -344,7 +344,7 @@ def _note_wrong(draft: Draft, path: str) -> None:
 
 
 def _note_wrong_source(
-    draft: Draft, place: Sequence[int | str], value: Any, mended: set[str]
+    draft: Draft, place: Sequence[int | str], value: Any, fixed: set[str]
 ) -> None:
     """Note what is wrong in an entry of `data.mix`, and fix the whole list to find more.
 
@@ -352,7 +352,7 @@ def _note_wrong_source(
         draft: The recipe.
         place: The entry's number, and the setting in it if it is one that is wrong.
         value: What is there.
-        mended: Settings that were fixed; gets `data.mix`.
+        fixed: Settings that were fixed; gets `data.mix`.
     """
     number, *keys = place
     path = f"data.mix[{number}]" + (f".{keys[0]}" if keys else "")
@@ -379,8 +379,8 @@ def _note_wrong_source(
         limit=limit,
         hint=hint,
     )
-    if "data.mix" not in mended:
-        mended.add("data.mix")
+    if "data.mix" not in fixed:
+        fixed.add("data.mix")
     draft.values["data"]["mix"] = field_schema("data.mix")["examples"][0]
 
 
@@ -412,7 +412,7 @@ def _note_unknown(draft: Draft, section_name: str, key: str) -> None:
         limit, hint = f"{owner} has {', '.join(own)}", f"remove `{key}`"
     elif meant == path:
         section, _, setting = meant.partition(".")
-        limit = f"in a file, {setting} stands in the section {section}"
+        limit = f"in a file, {setting} is in the section {section}"
         hint = f"`{section}:` and below it, indented, `{setting}: {written(value)}`"
         _move(draft, value, path, meant)
     else:

@@ -203,14 +203,12 @@ def _broken_row_rules(recipe: Settings) -> Iterator[Breach]:
     yield from _impossible(recipe, rules)
 
 
-def _impossible(
-    recipe: Settings, rules: Iterable[tuple[str, object, bool, str, str]]
-) -> Iterator[Breach]:
+def _impossible(recipe: Settings, rules: Iterable[Allowed]) -> Iterator[Breach]:
     """Yield the settings that the objective's method does not allow.
 
     Args:
         recipe: The settings.
-        rules: A field, its value, whether that is possible, why not, and how to fix it.
+        rules: The fields; each fix is the whole hint.
     """
     for field, value, is_possible, limit, fix in rules:
         if not is_possible:

@@ -70,7 +70,7 @@ def test_how_a_run_was_trained_decides_how_it_is_merged(
     recipe.write_text(text.replace("codec: auto", "codec: nf4"))
     assert run("merge", finished, "--out", merged) == 0
     shown = capsys.readouterr().out.replace("\n", " ")
-    assert "was trained beside weights that were rounded to nf4 (model.layers." in shown
+    assert "was trained with weights that were rounded to nf4 (model.layers." in shown
     percent = float(shown.partition("_proj.weight by ")[2].partition(" %")[0])
     assert 7 < percent < 11
     shutil.rmtree(merged)

@@ -377,7 +377,7 @@ def test_the_setting_is_on_again_after_a_step_and_no_hook_is_left() -> None:
 @pytest.mark.parametrize(
     ("model_type", "what"),
     [
-        ("deepseek_v3", "DeepseekV3ForCausalLM has no `load_balancing_loss_func` beside it"),
+        ("deepseek_v3", "DeepseekV3ForCausalLM has no `load_balancing_loss_func` in its module"),
         ("doge", "DogeForCausalLM has a `load_balancing_loss_func` that takes other arguments"),
         ("jetmoe", "JetMoeForCausalLM has no `router_aux_loss_coef`"),
     ],

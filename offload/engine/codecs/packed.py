@@ -79,7 +79,7 @@ class Bf16Packed:
             num_found += at.numel()
         if num_found > room:
             raise CodecError(
-                f"{num_found} of {flat.numel()} weights are too small or too large beside others",
+                f"{num_found} of {flat.numel()} weights are too small or too large next to others",
                 limit=f"bf16_packed has room for {room} in a tensor of this shape",
                 hint='`codec="native"` keeps them in 16 bits',
             )

@@ -141,7 +141,7 @@ def adopt(
     adopted = tuple(map(_adopt_layer, records, shown, groups))
     if not any(record.fields for record in adopted):
         raise OffloadError(
-            "no parameter of the model lies where its layers were loaded to",
+            "no parameter of the model is where its layers were loaded to",
             limit="an engine that is closed or detached gives parameters other memory",
             hint="attach without `backing`, or load the model again",
         )

@@ -92,7 +92,7 @@ class RouterLoss:
         """
         self._function: Any = getattr(sys.modules[type(model).__module__], _FUNCTION, None)
         if self._function is None:
-            _refuse(model, f"has no `{_FUNCTION}` beside it")
+            _refuse(model, f"has no `{_FUNCTION}` in its module")
         if list(inspect.signature(self._function).parameters) != _SIGNATURE:
             _refuse(model, f"has a `{_FUNCTION}` that takes other arguments than {_SIGNATURE}")
         missing = [name for name in _SIZES if not hasattr(model, name)]

@@ -126,7 +126,7 @@ def test_a_dotted_key_in_a_file_names_the_setting(folder: Path) -> None:
     assert_refused(
         replaced("output:", "train.lr: 1e-3\noutput:"),
         what="r.yaml:11: train.lr is not a setting",
-        limit="in a file, lr stands in the section train",
+        limit="in a file, lr is in the section train",
         hint="`train:` and below it, indented, `lr: 0.001`",
     )
 

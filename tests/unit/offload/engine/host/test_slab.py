@@ -213,7 +213,7 @@ def test_a_parameter_that_is_longer_than_its_field_is_not_in_the_record() -> Non
 def test_a_slab_that_no_parameter_lies_in_is_refused() -> None:
     weights = parameters((3, 4))
     slab = Slab([lay_out(weights)])
-    with pytest.raises(OffloadError, match="no parameter of the model lies where its layers were"):
+    with pytest.raises(OffloadError, match="no parameter of the model is where its layers were"):
         slab.adopt([weights])
 
 
