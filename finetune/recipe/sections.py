@@ -101,8 +101,8 @@ class AdapterSection(Section):
         default="lora",
         description="What is added to a linear layer: `lora`, or another method of peft's, computed"
         " by peft; or virtual tokens in front of each row, whose embeddings train (`prompt`), or an"
-        " encoder that returns them (`p_tuning`); `prefix` is refused with the reason. Fields that"
-        " a method does not read are refused.",
+        " encoder that returns them (`p_tuning`), or keys and values of them in each layer"
+        " (`prefix`). Fields that a method does not read are refused.",
         examples=["vera"],
     )
     rank: int = Field(
@@ -179,19 +179,29 @@ class AdapterSection(Section):
         default=20,
         ge=1,
         le=MAX_VIRTUAL,
-        description="Virtual tokens of `prompt` and `p_tuning`; rows are longer by them than"
-        " `train.seq_len`.",
+        description="Virtual tokens of `prompt`, `p_tuning` and `prefix`; rows are longer by them"
+        " than `train.seq_len`.",
+    )
+    prefix_projection: bool = Field(
+        default=False,
+        description="Whether an MLP computes the keys and values of `prefix`, from an embedding of"
+        " each virtual token.",
     )
 
     @property
     def is_virtual(self) -> bool:
         """Whether virtual tokens in front of each row train, and nothing in the layers."""
-        return self.method in ("prompt", "p_tuning")
+        return self.method in ("prompt", "p_tuning", "prefix")
 
     @property
     def num_in_front(self) -> int:
-        """Virtual tokens in front of each row."""
+        """Virtual tokens in front of each row, which takes positions from there on."""
         return self.num_virtual_tokens if self.is_virtual else 0
+
+    @property
+    def num_in_rows(self) -> int:
+        """Those of them that are tokens of the row; of `prefix` layers have keys and values."""
+        return self.num_in_front if self.method != "prefix" else 0
 
 
 class TrainSection(Section):

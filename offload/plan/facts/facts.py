@@ -278,6 +278,7 @@ class AdapterSpec:
         method: The counts of another method than LoRA, whose modules peft computes; else None.
         is_rounded: Whether A and B are kept in bf16, and rounded at random after each update.
         virtual: Shapes of what trains for virtual tokens in front of rows; none without them.
+        num_past: Virtual tokens that have keys and values in each layer, and are not in its rows.
     """
 
     rank: int
@@ -293,6 +294,7 @@ class AdapterSpec:
     method: PeftMethod | None = None
     is_rounded: bool = False
     virtual: tuple[tuple[int, ...], ...] = ()
+    num_past: int = 0
 
     @classmethod
     def none(cls, whole: WholeWeights) -> "AdapterSpec":

@@ -1,0 +1,182 @@
+"""Prefix tuning: keys and values that train, in front of those of each layer, by peft.
+
+Idea. peft's encoder returns keys and values of P tokens for each layer, and a model takes them as
+what it has kept of tokens before the row: its positions and masks count them. transformers' cache
+would keep the row's own keys as well, and a layer that is computed again for its gradients would
+find them there twice. So the model is given a past that keeps nothing: each layer gets its own part
+and returns it in front of its keys and values, however often it is computed.
+
+The encoder runs once for a micro-batch, before the layers. Its table is looked up for one row, and
+rows share the result in float32, so that the gradients of all rows are summed as peft sums them.
+
+Shapes: B rows, T tokens, P tokens of the prefix, L layers, H heads of keys, K features of a head.
+
+Source: arXiv:2101.00190.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from peft import PeftModel, PrefixTuningConfig, get_peft_model
+from torch import nn
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from finetune.errors import ConfigError
+from finetune.recipe.sections import AdapterSection
+from offload.engine.model.layers import LayeredModel
+from offload.engine.model.recorded_args import ByLayer, FrontArguments
+
+ENCODER = "prefix_tuning"
+"""Name of peft's encoder within the model."""
+_PAST, _MASK, _POSITIONS = "past_key_values", "attention_mask", "position_ids"
+
+
+def add_prefix(model: PreTrainedModel, adapter: AdapterSection, *, seed: int) -> PeftModel:
+    """Freeze the model and add a prefix to each layer, with an encoder drawn from `seed`.
+
+    Args:
+        model: Without adapters.
+        adapter: Of method `prefix`.
+        seed: Of the encoder's weights.
+
+    Raises:
+        ConfigError: Not all layers of the model keep plain keys and values.
+    """
+    config = PrefixTuningConfig(
+        num_virtual_tokens=adapter.num_virtual_tokens,
+        prefix_projection=adapter.prefix_projection,
+        task_type="CAUSAL_LM",
+    )
+    why_not = _why_not(model)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            adapted = get_peft_model(model, config) if not why_not else None
+    except ValueError as error:
+        why_not = f"peft does not find the size of its keys: {error}"
+    if adapted is not None and config.num_layers != len(LayeredModel(model).layers):
+        why_not = f"peft counts {config.num_layers} layers that have keys"
+    if adapted is None or why_not:
+        raise ConfigError(
+            f"adapter.method: prefix for a {model.config.model_type} model",
+            limit=f"{why_not}, and a prefix is plain keys and values of each layer",
+            hint="`adapter.method: lora`",
+        )
+    encoder: Any = adapted.prompt_encoder[adapted.active_adapter]
+    model.add_module(ENCODER, PrefixArguments(encoder, config, model.dtype))
+    return adapted
+
+
+def _why_not(model: PreTrainedModel) -> str:
+    """Return why a model's cache is not keys and values of whole heads; nothing if it is that."""
+    if not model._supports_default_dynamic_cache():
+        return "its layers keep a state of their own"
+    if model.config.get_text_config(decoder=True).to_dict().get("kv_lora_rank") is not None:
+        return "its cache is that of latent attention"
+    try:
+        layers = DynamicCache(config=model.config).layers
+    except AttributeError as error:
+        return f"its cache is not of one stack of layers: {error}"
+    others = {type(layer) for layer in layers} - {DynamicLayer, DynamicSlidingWindowLayer}
+    return f"its cache is {' and '.join(sorted(x.__name__ for x in others))}" if others else ""
+
+
+class _LayerPast(tuple[torch.Tensor, ...]):
+    """Keys and values (1, H, P, K) in front of one layer's own: a cache that keeps nothing else.
+
+    As a container it shows a visit its two tensors, which are cut from the front like any others.
+    """
+
+    __slots__ = ()
+
+    def update(
+        self, keys_BHTK: torch.Tensor, values_BHTK: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, ...]:
+        """Return the keys and values of rows with those of the prefix in front."""
+        return tuple(map(_with_prefix, self, (keys_BHTK, values_BHTK)))
+
+    def get_seq_length(self, _layer: int = 0) -> int:
+        """Return P."""
+        return self[0].shape[-2]
+
+
+class _Past(DynamicCache, ByLayer):  # type: ignore[misc]  # transformers' is untyped
+    """Keys and values of all layers for one row, of which the part before the layers reads sizes.
+
+    Layers that slide have all of them too: masks count them.
+    """
+
+    def of_layer(self, layer: int) -> _LayerPast:
+        """Return those of one layer."""
+        own = self.layers[layer]
+        return _LayerPast((own.keys, own.values))
+
+
+class PrefixArguments(FrontArguments):
+    """Gives a model the keys and values of its prefix, and counts them in mask and positions."""
+
+    def __init__(self, encoder: nn.Module, config: PrefixTuningConfig, dtype: torch.dtype) -> None:
+        """Keep peft's encoder, whose weights train.
+
+        Args:
+            encoder: Of the prefix.
+            config: Its own, as peft has completed it.
+            dtype: Of the keys in a model's own cache.
+        """
+        super().__init__()
+        self.encoder = encoder
+        self._num_tokens: int = config.num_virtual_tokens
+        self._num_heads: int = config.num_attention_heads
+        self._num_layers: int = config.num_layers
+        self._dtype = dtype
+
+    def forward(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the arguments of the model's forward for rows with the prefix in front.
+
+        Args:
+            given: Those for rows alone; a cache among them is filled if it is empty.
+        """
+        input_ids_BT = given["input_ids"]
+        mask_BT, positions_BT = given.get(_MASK), given.get(_POSITIONS)
+        more: dict[str, Any] = {}
+        if mask_BT is not None:
+            ones_BP = mask_BT.new_ones(len(mask_BT), self._num_tokens)
+            more[_MASK] = torch.cat([ones_BP, mask_BT], dim=1)
+        if positions_BT is not None:
+            more[_POSITIONS] = positions_BT + self._num_tokens
+        cache = given.get(_PAST)
+        if cache is None:
+            more[_PAST] = _Past(self._pairs(input_ids_BT.device))
+        elif not cache.get_seq_length():
+            for layer, pair in enumerate(self._pairs(input_ids_BT.device)):
+                of_rows = [x.expand(len(input_ids_BT), -1, -1, -1).to(self._dtype) for x in pair]
+                cache.update(*of_rows, layer)
+        return {**given, **more}
+
+    def _pairs(self, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return keys and values (1, H, P, K) of each layer."""
+        tokens_1P = torch.arange(self._num_tokens, device=device).unsqueeze(0)
+        by_token: torch.Tensor = self.encoder(tokens_1P)  # (1, P, 2L * H * K)
+        by_head = by_token.unflatten(-1, (2 * self._num_layers, self._num_heads, -1))
+        keys_and_values = by_head.permute(2, 0, 3, 1, 4).unbind()
+        return list(zip(keys_and_values[::2], keys_and_values[1::2], strict=True))
+
+
+def _with_prefix(own_1HPK: torch.Tensor, of_rows_BHTK: torch.Tensor) -> torch.Tensor:
+    """Return keys or values (B, H, P + T, K) of rows with those of the prefix in front.
+
+    Raises:
+        ConfigError: The layer has other heads.
+    """
+    num, _, *size = of_rows_BHTK.transpose(1, 2).shape
+    _, _, *own_size = own_1HPK.transpose(1, 2).shape
+    if size != own_size:
+        raise ConfigError(
+            f"adapter.method: prefix for a model with a layer of keys or values {tuple(size)}",
+            limit=f"peft's prefix has heads and features {tuple(own_size)} in each layer",
+            hint="`adapter.method: lora`",
+        )
+    own_BHPK = own_1HPK.expand(num, -1, -1, -1).to(of_rows_BHTK.dtype)
+    return torch.cat([own_BHPK, of_rows_BHTK], dim=-2)
