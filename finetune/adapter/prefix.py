@@ -14,6 +14,7 @@ Shapes: B rows, T tokens, P tokens of the prefix, L layers, H heads of keys, K f
 Source: arXiv:2101.00190.
 """
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -49,30 +50,36 @@ def add_prefix(model: PreTrainedModel, adapter: AdapterSection, *, seed: int) ->
         prefix_projection=adapter.prefix_projection,
         task_type="CAUSAL_LM",
     )
-    why_not = _why_not(model)
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            adapted = get_peft_model(model, config) if not why_not else None
-    except ValueError as error:
-        why_not = f"peft does not find the size of its keys: {error}"
-    if adapted is not None and config.num_layers != len(LayeredModel(model).layers):
-        why_not = f"peft counts {config.num_layers} layers that have keys"
-    if adapted is None or why_not:
-        raise ConfigError(
-            f"adapter.method: prefix for a {model.config.model_type} model",
-            limit=f"{why_not}, and a prefix is plain keys and values of each layer",
-            hint="`adapter.method: lora`",
-        )
+    _require(model, _why_not(model))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            adapted = get_peft_model(model, config)
+        except ValueError as error:  # of a config that names sizes as no other does
+            _require(model, f"peft does not find the size of its keys: {error}")
+            raise
+    num_layers = len(LayeredModel(model).layers)
+    if config.num_layers != num_layers:
+        _require(model, f"it has {num_layers} layers, of which peft counts {config.num_layers}")
     encoder: Any = adapted.prompt_encoder[adapted.active_adapter]
     model.add_module(ENCODER, PrefixArguments(encoder, config, model.dtype))
     return adapted
 
 
+def _require(model: PreTrainedModel, why_not: str) -> None:
+    if why_not:
+        raise ConfigError(
+            f"adapter.method: prefix for a {model.config.model_type} model",
+            limit=f"{why_not}, and a prefix is plain keys and values of each layer",
+            hint="`adapter.method: lora`",
+        )
+
+
 def _why_not(model: PreTrainedModel) -> str:
     """Return why a model's cache is not keys and values of whole heads; nothing if it is that."""
-    if not model._supports_default_dynamic_cache():
-        return "its layers keep a state of their own"
+    is_taken = _PAST in inspect.signature(model.forward).parameters
+    if not is_taken or not model._supports_default_dynamic_cache():
+        return "it takes no cache of keys and values"
     if model.config.get_text_config(decoder=True).to_dict().get("kv_lora_rank") is not None:
         return "its cache is that of latent attention"
     try:

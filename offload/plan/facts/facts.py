@@ -18,7 +18,7 @@ from offload.plan.facts.families import (
     WHOLE_TIED,
     Family,
 )
-from offload.plan.facts.linears import Group, Linear, Norm
+from offload.plan.facts.linears import FP32_BYTES, Group, Linear, Norm
 from offload.plan.facts.peft_method import MethodCounts, PeftMethod
 
 TIED_KEY = "tie_word_embeddings"
@@ -321,6 +321,14 @@ class AdapterSpec:
         if self.method is None:
             return None
         return self.method.of(linear.name, linear.d_in, linear.d_out)
+
+    @property
+    def past_bytes(self) -> int:
+        """Bytes of the keys and values that all layers have of a prefix, in fp32; 0 without one.
+
+        Their features are the last of a table, or of the biases of the MLP that computes them.
+        """
+        return FP32_BYTES * self.num_past * self.virtual[-1][-1] if self.num_past else 0
 
     def rank_of(self, linear: Linear) -> int:
         """Return the rank of one projection."""

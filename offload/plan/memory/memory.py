@@ -393,7 +393,7 @@ def device_needs(
         workload,
         num_kept=num_kept,
         num_micro_batches=num_micro_batches,
-        recorded=recorded,
+        recorded=recorded + workload.adapter.past_bytes,  # and gradients by a prefix
     )
     kinds = set(facts.layers)
     visits = {x: visit_bytes(facts, machine, x, workload, is_padded=is_padded) for x in kinds}
@@ -481,7 +481,7 @@ def _standing_terms(
         most = max(workload.adapter.whole.layers)
         layer_gradients = math.ceil(NUM_GRADIENT_BUFFERS * each * most)
     new_gradient = outside.get(EMBEDDING, 0) if is_traced else max(modules, default=0)
-    copy_bytes = b if b == FP32_BYTES else b + FP32_BYTES
+    copy_bytes = FP32_BYTES + (0 if b == FP32_BYTES or workload.adapter.num_past else b)
     shapes = trained_tensor_shapes(facts, workload.adapter)
     states = state_bytes(shapes, workload.optimizer)
     decoded, workspace, on_host = 0, 0, embedding_bytes(facts, workload)
@@ -567,10 +567,10 @@ def recorded_bytes(facts: ModelFacts, workload: Workload, *, is_padded: bool) ->
     for rotary_dim, window, is_written_out in kinds:
         per_token += 2 * rotary_dim * workload.dtype_bytes
         if is_written_out:
-            per_token += workload.seq_len * workload.dtype_bytes
+            per_token += workload.num_keys * workload.dtype_bytes
         elif is_masked(window, workload, is_padded=is_padded):
-            per_token += workload.seq_len
-    return per_token * workload.num_tokens
+            per_token += workload.num_keys
+    return per_token * workload.num_tokens + workload.adapter.past_bytes
 
 
 def head_chunk_bytes(facts: ModelFacts, workload: Workload, *, is_fused: bool) -> int:
