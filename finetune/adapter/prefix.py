@@ -15,7 +15,9 @@ Source: arXiv:2101.00190.
 """
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +26,8 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from finetune.errors import ConfigError
+from finetune.errors import CheckpointError, ConfigError, read_by_library
+from finetune.files.adapter import require_adapter_files
 from finetune.recipe.sections import AdapterSection
 from offload.engine.model.layers import LayeredModel
 from offload.engine.model.recorded_args import ByLayer, FrontArguments
@@ -61,9 +64,36 @@ def add_prefix(model: PreTrainedModel, adapter: AdapterSection, *, seed: int) ->
     num_layers = len(LayeredModel(model).layers)
     if config.num_layers != num_layers:
         _require(model, f"it has {num_layers} layers, of which peft counts {config.num_layers}")
-    encoder: Any = adapted.prompt_encoder[adapted.active_adapter]
-    model.add_module(ENCODER, PrefixArguments(encoder, config, model.dtype))
+    _put_in_front(adapted)
     return adapted
+
+
+def load_prefix(model: PreTrainedModel, folder: Path) -> None:
+    """Put a saved prefix on a model, for inference.
+
+    Args:
+        model: Without adapters.
+        folder: In peft's format.
+
+    Raises:
+        CheckpointError: It is damaged, or of another model.
+    """
+    require_adapter_files(folder)
+    with read_by_library(
+        f"{folder} cannot be put on this model",
+        error=CheckpointError,
+        limit="the adapter must be of this model",
+        hint="restore the adapter from a copy, or train again",
+    ):
+        adapted = PeftModel.from_pretrained(model, str(folder), local_files_only=True)
+    _put_in_front(adapted)
+
+
+def _put_in_front(adapted: PeftModel) -> None:
+    base: Any = adapted.get_base_model()
+    name = adapted.active_adapter
+    encoder, config = adapted.prompt_encoder[name], adapted.peft_config[name]
+    base.add_module(ENCODER, PrefixArguments(encoder, config, base.dtype))
 
 
 def _require(model: PreTrainedModel, why_not: str) -> None:
@@ -133,7 +163,9 @@ class PrefixArguments(FrontArguments):
             dtype: Of the keys in a model's own cache.
         """
         super().__init__()
-        self.encoder = encoder
+        self.encoder: Any = encoder
+        self.is_on = True
+        self._is_saved: bool = config.inference_mode
         self._num_tokens: int = config.num_virtual_tokens
         self._num_heads: int = config.num_attention_heads
         self._num_layers: int = config.num_layers
@@ -145,6 +177,8 @@ class PrefixArguments(FrontArguments):
         Args:
             given: Those for rows alone; a cache among them is filled if it is empty.
         """
+        if not self.is_on:
+            return given
         input_ids_BT = given["input_ids"]
         mask_BT, positions_BT = given.get(_MASK), given.get(_POSITIONS)
         more: dict[str, Any] = {}
@@ -162,10 +196,21 @@ class PrefixArguments(FrontArguments):
                 cache.update(*of_rows, layer)
         return {**given, **more}
 
+    @contextmanager
+    def switched_off(self) -> Iterator[None]:
+        """Compute the model without its prefix in this context."""
+        self.is_on = False
+        try:
+            yield
+        finally:
+            self.is_on = True
+
     def _pairs(self, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return keys and values (1, H, P, K) of each layer."""
         tokens_1P = torch.arange(self._num_tokens, device=device).unsqueeze(0)
-        by_token: torch.Tensor = self.encoder(tokens_1P)  # (1, P, 2L * H * K)
+        is_table = self._is_saved  # of what the encoder returned, when it was saved
+        encoder = self.encoder.embedding if is_table else self.encoder
+        by_token: torch.Tensor = encoder(tokens_1P)  # (1, P, 2L * H * K)
         by_head = by_token.unflatten(-1, (2 * self._num_layers, self._num_heads, -1))
         keys_and_values = by_head.permute(2, 0, 3, 1, 4).unbind()
         return list(zip(keys_and_values[::2], keys_and_values[1::2], strict=True))

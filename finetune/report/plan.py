@@ -402,7 +402,9 @@ def adapter_line(plan: Plan) -> str:
     if spec.virtual:
         num, trained = spec.virtual[0][0], shown_count(trained_parameters(plan.facts, spec))
         if spec.num_past:
-            return f"prefix tuning, {num} keys and values in front of each layer's: {trained} trained"
+            return (
+                f"prefix tuning, {num} keys and values in front of each layer's: {trained} trained"
+            )
         name = "p-tuning" if spec.virtual[1:] else "prompt tuning"
         return f"{name}, {num} virtual tokens in front of each row: {trained} trained"
     places = [*spec.targets, *(["the experts"] if spec.experts else [])]
