@@ -53,17 +53,19 @@ def add_prefix(model: PreTrainedModel, adapter: AdapterSection, *, seed: int) ->
         prefix_projection=adapter.prefix_projection,
         task_type="CAUSAL_LM",
     )
-    _require(model, _why_not(model))
+    if why_not := _why_not(model):
+        raise _refusal(model, why_not)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
             adapted = get_peft_model(model, config)
         except ValueError as error:  # of a config that names sizes as no other does
-            _require(model, f"peft does not find the size of its keys: {error}")
-            raise
+            why_not = f"peft does not find the size of its keys: {error}"
+            raise _refusal(model, why_not) from error
     num_layers = len(LayeredModel(model).layers)
     if config.num_layers != num_layers:
-        _require(model, f"it has {num_layers} layers, of which peft counts {config.num_layers}")
+        why_not = f"it has {num_layers} layers, of which peft counts {config.num_layers}"
+        raise _refusal(model, why_not)
     _put_in_front(adapted)
     return adapted
 
@@ -96,16 +98,15 @@ def _put_in_front(adapted: PeftModel) -> None:
     base.add_module(ENCODER, PrefixArguments(encoder, config, base.dtype))
 
 
-def _require(model: PreTrainedModel, why_not: str) -> None:
-    if why_not:
-        raise ConfigError(
-            f"adapter.method: prefix for a {model.config.model_type} model",
-            limit=f"{why_not}, and a prefix is plain keys and values of each layer",
-            hint="`adapter.method: lora`",
-        )
+def _refusal(model: PreTrainedModel, why_not: str) -> ConfigError:
+    return ConfigError(
+        f"adapter.method: prefix for a {model.config.model_type} model",
+        limit=f"{why_not}, and a prefix is plain keys and values of each layer",
+        hint="`adapter.method: lora`",
+    )
 
 
-def _why_not(model: PreTrainedModel) -> str:
+def _why_not(model: Any) -> str:
     """Return why a model's cache is not keys and values of whole heads; nothing if it is that."""
     is_taken = _PAST in inspect.signature(model.forward).parameters
     if not is_taken or not model._supports_default_dynamic_cache():
@@ -139,7 +140,7 @@ class _LayerPast(tuple[torch.Tensor, ...]):
         return self[0].shape[-2]
 
 
-class _Past(DynamicCache, ByLayer):  # type: ignore[misc]  # transformers' is untyped
+class _Past(DynamicCache, ByLayer):
     """Keys and values of all layers for one row, of which the part before the layers reads sizes.
 
     Layers that slide have all of them too: masks count them.
@@ -147,14 +148,14 @@ class _Past(DynamicCache, ByLayer):  # type: ignore[misc]  # transformers' is un
 
     def of_layer(self, layer: int) -> _LayerPast:
         """Return those of one layer."""
-        own = self.layers[layer]
+        own: Any = self.layers[layer]
         return _LayerPast((own.keys, own.values))
 
 
 class PrefixArguments(FrontArguments):
     """Gives a model the keys and values of its prefix, and counts them in mask and positions."""
 
-    def __init__(self, encoder: nn.Module, config: PrefixTuningConfig, dtype: torch.dtype) -> None:
+    def __init__(self, encoder: nn.Module, config: Any, dtype: torch.dtype) -> None:
         """Keep peft's encoder, whose weights train.
 
         Args:

@@ -232,9 +232,12 @@ class TrainedModel:
     def _without_adapter(self) -> Iterator[None]:
         model: Any = self.model  # peft's: a model trained whole has no base
         arguments = front_arguments(model)
-        is_prefix = isinstance(arguments, PrefixArguments)
-        with arguments.switched_off() if is_prefix else model.disable_adapter():
-            yield
+        if isinstance(arguments, PrefixArguments):
+            with arguments.switched_off():
+                yield
+        else:
+            with model.disable_adapter():
+                yield
 
 
 def _of_trained(run: RunDir, recipe: Recipe) -> Recipe:

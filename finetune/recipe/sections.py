@@ -179,8 +179,8 @@ class AdapterSection(Section):
         default=20,
         ge=1,
         le=MAX_VIRTUAL,
-        description="Virtual tokens of `prompt`, `p_tuning` and `prefix`; rows are longer by them"
-        " than `train.seq_len`.",
+        description="Virtual tokens of `prompt`, `p_tuning` and `prefix`; rows of the first two are"
+        " longer by them than `train.seq_len`.",
     )
     prefix_projection: bool = Field(
         default=False,

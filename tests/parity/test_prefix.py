@@ -231,7 +231,7 @@ def test_layers_of_other_heads_are_refused_before_a_gradient(model_type: str) ->
 )
 def test_each_exact_type_has_the_gradients_of_plain_peft_or_is_refused(model_type: str) -> None:
     if model_type in REFUSED:
-        with pytest.raises(ConfigError, match="adapter.method: prefix for a"):
+        with pytest.raises(ConfigError, match=r"adapter\.method: prefix for a"):
             step(add_prefix(tiny_model(model_type), section(FEW), seed=1))
         return
     ours, theirs = with_prefix(model_type, FEW)

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from peft import (
@@ -32,7 +33,12 @@ from offload.plan.request import PlanRequest
 from offload.plan.time.attention import attention_work
 from tests.builders import qwen3_8b
 
-SIZES = {"hidden_size": 32, "intermediate_size": 8, "num_attention_heads": 4, "vocab_size": 9}
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 8,
+    "num_attention_heads": 4,
+    "vocab_size": 9,
+}
 SIZES |= {"num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 3}
 CONFIGS = {"prompt": PromptTuningConfig, "p_tuning": PromptEncoderConfig}
 
