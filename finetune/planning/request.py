@@ -239,11 +239,12 @@ def trained_spec(recipe: Recipe, facts: ModelFacts) -> AdapterSpec:
     what = recipe.train.what
     if what in ("adapter", "head"):
         return adapter_spec(recipe.adapter, facts, dtype_bytes=DTYPE_BYTES[recipe.model.dtype])
+    low_bytes = FP32_BYTES if recipe.model.dtype == "float16" else None
     if what == "all":
-        return AdapterSpec.none(all_weights(facts))
+        return AdapterSpec.none(replace(all_weights(facts), low_bytes=low_bytes))
     from finetune.full.chosen_weights import counted
 
-    return AdapterSpec.none(counted(recipe.model, what))
+    return AdapterSpec.none(replace(counted(recipe.model, what), low_bytes=low_bytes))
 
 
 def _layer_code(recipe: Recipe) -> LayerCode:

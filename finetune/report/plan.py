@@ -433,7 +433,7 @@ def _whole_line(plan: Plan, whole: WholeWeights) -> str:
             f" {shown_count(plan.facts.num_parameters)} weights trained, with fp32 masters; each"
             f" rank updates its part by {workload.optimizer}"
         )
-    sizes = host_update_bytes(workload.dtype_bytes, workload.optimizer)
+    sizes = host_update_bytes(workload.dtype_bytes, workload.optimizer, whole.low_bytes)
     on_disk = STATES if workload.are_states_on_disk else ()
     in_ram = {name: size for name, size in sizes.items() if name not in on_disk}
     parts = ", ".join(f"{size:.3g} {name}" for name, size in in_ram.items() if size)

@@ -236,10 +236,13 @@ class WholeWeights:
     Attributes:
         layers: In each layer, in forward order.
         outer: Before and after the layers, by name.
+        low_bytes: Of each, what makes up its fp32 master with it: all of one in float16; None for
+            the bytes by which its type is shorter.
     """
 
     layers: tuple[int, ...]
     outer: tuple[tuple[str, int], ...]
+    low_bytes: int | None = None
 
     @property
     def num_outer(self) -> int:

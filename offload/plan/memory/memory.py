@@ -475,11 +475,11 @@ def _standing_terms(
     # traced visits and head chunks include those of their own modules; the front is not traced
     outside = outer_module_sizes(facts, workload.adapter)
     layer_gradients = 0
-    if workload.adapter.whole is not None:
-        gradients, modules = FP32_BYTES * workload.adapter.whole.num_outer, ()
-        each = b if workload.updates == "host" else brought_bytes(b, workload.optimizer)
-        most = max(workload.adapter.whole.layers)
-        layer_gradients = math.ceil(NUM_GRADIENT_BUFFERS * each * most)
+    if (whole := workload.adapter.whole) is not None:
+        gradients, modules = FP32_BYTES * whole.num_outer, ()
+        each = brought_bytes(b, workload.optimizer, whole.low_bytes)
+        each = b if workload.updates == "host" else each
+        layer_gradients = math.ceil(NUM_GRADIENT_BUFFERS * each * max(whole.layers))
     new_gradient = outside.get(EMBEDDING, 0) if is_traced else max(modules, default=0)
     copy_bytes = FP32_BYTES + (0 if b == FP32_BYTES or workload.adapter.num_past else b)
     shapes = trained_tensor_shapes(facts, workload.adapter)

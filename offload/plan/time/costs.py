@@ -534,7 +534,7 @@ def _optimizer(at: Pricer) -> Work:
         return Work(
             memory_s=outer_update_s(
                 at.machine,
-                spec.whole.num_outer,
+                spec.whole,
                 dtype_bytes=at.workload.dtype_bytes,
                 optimizer=outer_optimizer(at.workload.optimizer),
             )
