@@ -436,7 +436,8 @@ def _whole_line(plan: Plan, whole: WholeWeights) -> str:
     sizes = host_update_bytes(workload.dtype_bytes, workload.optimizer, whole.low_bytes)
     on_disk = STATES if workload.are_states_on_disk else ()
     in_ram = {name: size for name, size in sizes.items() if name not in on_disk}
-    parts = ", ".join(f"{size:.3g} {name}" for name, size in in_ram.items() if size)
+    words = {LOW_HALVES: "fp32 masters"} if whole.low_bytes else {}
+    parts = ", ".join(f"{size:.3g} {words.get(n, n)}" for n, size in in_ram.items() if size)
     moved = sum(sizes.values()) - sum(in_ram.values())
     disk = f" and {moved:.3g} on disk, of those in layers" if moved else ""
     timeline = plan.predict()

@@ -68,7 +68,7 @@ def test_overflows_are_survived_and_a_resume_keeps_factor_and_masters_to_the_bit
     assert shown.count("is skipped: a gradient overflows in float16") == num
     assert [norm is None for _, norm, *_ in steps] == [True] * num + [False] * (NUM_STEPS - num)
     assert steps[-1][2] == 2.0 ** (16 - num)
-    assert "16 bytes each in RAM (2 weights, 4 low halves of fp32 masters, 2 gradients" in shown
+    assert "16 bytes each in RAM (2 weights, 4 fp32 masters, 2 gradients" in shown
     weights = {name: x for name, x in tensors.items() if ":" not in name}
     for name, weight in weights.items():
         low = tensors[f"{name}:low"]
