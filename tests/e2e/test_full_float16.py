@@ -41,7 +41,7 @@ def words(tmp_path: Path, machine_file: Path, write_recipe: Any, model_dir: Path
     return ("finetune", recipe, "--machine", file)
 
 
-def left_by(run_dir: Path) -> tuple[list[tuple[object, ...]], dict[str, torch.Tensor]]:
+def left_by(run_dir: Path) -> tuple[list[Any], dict[str, torch.Tensor]]:
     """Return the steps of a run, and its newest checkpoint's masters and states."""
     names = ("loss", "grad_norm", "loss_scale", "num_skipped_steps")
     rows = [tuple(row[name] for name in names) for row in rows_of(run_dir)]

@@ -50,7 +50,8 @@ def plain_losses(model: Any, num_steps: int) -> tuple[list[float], int]:
                     masters[name].grad = now if before is None else before + now
                     parameter.grad = None
         losses.append(loss)
-        if all(bool(master.grad.isfinite().all()) for master in masters.values()):
+        gradients = [master.grad for master in masters.values() if master.grad is not None]
+        if all(bool(gradient.isfinite().all()) for gradient in gradients):
             nn.utils.clip_grad_norm_(masters.values(), MAX_NORM)
             optimizer.step()
             with torch.no_grad():
