@@ -42,7 +42,7 @@ def add_prefix(model: PreTrainedModel, adapter: AdapterSection, *, seed: int) ->
 
     Args:
         model: Without adapters.
-        adapter: Of method `prefix`.
+        adapter: Of method `prefix` or `prefix_mlp`.
         seed: Of the encoder's weights.
 
     Raises:
@@ -50,22 +50,22 @@ def add_prefix(model: PreTrainedModel, adapter: AdapterSection, *, seed: int) ->
     """
     config = PrefixTuningConfig(
         num_virtual_tokens=adapter.num_virtual_tokens,
-        prefix_projection=adapter.prefix_projection,
+        prefix_projection=adapter.method == "prefix_mlp",
         task_type="CAUSAL_LM",
     )
     if why_not := _why_not(model):
-        raise _refusal(model, why_not)
+        raise _refusal(model, adapter, why_not)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
             adapted = get_peft_model(model, config)
         except ValueError as error:  # of a config that names sizes as no other does
             why_not = f"peft does not find the size of its keys: {error}"
-            raise _refusal(model, why_not) from error
+            raise _refusal(model, adapter, why_not) from error
     num_layers = len(LayeredModel(model).layers)
     if config.num_layers != num_layers:
         why_not = f"it has {num_layers} layers, of which peft counts {config.num_layers}"
-        raise _refusal(model, why_not)
+        raise _refusal(model, adapter, why_not)
     _put_in_front(adapted)
     return adapted
 
@@ -98,9 +98,9 @@ def _put_in_front(adapted: PeftModel) -> None:
     base.add_module(ENCODER, PrefixArguments(encoder, config, base.dtype))
 
 
-def _refusal(model: PreTrainedModel, why_not: str) -> ConfigError:
+def _refusal(model: PreTrainedModel, adapter: AdapterSection, why_not: str) -> ConfigError:
     return ConfigError(
-        f"adapter.method: prefix for a {model.config.model_type} model",
+        f"adapter.method: {adapter.method} for a {model.config.model_type} model",
         limit=f"{why_not}, and a prefix is plain keys and values of each layer",
         hint="`adapter.method: lora`",
     )
@@ -227,8 +227,8 @@ def _with_prefix(own_1HPK: torch.Tensor, of_rows_BHTK: torch.Tensor) -> torch.Te
     _, _, *own_size = own_1HPK.transpose(1, 2).shape
     if size != own_size:
         raise ConfigError(
-            f"adapter.method: prefix for a model with a layer of keys or values {tuple(size)}",
-            limit=f"peft's prefix has heads and features {tuple(own_size)} in each layer",
+            f"a prefix in front of a layer's keys or values of heads and features {tuple(size)}",
+            limit=f"peft's prefix has {tuple(own_size)} in each layer",
             hint="`adapter.method: lora`",
         )
     own_BHPK = own_1HPK.expand(num, -1, -1, -1).to(of_rows_BHTK.dtype)

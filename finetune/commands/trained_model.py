@@ -137,7 +137,7 @@ class Prepared:
             experts_implementation="eager",  # it works on any device, and a token has few rows
         )
         model: PeftModel | PreTrainedModel = loaded.model
-        if recipe.adapter.method == "prefix":
+        if recipe.adapter.is_prefix:
             load_prefix(loaded.model, self.run.adapter)
         elif not recipe.train.is_full:
             adapted = model = load_adapter(loaded.model, self.run.adapter)

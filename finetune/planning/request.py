@@ -194,10 +194,9 @@ def adapter_spec(adapter: AdapterSection, facts: ModelFacts, *, dtype_bytes: int
 
     Of another method than LoRA, its modules are counted, which loads torch and peft.
     """
-    if adapter.method == "prefix":
-        return prefix_spec(
-            facts, num_past=adapter.num_virtual_tokens, has_encoder=adapter.prefix_projection
-        )
+    if adapter.is_prefix:
+        has_encoder = adapter.method == "prefix_mlp"
+        return prefix_spec(facts, num_past=adapter.num_virtual_tokens, has_encoder=has_encoder)
     if adapter.is_virtual:
         shapes = virtual_shapes(
             adapter.num_virtual_tokens,

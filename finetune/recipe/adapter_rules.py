@@ -17,7 +17,8 @@ READS = {
     "hira": EVERY_METHOD | {"rank", "dropout"},
     "prompt": frozenset({"method", "num_virtual_tokens"}),
     "p_tuning": frozenset({"method", "num_virtual_tokens"}),
-    "prefix": frozenset({"method", "num_virtual_tokens", "prefix_projection"}),
+    "prefix": frozenset({"method", "num_virtual_tokens"}),
+    "prefix_mlp": frozenset({"method", "num_virtual_tokens"}),
 }
 """Method -> the fields of the section that it reads."""
 
@@ -57,16 +58,15 @@ def broken_method_rules(recipe: Settings) -> Iterator[Breach]:
     """Yield the fields that are set and that the method of the adapter does not read."""
     adapter, default = recipe.adapter, AdapterSection()
     if adapter.method == "lora":
-        for name, method in (("num_virtual_tokens", "prompt"), ("prefix_projection", "prefix")):
-            value = getattr(adapter, name)
-            if value != getattr(default, name):
-                yield Breach(
-                    field=f"adapter.{name}",
-                    what=f"adapter.{name} is {value} and adapter.method is lora",
-                    limit="it has no virtual tokens",
-                    hint=f"`adapter.method: {method}`, or leave it out",
-                    reads=("adapter.method",),
-                )
+        if adapter.num_virtual_tokens != default.num_virtual_tokens:
+            yield Breach(
+                field="adapter.num_virtual_tokens",
+                what=f"adapter.num_virtual_tokens is {adapter.num_virtual_tokens} and"
+                " adapter.method is lora",
+                limit="it has no virtual tokens",
+                hint="`adapter.method: prompt`, or leave it out",
+                reads=("adapter.method",),
+            )
         return
     if adapter.is_virtual:
         yield from _broken_virtual_rules(recipe)

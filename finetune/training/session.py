@@ -345,7 +345,7 @@ def _with_adapters(loaded: Loaded, runs: Sequence[Run]) -> "PeftModel":
     """Return the model with the adapter of each run, new or as an earlier run has left it."""
     section = runs[0].recipe.adapter
     if section.is_virtual:  # by a rule of recipes that share a stream there is one run
-        add = add_prefix if section.method == "prefix" else add_virtual_tokens
+        add = add_prefix if section.is_prefix else add_virtual_tokens
         return add(loaded.model, section, seed=runs[0].recipe.train.seed)
     new = {
         run.adapter or ALONE: NewAdapter(section=run.recipe.adapter, seed=run.recipe.train.seed)

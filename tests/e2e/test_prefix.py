@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.e2e.runs import adapter, losses, run
-from tests.e2e.test_chat import Plain, talk
+from tests.e2e.talking import Plain, talk
 
 UNUSED: dict[str, Any] = {"rank": 16, "alpha": 32.0, "targets": "all-linear", "experts": False}
 PREFIX = {**UNUSED, "method": "prefix", "num_virtual_tokens": 6}

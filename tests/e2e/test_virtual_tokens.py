@@ -27,14 +27,14 @@ CONFIGS: dict[str, Any] = {
     "prompt": PromptTuningConfig,
     "p_tuning": PromptEncoderConfig,
     "prefix": PrefixTuningConfig,
-    "prefix of an MLP": partial(PrefixTuningConfig, prefix_projection=True),
+    "prefix_mlp": partial(PrefixTuningConfig, prefix_projection=True),
 }
 SHOWN = {
     "prompt": f"prompt tuning, {NUM} virtual tokens in front of each row: ",
     "p_tuning": f"p-tuning, {NUM} virtual tokens in front of each row: ",
     "prefix": f"prefix tuning, {NUM} keys and values in front of each layer's: ",
 }
-SHOWN["prefix of an MLP"] = SHOWN["prefix"]
+SHOWN["prefix_mlp"] = SHOWN["prefix"]
 ROWS = [{"text": f"what follows {n}{'!' * (n % 5)} is {n + 1}"} for n in range(12)]
 UNUSED: dict[str, Any] = {"rank": 16, "alpha": 32.0, "targets": "all-linear", "experts": False}
 
@@ -93,8 +93,7 @@ def text_recipe(write_recipe: Any, tmp_path: Path, base: Path, method: str) -> P
     file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     recipe: Path = write_recipe(
         model={"path": str(base)},
-        adapter={**UNUSED, "method": method.split()[0], "num_virtual_tokens": NUM}
-        | ({"prefix_projection": True} if "MLP" in method else {}),
+        adapter={**UNUSED, "method": method, "num_virtual_tokens": NUM},
         data={"path": str(file), "format": "text", "eval_frac": None}
         | {"prompt_column": None, "completion_column": None},
         train={"steps": NUM_STEPS, "lr": LR, "seed": SEED, "micro_batch_size": NUM_ROWS}
@@ -112,7 +111,7 @@ def text_recipe(write_recipe: Any, tmp_path: Path, base: Path, method: str) -> P
         ("mixture", "p_tuning"),
         ("dense", "prefix"),
         pytest.param("mixture", "prefix", marks=pytest.mark.slow),
-        pytest.param("dense", "prefix of an MLP", marks=pytest.mark.slow),
+        pytest.param("dense", "prefix_mlp", marks=pytest.mark.slow),
         pytest.param("dense", "p_tuning", marks=pytest.mark.slow),
         pytest.param("mixture", "prompt", marks=pytest.mark.slow),
     ],

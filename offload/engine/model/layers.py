@@ -17,7 +17,7 @@ name. What can be detected while a model runs is checked here, at each visit; th
 """
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -141,7 +141,7 @@ class LayeredModel:
             else None
         )
         self.around = modules_outside(self.model, self.layers)
-        self.arguments = front_arguments(self.model)
+        self.given = front_arguments(self.model)
         self._buffered = [[m for m in layer.modules() if m._buffers] for layer in self.layers]
         self._unread = find_unread_stores(list(self.layers))
         self.fused: FusedLayers | None = None
@@ -391,10 +391,6 @@ class LayeredModel:
         notes: list[Note] = []
         self._record(batch, forms, notes, root=root, **more)
         return [note.alone() for note in notes]
-
-    def given(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return what the model's forward is called with for some arguments."""
-        return arguments if self.arguments is None else self.arguments(arguments)
 
     @property
     def forms(self) -> Forms:

@@ -41,10 +41,10 @@ class ByLayer(ABC):
         """Return the part of one layer: a constant, a tensor, or a container of them."""
 
 
-def front_arguments(model: nn.Module) -> FrontArguments | None:
-    """Return the child of a model that changes the arguments of its forward, if it has one."""
+def front_arguments(model: nn.Module) -> Callable[[Mapping[str, Any]], Mapping[str, Any]]:
+    """Return the child of a model that changes the arguments of its forward; `dict` if none."""
     found = (module for module in model.children() if isinstance(module, FrontArguments))
-    return next(found, None)
+    return next(found, dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -287,7 +287,8 @@ def prefix_spec(facts: ModelFacts, *, num_past: int, has_encoder: bool) -> Adapt
     heads = found.pop()
     if found or heads is None:
         raise UnsupportedModelError(
-            f"adapter.method: prefix for a {facts.model_type} model",
+            f"adapter.method: {'prefix_mlp' if has_encoder else 'prefix'} for a"
+            f" {facts.model_type} model",
             limit="a prefix is plain keys and values, of the same heads in each layer",
             hint="`adapter.method: lora`",
         )

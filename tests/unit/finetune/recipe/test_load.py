@@ -137,7 +137,7 @@ def test_a_key_like_no_other_lists_the_settings_of_its_section(folder: Path) -> 
         what="r.yaml:5: adapter.zzz is not a setting",
         limit="the section adapter has method, rank, alpha, dropout, targets, experts,"
         " rank_pattern, alpha_pattern, rslora, dora, compute_dtype, dtype, loraplus_ratio,"
-        " init_from, modules_to_save, num_virtual_tokens, prefix_projection",
+        " init_from, modules_to_save, num_virtual_tokens",
         hint="remove `zzz`",
     )
 

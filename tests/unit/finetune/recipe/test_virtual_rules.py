@@ -21,12 +21,12 @@ def settings(**sections: dict[str, Any]) -> Settings:
     return Settings.model_validate(content)
 
 
-@pytest.mark.parametrize("method", ["prompt", "p_tuning", "prefix"])
+@pytest.mark.parametrize("method", ["prompt", "p_tuning", "prefix", "prefix_mlp"])
 def test_virtual_tokens_are_in_front_of_rows_of_one_objective(method: str) -> None:
     found = settings(adapter={"method": method})
     assert not list(broken_method_rules(found))
     assert found.adapter.num_in_front == 8
-    assert found.adapter.num_in_rows == (0 if method == "prefix" else 8)
+    assert found.adapter.num_in_rows == (0 if method.startswith("prefix") else 8)
     assert settings(adapter={"method": "lora"}).adapter.num_in_front == 0
 
 
@@ -50,15 +50,8 @@ def test_what_they_cannot_be_combined_with_is_named_with_its_fix(
 
 
 def test_a_prefix_lets_rows_be_answered_and_noise_be_added_but_not_packed() -> None:
-    prefix = {"method": "prefix", "num_virtual_tokens": 8, "prefix_projection": True}
+    prefix = {"method": "prefix_mlp", "num_virtual_tokens": 8}
     for section in ({"train": {"neftune_alpha": 5}}, {"report": {"samples": 9}}):
         assert not list(broken_method_rules(settings(adapter=prefix, **section)))
     (breach,) = broken_method_rules(settings(adapter=prefix, data={"packing": "on"}))
     assert breach.field == "data.packing"
-
-
-@pytest.mark.parametrize("method", ["lora", "prompt"])
-def test_only_a_prefix_has_an_mlp_of_its_own(method: str) -> None:
-    adapter = {"method": method, "num_virtual_tokens": 20, "prefix_projection": True}
-    (breach,) = broken_method_rules(settings(adapter=adapter))
-    assert breach.field == "adapter.prefix_projection"
