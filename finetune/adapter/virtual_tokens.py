@@ -73,7 +73,7 @@ def refuse_virtual(method: str) -> None:
     if method.lower().removesuffix("_tuning") in ("prompt", "p", "prefix", "multitask_prompt"):
         raise ConfigError(
             f"an adapter of the method {method}, and rows without virtual tokens",
-            limit="only a run that trains puts virtual tokens in front of its rows",
+            limit="only a run that trains puts them in front, and `chat` and `generate` a prefix",
             hint="load the adapter with plain peft",
         )
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import offload
 from finetune.adapter.linear_lora import compute_in_base_dtype
 from finetune.adapter.lora import base_eos, load_adapter
+from finetune.adapter.prefix import PrefixArguments, load_prefix
 from finetune.data.rows import Conversation, Message
 from finetune.data.stops import (
     GENERATION_CONFIG,
@@ -29,6 +30,7 @@ from finetune.run.run_dir import RunDir
 from finetune.training import preflight
 from finetune.training.generate import generate
 from finetune.training.samples import pad_id
+from offload.engine.model.recorded_args import front_arguments
 from offload.plan.memory.cache import require_room
 from offload.plan.plan import plan
 from offload.probe.machine import probe
@@ -117,7 +119,7 @@ class Prepared:
             self.plan.device_memory,
             limit_bytes=min(self.machine.vram_bytes, budget),
             num_rows=1,
-            prompt_tokens=num_prompt,
+            prompt_tokens=num_prompt + self.recipe.adapter.num_in_front,
             new_tokens=num_new,
             dtype_bytes=self.plan.request.typical.dtype_bytes,
         )
@@ -135,7 +137,9 @@ class Prepared:
             experts_implementation="eager",  # it works on any device, and a token has few rows
         )
         model: PeftModel | PreTrainedModel = loaded.model
-        if not recipe.train.is_full:
+        if recipe.adapter.is_prefix:
+            load_prefix(loaded.model, self.run.adapter)
+        elif not recipe.train.is_full:
             adapted = model = load_adapter(loaded.model, self.run.adapter)
             if recipe.adapter.compute_dtype == "auto":
                 compute_in_base_dtype(adapted)
@@ -227,8 +231,13 @@ class TrainedModel:
     @contextmanager
     def _without_adapter(self) -> Iterator[None]:
         model: Any = self.model  # peft's: a model trained whole has no base
-        with model.disable_adapter():
-            yield
+        arguments = front_arguments(model)
+        if isinstance(arguments, PrefixArguments):
+            with arguments.switched_off():
+                yield
+        else:
+            with model.disable_adapter():
+                yield
 
 
 def _of_trained(run: RunDir, recipe: Recipe) -> Recipe:

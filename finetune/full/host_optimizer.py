@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from finetune.full.matrices import Matrices
-from finetune.full.split_master import joined, split_into
+from finetune.full.split_master import joined, low_type, split_into
 from finetune.full.update_rules import RULES, SCALES, States, Step, rule_of
 from offload.plan.facts.optimizer import BLOCK_8BIT, DEVICE_PIECE_ELEMENTS, Optimizer
 
@@ -26,7 +26,7 @@ LOW = "low"  # after a colon, in names of a checkpoint's tensors; states have th
 class HostOptimizer:
     """The states of weights on the host, and their update.
 
-    Weights in bf16 are the high halves of fp32 masters: see `finetune.full.split_master`.
+    Weights in 16 bits are parts of fp32 masters: see `finetune.full.split_master`.
 
     Attributes:
         num_updates: Steps whose update was begun.
@@ -41,10 +41,10 @@ class HostOptimizer:
         states: Mapping[str, States] = MappingProxyType({}),
         matrices: Mapping[str, Matrices] = MappingProxyType({}),
     ) -> None:
-        """Make states, which are zero, and the low halves of weights in bf16, as if just rounded.
+        """Make states, which are zero, and the rest of weights in 16 bits, as if just rounded.
 
         Args:
-            weights: Name -> contiguous fp32 or bf16 tensor on the host.
+            weights: Name -> contiguous tensor on the host, in fp32, bf16 or fp16.
             name: The optimizer.
             weight_decay: Of tensors of two dimensions or more.
             states: Those of weights whose states have memory already, zeros.
@@ -152,10 +152,10 @@ class HostOptimizer:
 def fresh_states(
     name: Optimizer, weight: torch.Tensor, *, is_matrix: bool = False
 ) -> dict[str, torch.Tensor]:
-    """Return the states of a weight on the default device, zeros, and its master's low half."""
-    low = {LOW: torch.zeros(weight.shape, dtype=torch.int16)}
-    states = rule_of(name, weight, is_matrix=is_matrix).states(weight.shape)
-    return low | states if weight.dtype is torch.bfloat16 else states
+    """Return the states of a weight on the default device, zeros, and the rest of its master."""
+    dtype = low_type(weight.dtype)
+    low = {} if dtype is None else {LOW: torch.zeros(weight.shape, dtype=dtype)}
+    return low | rule_of(name, weight, is_matrix=is_matrix).states(weight.shape)
 
 
 def _pieces(

@@ -115,14 +115,14 @@ class FullUpdate:
 
     def gather(self, loss: float, *, loss_scale: float) -> tuple[float, float]:
         """Return the loss, and the norm of all gradients, by which they will be scaled."""
-        assert loss_scale == 1, "a rule of recipes"
         norms = [*self._engine.updates.norms.values()]
         norms += [one.norm() for one in self._around.values()]
-        norm = total_norm(norms)
+        norm = total_norm(norms) / loss_scale
         self._scale = 1.0
         if self._max_norm is not None:
             limit = torch.tensor(self._max_norm) / (torch.tensor(norm) + CLIP_EPS)
             self._scale = float(limit.clamp(max=1.0))
+        self._scale /= loss_scale
         return loss, norm
 
     def apply(self, *, lr: float) -> None:
@@ -135,9 +135,7 @@ class FullUpdate:
             lr=lr,
             scale=self._scale,
         )
-        for master in self._layers.values():
-            assert master.grad is not None
-            master.grad = None
+        self._let_go_of_layers()
         update({name: one.taken() for name, one in self._around.items()})
         self._publish_around()
 
@@ -150,8 +148,19 @@ class FullUpdate:
         self._engine.updates.defer(late)
 
     def skip(self) -> str | None:
-        """See `Update`."""
-        raise AssertionError("a rule of recipes: no gradient is scaled")
+        """See `Update`; the layers' updates of the step before were made in this one."""
+        norms = {name: one.norm() for name, one in self._around.items()}
+        norms |= self._engine.updates.norms  # the last layer's are the first that were computed
+        found = [name for name, norm in norms.items() if not bool(norm.isfinite())]
+        self._let_go_of_layers()
+        for one in self._around.values():
+            one.let_go()
+        return found[0] if found else None
+
+    def _let_go_of_layers(self) -> None:
+        for master in self._layers.values():
+            assert master.grad is not None
+            master.grad = None
 
     def publish(self) -> None:
         """Let the model compute with weights that were changed from outside: layers do anyway."""
@@ -214,8 +223,12 @@ class _Around:
     def taken(self) -> torch.Tensor:
         """Return the gradient on the host, and let go of it on the device."""
         gradient = self.gradient.cpu()
-        self._parameter.grad = self.sum = None
+        self.let_go()
         return gradient
+
+    def let_go(self) -> None:
+        """Let go of the gradient."""
+        self._parameter.grad = self.sum = None
 
     @torch.no_grad()
     def publish(self) -> None:

@@ -23,7 +23,7 @@ from offload.plan.facts.facts import (
     with_classifier_head,
 )
 from offload.plan.facts.linears import FP32_BYTES
-from offload.plan.facts.trainable import all_weights, virtual_shapes
+from offload.plan.facts.trainable import all_weights, prefix_spec, virtual_shapes
 from offload.plan.facts.workload import LayerCode, Workload
 from offload.plan.machine.machine import (
     DTYPE_BYTES,
@@ -194,6 +194,9 @@ def adapter_spec(adapter: AdapterSection, facts: ModelFacts, *, dtype_bytes: int
 
     Of another method than LoRA, its modules are counted, which loads torch and peft.
     """
+    if adapter.is_prefix:
+        has_encoder = adapter.method == "prefix_mlp"
+        return prefix_spec(facts, num_past=adapter.num_virtual_tokens, has_encoder=has_encoder)
     if adapter.is_virtual:
         shapes = virtual_shapes(
             adapter.num_virtual_tokens,
@@ -235,11 +238,12 @@ def trained_spec(recipe: Recipe, facts: ModelFacts) -> AdapterSpec:
     what = recipe.train.what
     if what in ("adapter", "head"):
         return adapter_spec(recipe.adapter, facts, dtype_bytes=DTYPE_BYTES[recipe.model.dtype])
+    low_bytes = FP32_BYTES if recipe.model.dtype == "float16" else None
     if what == "all":
-        return AdapterSpec.none(all_weights(facts))
+        return AdapterSpec.none(replace(all_weights(facts), low_bytes=low_bytes))
     from finetune.full.chosen_weights import counted
 
-    return AdapterSpec.none(counted(recipe.model, what))
+    return AdapterSpec.none(replace(counted(recipe.model, what), low_bytes=low_bytes))
 
 
 def _layer_code(recipe: Recipe) -> LayerCode:
@@ -283,7 +287,7 @@ def full_request(recipe: Recipe, facts: ModelFacts, *, num_ranks: int) -> PlanRe
 
 def _longest(recipe: Recipe) -> int:
     """Return the tokens of the longest row, virtual ones among them."""
-    return recipe.train.seq_len + recipe.adapter.num_in_front
+    return recipe.train.seq_len + recipe.adapter.num_in_rows
 
 
 def _workload(recipe: Recipe, facts: ModelFacts, seq_len: int, *, label_tokens: int) -> Workload:
@@ -308,8 +312,8 @@ def _workload(recipe: Recipe, facts: ModelFacts, seq_len: int, *, label_tokens: 
 def _request(
     recipe: Recipe, facts: ModelFacts, *, typical: Workload, largest: Workload, num_ranks: int
 ) -> PlanRequest:
-    if _longest(recipe) > facts.max_position_embeddings:
-        num = recipe.adapter.num_in_front
+    num = recipe.adapter.num_in_front
+    if recipe.train.seq_len + num > facts.max_position_embeddings:
         raise ConfigError(
             f"train.seq_len: {recipe.train.seq_len}"
             + (f" and {num} virtual tokens" if num else "")

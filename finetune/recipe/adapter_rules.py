@@ -17,6 +17,8 @@ READS = {
     "hira": EVERY_METHOD | {"rank", "dropout"},
     "prompt": frozenset({"method", "num_virtual_tokens"}),
     "p_tuning": frozenset({"method", "num_virtual_tokens"}),
+    "prefix": frozenset({"method", "num_virtual_tokens"}),
+    "prefix_mlp": frozenset({"method", "num_virtual_tokens"}),
 }
 """Method -> the fields of the section that it reads."""
 
@@ -65,15 +67,6 @@ def broken_method_rules(recipe: Settings) -> Iterator[Breach]:
                 hint="`adapter.method: prompt`, or leave it out",
                 reads=("adapter.method",),
             )
-        return
-    if adapter.method == "prefix":
-        yield Breach(
-            field="adapter.method",
-            what="adapter.method is prefix",
-            limit="it gives each layer keys and values of its own as a cache, which a layer that is"
-            " computed twice, forward and again for its gradients, would be given twice",
-            hint="`adapter.method: prompt` or `p_tuning`, virtual tokens in front of the layers",
-        )
         return
     if adapter.is_virtual:
         yield from _broken_virtual_rules(recipe)
@@ -133,14 +126,14 @@ def _broken_virtual_rules(recipe: Settings) -> Iterator[Breach]:
         (
             "train.neftune_alpha",
             recipe.train.neftune_alpha,
-            recipe.train.neftune_alpha is None,
+            recipe.train.neftune_alpha is None or not recipe.adapter.num_in_rows,
             "its noise is for embeddings of a row's own tokens",
             "null",
         ),
         (
             "report.samples",
             recipe.report.samples,
-            not recipe.report.samples,
+            not (recipe.report.samples and recipe.adapter.num_in_rows),
             "prompts are answered without virtual tokens",
             "0",
         ),
@@ -167,7 +160,7 @@ def broken_embedding_rules(recipe: Settings) -> Iterator[Breach]:
         (
             "adapter.method",
             recipe.adapter.method,
-            not recipe.adapter.is_virtual,
+            not recipe.adapter.num_in_rows,
             "virtual tokens train, and the embedding looks them up",
             "lora",
         ),

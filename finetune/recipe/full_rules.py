@@ -162,13 +162,6 @@ def broken_full_rules(recipe: Settings) -> Iterator[Breach]:
             "auto",
         ),
         (
-            "model.dtype",
-            recipe.model.dtype,
-            recipe.model.dtype != "float16",
-            "of weights in float16 no fp32 master is kept",
-            "bfloat16",
-        ),
-        (
             "train.compile",
             recipe.train.compile,
             not recipe.train.compile,

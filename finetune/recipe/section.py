@@ -8,7 +8,18 @@ from pydantic import BaseModel, ConfigDict, Field
 Names = Annotated[tuple[str, ...], Field(strict=False)]
 Counts = Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(strict=False)]
 AdapterMethod = Literal[
-    "lora", "loha", "lokr", "ia3", "vera", "oft", "miss", "hira", "prompt", "p_tuning", "prefix"
+    "lora",
+    "loha",
+    "lokr",
+    "ia3",
+    "vera",
+    "oft",
+    "miss",
+    "hira",
+    "prompt",
+    "p_tuning",
+    "prefix",
+    "prefix_mlp",
 ]
 """Methods of `adapter.method`, by the names that peft has for them."""
 

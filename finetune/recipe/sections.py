@@ -101,8 +101,9 @@ class AdapterSection(Section):
         default="lora",
         description="What is added to a linear layer: `lora`, or another method of peft's, computed"
         " by peft; or virtual tokens in front of each row, whose embeddings train (`prompt`), or an"
-        " encoder that returns them (`p_tuning`); `prefix` is refused with the reason. Fields that"
-        " a method does not read are refused.",
+        " encoder that returns them (`p_tuning`), or keys and values of them in each layer"
+        " (`prefix`), or an MLP that returns these (`prefix_mlp`). Fields that a method does not"
+        " read are refused.",
         examples=["vera"],
     )
     rank: int = Field(
@@ -179,19 +180,29 @@ class AdapterSection(Section):
         default=20,
         ge=1,
         le=MAX_VIRTUAL,
-        description="Virtual tokens of `prompt` and `p_tuning`; rows are longer by them than"
-        " `train.seq_len`.",
+        description="Virtual tokens of `prompt`, `p_tuning`, `prefix` and `prefix_mlp`; rows of the"
+        " first two are longer by them than `train.seq_len`.",
     )
 
     @property
     def is_virtual(self) -> bool:
-        """Whether virtual tokens in front of each row train, and nothing in the layers."""
-        return self.method in ("prompt", "p_tuning")
+        """Whether virtual tokens in front of each row train, and no weight of a layer."""
+        return self.method in ("prompt", "p_tuning") or self.is_prefix
+
+    @property
+    def is_prefix(self) -> bool:
+        """Whether virtual tokens have keys and values in each layer."""
+        return self.method in ("prefix", "prefix_mlp")
 
     @property
     def num_in_front(self) -> int:
-        """Virtual tokens in front of each row."""
+        """Virtual tokens in front of each row, which takes positions from there on."""
         return self.num_virtual_tokens if self.is_virtual else 0
+
+    @property
+    def num_in_rows(self) -> int:
+        """Those of them that are tokens of the row, and not a prefix of each layer's keys."""
+        return 0 if self.is_prefix else self.num_in_front
 
 
 class TrainSection(Section):

@@ -401,6 +401,10 @@ def adapter_line(plan: Plan) -> str:
         return f"none: the head alone trains, {shown_count(trained_parameters(plan.facts, spec))}"
     if spec.virtual:
         num, trained = spec.virtual[0][0], shown_count(trained_parameters(plan.facts, spec))
+        if spec.num_past:
+            return (
+                f"prefix tuning, {num} keys and values in front of each layer's: {trained} trained"
+            )
         name = "p-tuning" if spec.virtual[1:] else "prompt tuning"
         return f"{name}, {num} virtual tokens in front of each row: {trained} trained"
     places = [*spec.targets, *(["the experts"] if spec.experts else [])]
@@ -429,10 +433,11 @@ def _whole_line(plan: Plan, whole: WholeWeights) -> str:
             f" {shown_count(plan.facts.num_parameters)} weights trained, with fp32 masters; each"
             f" rank updates its part by {workload.optimizer}"
         )
-    sizes = host_update_bytes(workload.dtype_bytes, workload.optimizer)
+    sizes = host_update_bytes(workload.dtype_bytes, workload.optimizer, whole.low_bytes)
     on_disk = STATES if workload.are_states_on_disk else ()
     in_ram = {name: size for name, size in sizes.items() if name not in on_disk}
-    parts = ", ".join(f"{size:.3g} {name}" for name, size in in_ram.items() if size)
+    words = {LOW_HALVES: "fp32 masters"} if whole.low_bytes else {}
+    parts = ", ".join(f"{size:.3g} {words.get(n, n)}" for n, size in in_ram.items() if size)
     moved = sum(sizes.values()) - sum(in_ram.values())
     disk = f" and {moved:.3g} on disk, of those in layers" if moved else ""
     timeline = plan.predict()

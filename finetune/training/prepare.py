@@ -278,7 +278,7 @@ def load_data(run: Run, facts: ModelFacts) -> Data:
     ranks.require_same("the training rows", lambda: rows.data_hash)
     for note in rows.notes:
         run.screen.note(note)
-    num = recipe.adapter.num_in_front
+    num = recipe.adapter.num_in_rows
     rows = with_virtual_tokens(rows, first_id=facts.vocab_size, num=num)
     return Data(tokenizer=tokenizer, rows=rows)
 

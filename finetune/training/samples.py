@@ -37,6 +37,7 @@ def answer(
     tokenizer: "PreTrainedTokenizerBase",
     stop_ids: Collection[int],
     max_pass_tokens: int,
+    num_past: int,
     note: Callable[[str], None],
 ) -> Answers:
     """Let the model answer the last turn of each row, greedily.
@@ -48,11 +49,12 @@ def answer(
         tokenizer: Of the model.
         stop_ids: Tokens that end an answer.
         max_pass_tokens: Tokens of a pass, padding included, that are known to fit.
+        num_past: Virtual tokens that the cache of each row begins with.
         note: Reports that the model is computed without a cache.
     """
     prompts, wanted = zip(*(render_prompt(row, tokenizer) for row in rows), strict=True)
     longest = max(len(tokenizer.encode(text, add_special_tokens=False)) for text in wanted)
-    width = max(map(len, prompts)) + longest + _SPARE_TOKENS
+    width = num_past + max(map(len, prompts)) + longest + _SPARE_TOKENS
     model.eval()
     ids = generate(
         engine,

@@ -11,6 +11,7 @@ import torch
 from finetune.adapter.linear_lora import computed_by_peft, is_trained_whole
 from finetune.adapter.lora import ALONE, NewAdapter, add_loras, base_eos, load_into, trained
 from finetune.adapter.neftune import add_noise
+from finetune.adapter.prefix import add_prefix
 from finetune.adapter.virtual_tokens import add_virtual_tokens
 from finetune.data.dataset import Rows
 from finetune.data.steps import Steps
@@ -342,7 +343,8 @@ def _with_adapters(loaded: Loaded, runs: Sequence[Run]) -> "PeftModel":
     """Return the model with the adapter of each run, new or as an earlier run has left it."""
     section = runs[0].recipe.adapter
     if section.is_virtual:  # by a rule of recipes that share a stream there is one run
-        return add_virtual_tokens(loaded.model, section, seed=runs[0].recipe.train.seed)
+        add = add_prefix if section.is_prefix else add_virtual_tokens
+        return add(loaded.model, section, seed=runs[0].recipe.train.seed)
     new = {
         run.adapter or ALONE: NewAdapter(section=run.recipe.adapter, seed=run.recipe.train.seed)
         for run in runs

@@ -16,6 +16,7 @@ state, in about 10 us. If the state did change, the layer is computed again, und
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
@@ -200,3 +201,8 @@ def _dropout_p(func: Any, args: tuple[Any, ...], kwargs: Any) -> float:
     if index < len(args):
         return float(args[index])
     return float(kwargs.get("dropout_p", arguments[index].default_value or 0.0))
+
+
+def same_randomness(device: torch.device) -> AbstractContextManager[None]:
+    """Leave the generators unchanged, so that a check does not change a dropout mask."""
+    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])

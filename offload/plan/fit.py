@@ -229,8 +229,9 @@ class MemoryNeeds:
         load = self.request.largest
         if load.updates == "host" or load.adapter.whole is None or self.machine.device != "cuda":
             return 0
-        each = brought_bytes(load.dtype_bytes, load.optimizer)
-        brought = math.ceil(each * sum(load.adapter.whole.layers))
+        whole = load.adapter.whole
+        each = brought_bytes(load.dtype_bytes, load.optimizer, whole.low_bytes)
+        brought = math.ceil(each * sum(whole.layers))
         return host.get(SLAB, 0) + host.get(STASH, 0) + host.get(SENT, 0) + brought
 
     def _locked_bytes(self, host: Mapping[str, int]) -> int:

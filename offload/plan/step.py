@@ -109,13 +109,17 @@ def _state_bytes(typical: Workload, trained: Sequence[int]) -> tuple[int, ...] |
     """Return what moves with each layer to its update on the device; None if it is on the host."""
     if typical.updates == "host":
         return None
-    each = moved_state_bytes(typical.dtype_bytes, typical.optimizer)
+    whole = typical.adapter.whole
+    low_bytes = None if whole is None else whole.low_bytes
+    each = moved_state_bytes(typical.dtype_bytes, typical.optimizer, low_bytes)
     return tuple(math.ceil(each * number) for number in trained)
 
 
 def _disk_bytes(typical: Workload, trained: Sequence[int]) -> tuple[int, ...]:
     """Return what an update of each layer reads from a file and writes; none if it is in memory."""
-    each = moved_state_bytes(typical.dtype_bytes, typical.optimizer)
+    whole = typical.adapter.whole
+    low_bytes = None if whole is None else whole.low_bytes
+    each = moved_state_bytes(typical.dtype_bytes, typical.optimizer, low_bytes)
     is_on_disk = typical.are_states_on_disk
     return tuple(math.ceil(each * number) for number in trained) if is_on_disk else ()
 

@@ -1,50 +1,8 @@
 """`sluice chat` by typed lines, against plain transformers and peft."""
 
-import io
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
-
 import pytest
-import torch
-from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.e2e.runs import run
-
-NEW_TOKENS = 6
-
-
-class Plain:
-    """A conversation without anything of ours."""
-
-    def __init__(self, model_dir: Path, adapter: Path | None) -> None:
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(model_dir)
-        model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-        self._model = (PeftModel.from_pretrained(model, str(adapter)) if adapter else model).eval()
-
-    def answer(self, turns: Sequence[dict[str, str]]) -> str:
-        tokens = self._tokenizer.apply_chat_template(
-            list(turns),
-            add_generation_prompt=True,
-            enable_thinking=False,  # as trained: the rows have no reasoning
-            return_tensors="pt",
-            return_dict=True,
-        )
-        made = self._model.generate(
-            **tokens,
-            max_new_tokens=NEW_TOKENS,
-            do_sample=False,
-            eos_token_id=self._tokenizer.convert_tokens_to_ids("<|im_end|>"),
-            pad_token_id=0,
-        )
-        new = made[0, tokens["input_ids"].shape[1] :]
-        return str(self._tokenizer.decode(new, skip_special_tokens=True))
-
-
-def talk(lines: Sequence[str], monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
-    monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
-    return run("chat", *words, "--max-new-tokens", str(NEW_TOKENS))
+from tests.e2e.talking import Plain, talk
 
 
 @pytest.mark.thorough

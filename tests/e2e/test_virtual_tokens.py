@@ -1,13 +1,20 @@
-"""Prompt tuning and p-tuning against plain transformers and peft."""
+"""Prompt tuning, p-tuning and prefix tuning against plain transformers and peft."""
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel, PromptEncoderConfig, PromptTuningConfig, get_peft_model
+from peft import (
+    PeftModel,
+    PrefixTuningConfig,
+    PromptEncoderConfig,
+    PromptTuningConfig,
+    get_peft_model,
+)
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
 from tests.doubles import tiny_tokenizer
@@ -16,7 +23,18 @@ from tests.e2e.runs import adapter, losses, run
 
 LR, SEED, NUM_STEPS, NUM = 0.05, 3, 4, 7
 SEQ_LEN, NUM_ROWS = 64, 5  # the last of which is short
-CONFIGS: dict[str, Any] = {"prompt": PromptTuningConfig, "p_tuning": PromptEncoderConfig}
+CONFIGS: dict[str, Any] = {
+    "prompt": PromptTuningConfig,
+    "p_tuning": PromptEncoderConfig,
+    "prefix": PrefixTuningConfig,
+    "prefix_mlp": partial(PrefixTuningConfig, prefix_projection=True),
+}
+SHOWN = {
+    "prompt": f"prompt tuning, {NUM} virtual tokens in front of each row: ",
+    "p_tuning": f"p-tuning, {NUM} virtual tokens in front of each row: ",
+    "prefix": f"prefix tuning, {NUM} keys and values in front of each layer's: ",
+}
+SHOWN["prefix_mlp"] = SHOWN["prefix"]
 ROWS = [{"text": f"what follows {n}{'!' * (n % 5)} is {n + 1}"} for n in range(12)]
 UNUSED: dict[str, Any] = {"rank": 16, "alpha": 32.0, "targets": "all-linear", "experts": False}
 
@@ -52,10 +70,14 @@ def plain_run(base: Path, method: str) -> tuple[list[float], Any, list[torch.Ten
     joined = torch.tensor([[token for ids in texts for token in ids]])  # documents, as one
     rows = list(joined.split(SEQ_LEN, dim=1))
     assert len(rows) == NUM_ROWS
-    num = sum(row.shape[1] for row in rows)  # the first token of each is predicted too
+    is_in_layers = method.startswith("prefix")
+    nums = [row.shape[1] - is_in_layers for row in rows]  # else the first token is predicted too
     found = []
     for step in range(NUM_STEPS):
-        losses_ = [model(input_ids=r, labels=r).loss * r.shape[1] / num for r in rows]
+        losses_ = [
+            model(input_ids=r, labels=r).loss * n / sum(nums)
+            for r, n in zip(rows, nums, strict=True)
+        ]
         loss = torch.stack(losses_).sum()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
@@ -87,6 +109,9 @@ def text_recipe(write_recipe: Any, tmp_path: Path, base: Path, method: str) -> P
     [
         ("dense", "prompt"),
         ("mixture", "p_tuning"),
+        ("dense", "prefix"),
+        pytest.param("mixture", "prefix", marks=pytest.mark.slow),
+        pytest.param("dense", "prefix_mlp", marks=pytest.mark.slow),
         pytest.param("dense", "p_tuning", marks=pytest.mark.slow),
         pytest.param("mixture", "prompt", marks=pytest.mark.slow),
     ],
@@ -99,9 +124,8 @@ def test_reorder_virtual_tokens_learn_as_in_plain_peft(
     assert run("finetune", recipe, "--machine", machine_file) == 0
     expected, plain, rows = plain_run(base, method)
     num = sum(p.numel() for p in plain.parameters() if p.requires_grad)
-    name = {"prompt": "prompt tuning", "p_tuning": "p-tuning"}[method]
     shown = " ".join(capsys.readouterr().out.split())
-    assert f"{name}, {NUM} virtual tokens in front of each row: {num:,} trained" in shown
+    assert f"{SHOWN[method]}{num:,} trained" in shown
     assert losses(run_dir) == pytest.approx(expected, rel=2e-5)
     assert expected[-1] < expected[0]
     whole = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)

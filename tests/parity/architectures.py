@@ -328,9 +328,11 @@ def write_table(verdicts: Sequence[Verdict]) -> str:
         "types with a sequence classifier in transformers, `classify_tokens` for those with a token"
         " classifier. `train.what: head` is for the same types. `adapter.method: prompt` and"
         " `p_tuning` put virtual tokens in front of each row, at the embedding, which every exact"
-        " type has. Prefix tuning is refused by name, and bottleneck adapters are not there."
-        " `offload.embeddings: host` gives every exact type the bits of `device`; its head needs"
-        " weights of its own.",
+        " type has. `adapter.method: prefix` is for types whose layers all keep plain keys and"
+        " values, as many as peft counts, which are those without latent attention, recurrences"
+        " or layers of different heads; the others are refused by name. Bottleneck adapters are"
+        " not there. `offload.embeddings: host` gives every exact type the bits of `device`; its"
+        " head needs weights of its own.",
         "",
         "| model type | verdict | packs | reason |",
         "|---|---|---|---|",

@@ -49,7 +49,6 @@ from offload.engine.model.layers import (
     LayeredModel,
     cross_entropy_sum,
     kind_of,
-    same_randomness,
     unchanged,
     uncompiled,
 )
@@ -64,7 +63,7 @@ from offload.engine.model.recorders import (
 )
 from offload.engine.model.visit import Graph, visit_with_graph
 from offload.engine.model.watch import Watch
-from offload.engine.randomness import FRONT_LAYER, VisitRandomness
+from offload.engine.randomness import FRONT_LAYER, VisitRandomness, same_randomness
 from offload.engine.recompute.attention_outputs import OutputSize, sizes_of
 from offload.engine.recompute.tiled import TiledMlp
 from offload.engine.recompute.unread import Path, Unread
@@ -390,7 +389,7 @@ class Inspection:
                 _scaled(model.model, 1.0 if labels_BT is None else scale, labels_BT is not None),
                 watch,
             ):
-                output = model.whole(**inputs, **labels, use_cache=False)
+                output = model.whole(**model.given({**inputs, **labels, "use_cache": False}))
             watch.end()
             model.require_in_order(notes)
         except torch.OutOfMemoryError:
@@ -401,7 +400,7 @@ class Inspection:
             what = str(error) if is_ours else f"fails {given}: {error}"
             model.refuse(f"{what}{self._wrapped}", limit=ONE_STATE)
         self._refuse_what_was_seen()
-        calls = [note.call.without(labels_BT) for note in notes]
+        calls = [note.alone().call.without(labels_BT) for note in notes]
         if not all(a.call.is_same(b) for a, b in zip(expected, calls, strict=True)):
             model.refuse(
                 f"passes its layers other arguments with labels{self._wrapped}", limit=ONE_STATE

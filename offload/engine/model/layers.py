@@ -39,7 +39,7 @@ from offload.engine.model.find_layers import (
     refuse_trained_outside,
     require_language_model,
 )
-from offload.engine.model.recorded_args import Call, Leaves, Snapshot
+from offload.engine.model.recorded_args import Call, Leaves, Snapshot, front_arguments
 from offload.engine.model.recorders import (
     FORMS,
     AllRecordedError,
@@ -59,6 +59,7 @@ from offload.engine.packing.joined import JoinedRows
 from offload.engine.pointwise.layers import FusedLayers
 from offload.engine.pointwise.ops import cross_entropy
 from offload.engine.pointwise.recognise import DTYPES
+from offload.engine.randomness import same_randomness
 from offload.errors import UnsupportedModelError
 from offload.plan.facts.families import RESIDENT_HINT
 
@@ -140,6 +141,7 @@ class LayeredModel:
             else None
         )
         self.around = modules_outside(self.model, self.layers)
+        self.given = front_arguments(self.model)
         self._buffered = [[m for m in layer.modules() if m._buffers] for layer in self.layers]
         self._unread = find_unread_stores(list(self.layers))
         self.fused: FusedLayers | None = None
@@ -388,7 +390,7 @@ class LayeredModel:
         """
         notes: list[Note] = []
         self._record(batch, forms, notes, root=root, **more)
-        return notes
+        return [note.alone() for note in notes]
 
     @property
     def forms(self) -> Forms:
@@ -466,7 +468,7 @@ class LayeredModel:
         stand_ins[last] = Last(self.layers[last], last, notes=notes, form=forms[last])
         inputs = {name: batch[name] for name in FRONT_INPUTS if name in batch}
         with self.replaced(stand_ins), suppress(AllRecordedError):
-            (root or self.model)(**{"use_cache": False, **inputs, **more})
+            (root or self.model)(**self.given({"use_cache": False, **inputs, **more}))
         self.require_in_order(notes)
 
     def stand_ins(self, kind: type[StandIn], forms: Forms, *, notes: list[Note]) -> list[StandIn]:
@@ -572,11 +574,6 @@ def unchanged(modules: Sequence[nn.Module]) -> Iterator[None]:
         for module, attributes, buffers in before:
             module.__dict__.update(attributes)
             module._buffers.update(buffers)
-
-
-def same_randomness(device: torch.device) -> AbstractContextManager[None]:
-    """Leave the generators unchanged, so that a check does not change a dropout mask."""
-    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
 
 
 def cross_entropy_sum(logits_BTV: torch.Tensor, labels_BT: torch.Tensor) -> torch.Tensor:

@@ -4,16 +4,47 @@ A layer is visited twice, alone, so its arguments must be all it sees of the res
 Constants and tensors are harmless. A container could carry state from layer to layer: it is
 allowed, and each visit is checked not to have changed it. Tensors that require grad (per-layer
 embeddings, if those train) are replaced by leaves, whose gradients go back through the front.
+
+A module inside the model may give the front more arguments (`FrontArguments`), and among them one
+that has a part for each layer (`ByLayer`), such as keys and values that train.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 _CONSTANTS = (bool, int, float, str, torch.dtype, torch.device)
 _WITHOUT_PARTS = (torch.Tensor, type(None), *_CONSTANTS)  # asked first: abstract classes are slow
+
+
+class FrontArguments(nn.Module, ABC):
+    """A child of a model that changes the arguments of its forward, where a front is recorded."""
+
+    @abstractmethod
+    def forward(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the arguments by name that the model's forward is called with.
+
+        Args:
+            given: Those that it would be called with.
+        """
+
+
+class ByLayer(ABC):
+    """An argument with a part for each layer, which is passed that part in its place."""
+
+    @abstractmethod
+    def of_layer(self, layer: int) -> Any:
+        """Return the part of one layer: a constant, a tensor, or a container of them."""
+
+
+def front_arguments(model: nn.Module) -> Callable[[Mapping[str, Any]], Mapping[str, Any]]:
+    """Return the child of a model that changes the arguments of its forward; `dict` if none."""
+    found = (module for module in model.children() if isinstance(module, FrontArguments))
+    return next(found, dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +90,18 @@ class Call:
             self,
             args=_changed(self.args, change),
             kwargs={name: _changed(value, change) for name, value in self.kwargs.items()},
+        )
+
+    def of_layer(self, layer: int) -> "Call":
+        """Return the call with the parts of one layer in place of arguments with all of them."""
+
+        def own(value: Any) -> Any:
+            return value.of_layer(layer) if isinstance(value, ByLayer) else value
+
+        return replace(
+            self,
+            args=tuple(map(own, self.args)),
+            kwargs={name: own(value) for name, value in self.kwargs.items()},
         )
 
     def without(self, value: torch.Tensor | None) -> "Call":

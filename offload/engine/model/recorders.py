@@ -13,7 +13,7 @@ A layer may return the hidden state alone or first in a tuple, which is not visi
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -141,6 +141,10 @@ class Note:
     call: Call
     seen: Snapshot
     modes: tuple[object, ...]
+
+    def alone(self) -> "Note":
+        """Return the note with what its layer alone is passed of arguments of all layers."""
+        return replace(self, call=self.call.of_layer(self.layer))
 
     def is_as_then(self) -> bool:
         """Return whether no argument was written to since."""

@@ -40,7 +40,7 @@ def why_on_device(facts: ModelFacts, adapter: AdapterSpec) -> str:
     if facts.tie_word_embeddings:
         return "the head has the same weight, and is on the device"
     outer = outer_module_sizes(facts, adapter)
-    if VIRTUAL in outer:
+    if VIRTUAL in outer and not adapter.num_past:
         return "virtual tokens train, which it looks up"
     if outer.get(EMBEDDING):
         return "it trains, and gradients of it are added up on the device"

@@ -18,7 +18,7 @@ from offload.plan.facts.families import (
     WHOLE_TIED,
     Family,
 )
-from offload.plan.facts.linears import Group, Linear, Norm
+from offload.plan.facts.linears import FP32_BYTES, Group, Linear, Norm
 from offload.plan.facts.peft_method import MethodCounts, PeftMethod
 
 TIED_KEY = "tie_word_embeddings"
@@ -236,10 +236,13 @@ class WholeWeights:
     Attributes:
         layers: In each layer, in forward order.
         outer: Before and after the layers, by name.
+        low_bytes: Of each, what makes up its fp32 master with it: all of one in float16; None for
+            the bytes by which its type is shorter.
     """
 
     layers: tuple[int, ...]
     outer: tuple[tuple[str, int], ...]
+    low_bytes: int | None = None
 
     @property
     def num_outer(self) -> int:
@@ -278,6 +281,7 @@ class AdapterSpec:
         method: The counts of another method than LoRA, whose modules peft computes; else None.
         is_rounded: Whether A and B are kept in bf16, and rounded at random after each update.
         virtual: Shapes of what trains for virtual tokens in front of rows; none without them.
+        num_past: Virtual tokens that have keys and values in each layer, and are not in its rows.
     """
 
     rank: int
@@ -293,6 +297,7 @@ class AdapterSpec:
     method: PeftMethod | None = None
     is_rounded: bool = False
     virtual: tuple[tuple[int, ...], ...] = ()
+    num_past: int = 0
 
     @classmethod
     def none(cls, whole: WholeWeights) -> "AdapterSpec":
@@ -319,6 +324,14 @@ class AdapterSpec:
         if self.method is None:
             return None
         return self.method.of(linear.name, linear.d_in, linear.d_out)
+
+    @property
+    def past_bytes(self) -> int:
+        """Bytes of the keys and values that all layers have of a prefix, in fp32; 0 without one.
+
+        Their features are the last of a table, or of the biases of the MLP that computes them.
+        """
+        return FP32_BYTES * self.num_past * self.virtual[-1][-1] if self.num_past else 0
 
     def rank_of(self, linear: Linear) -> int:
         """Return the rank of one projection."""

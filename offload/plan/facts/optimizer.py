@@ -114,16 +114,22 @@ def temporary_bytes(shapes: Sequence[Shape], optimizer: Optimizer) -> int:
     return sum(number * sizes[shape] for shape, number in Counter(shapes).items())
 
 
-def host_update_bytes(dtype_bytes: int, optimizer: Optimizer) -> dict[str, float]:
+def host_update_bytes(
+    dtype_bytes: int, optimizer: Optimizer, low_bytes: int | None = None
+) -> dict[str, float]:
     """Return the bytes in RAM of one weight that trains there, by what they hold.
 
-    Below fp32 the weight is one half of its fp32 master. Its gradient has the weight's type. Small
+    In bf16 the weight is one half of its fp32 master. Its gradient has the weight's type. Small
     tensors, of which there are few, keep more than a state in 8 bits.
+
+    Args:
+        dtype_bytes: Of the weight.
+        optimizer: What updates it.
+        low_bytes: See `WholeWeights`.
     """
-    is_split = dtype_bytes < FP32_BYTES
     return {
         WEIGHTS: dtype_bytes,
-        LOW_HALVES: FP32_BYTES - dtype_bytes if is_split else 0,
+        LOW_HALVES: FP32_BYTES - dtype_bytes if low_bytes is None else low_bytes,
         HOST_GRADIENTS: dtype_bytes,
         HOST_STATES: HOST_STATE_BYTES[optimizer],
     }
@@ -134,13 +140,15 @@ def outer_optimizer(optimizer: Optimizer) -> Optimizer:
     return "adamw" if optimizer == "muon" else optimizer
 
 
-def moved_state_bytes(dtype_bytes: int, optimizer: Optimizer) -> float:
+def moved_state_bytes(
+    dtype_bytes: int, optimizer: Optimizer, low_bytes: int | None = None
+) -> float:
     """Return what an update on the device brings there and takes back, beside the weight itself."""
-    sizes = host_update_bytes(dtype_bytes, optimizer)
+    sizes = host_update_bytes(dtype_bytes, optimizer, low_bytes)
     return sizes[LOW_HALVES] + sizes[HOST_STATES]
 
 
-def brought_bytes(dtype_bytes: int, optimizer: Optimizer) -> float:
+def brought_bytes(dtype_bytes: int, optimizer: Optimizer, low_bytes: int | None = None) -> float:
     """Return what it brings there, with the gradient."""
-    sizes = host_update_bytes(dtype_bytes, optimizer)
-    return sizes[HOST_GRADIENTS] + moved_state_bytes(dtype_bytes, optimizer)
+    sizes = host_update_bytes(dtype_bytes, optimizer, low_bytes)
+    return sizes[HOST_GRADIENTS] + moved_state_bytes(dtype_bytes, optimizer, low_bytes)

@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 from functools import lru_cache
 
 from offload.errors import UnsupportedModelError
+from offload.plan.facts.attention import SoftmaxAttention
 from offload.plan.facts.facts import (
     AdapterSpec,
     LayerFacts,
@@ -267,6 +268,47 @@ def virtual_shapes(num: int, hidden_size: int, *, has_encoder: bool) -> tuple[Sh
     """
     encoder = ((hidden_size, hidden_size), (hidden_size,)) * 3
     return ((num, hidden_size), *(encoder if has_encoder else ()))
+
+
+def prefix_spec(facts: ModelFacts, *, num_past: int, has_encoder: bool) -> AdapterSpec:
+    """Return what trains for keys and values in front of each layer's own, as peft makes them.
+
+    That is one table, or an embedding as wide as a layer's keys and an MLP of two linear layers.
+
+    Raises:
+        UnsupportedModelError: Not all layers have keys and values of the same heads.
+    """
+    found = {
+        (kind.num_kv_heads, kind.qk_dim)
+        if isinstance(kind, SoftmaxAttention) and not kind.is_latent
+        else None
+        for kind in (layer.attention for layer in facts.layers)
+    }
+    heads = found.pop()
+    if found or heads is None:
+        raise UnsupportedModelError(
+            f"adapter.method: {'prefix_mlp' if has_encoder else 'prefix'} for a"
+            f" {facts.model_type} model",
+            limit="a prefix is plain keys and values, of the same heads in each layer",
+            hint="`adapter.method: lora`",
+        )
+    width = math.prod(heads)
+    of_all = 2 * facts.num_layers * width
+    table: tuple[Shape, ...] = ((num_past, of_all),)
+    encoder: tuple[Shape, ...] = (
+        (num_past, width),
+        (width, width),
+        (width,),
+        (of_all, width),
+        (of_all,),
+    )
+    return AdapterSpec(
+        rank=1,
+        targets=(),
+        experts=False,
+        virtual=encoder if has_encoder else table,
+        num_past=num_past,
+    )
 
 
 def trains_head(facts: ModelFacts, trained: Collection[str]) -> bool:

@@ -76,6 +76,11 @@ class Workload:
         return self.micro_batch_size * self.seq_len
 
     @property
+    def num_keys(self) -> int:
+        """Keys of a row: of its tokens, and of a prefix in front of them."""
+        return self.seq_len + self.adapter.num_past
+
+    @property
     def size(self) -> str:
         """How large a micro-batch is, in words."""
         if self.packed_tokens is not None:

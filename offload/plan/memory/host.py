@@ -135,7 +135,8 @@ def _whole_host_terms(
     whole = workload.adapter.whole
     if whole is None:
         return ()
-    each = host_update_bytes(workload.dtype_bytes, workload.optimizer)
+    b, low_bytes = workload.dtype_bytes, whole.low_bytes
+    each = host_update_bytes(b, workload.optimizer, low_bytes)
     gradients = each[HOST_GRADIENTS] * sum(whole.layers)
     gradients += FP32_BYTES * whole.num_outer if is_cuda else 0
     copies = each[WEIGHTS] * whole.num_outer if is_cuda else 0
@@ -143,7 +144,7 @@ def _whole_host_terms(
     largest = max(*in_layers, facts.embedding_parameters if whole.num_outer else 0)
     temporaries = ADAFACTOR_COPIES * FP32_BYTES * largest
     num = whole.num_parameters
-    outer = host_update_bytes(workload.dtype_bytes, outer_optimizer(workload.optimizer))
+    outer = host_update_bytes(b, outer_optimizer(workload.optimizer), low_bytes)
     states, ring = each[HOST_STATES] * sum(whole.layers), 0.0
     if workload.are_states_on_disk:
         ring = NUM_STATE_BUFFERS * max(whole.layers) * (each[LOW_HALVES] + each[HOST_STATES])

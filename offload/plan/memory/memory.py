@@ -391,7 +391,7 @@ def device_needs(
         workload,
         num_kept=num_kept,
         num_micro_batches=num_micro_batches,
-        recorded=recorded,
+        recorded=recorded + workload.adapter.past_bytes,  # and gradients by a prefix
     )
     kinds = set(facts.layers)
     visits = {x: visit_bytes(facts, machine, x, workload, is_padded=is_padded) for x in kinds}
@@ -473,13 +473,13 @@ def _standing_terms(
     # traced visits and head chunks include those of their own modules; the front is not traced
     outside = outer_module_sizes(facts, workload.adapter)
     layer_gradients = 0
-    if workload.adapter.whole is not None:
-        gradients, modules = FP32_BYTES * workload.adapter.whole.num_outer, ()
-        each = b if workload.updates == "host" else brought_bytes(b, workload.optimizer)
-        most = max(workload.adapter.whole.layers)
-        layer_gradients = math.ceil(NUM_GRADIENT_BUFFERS * each * most)
+    if (whole := workload.adapter.whole) is not None:
+        gradients, modules = FP32_BYTES * whole.num_outer, ()
+        each = brought_bytes(b, workload.optimizer, whole.low_bytes)
+        each = b if workload.updates == "host" else each
+        layer_gradients = math.ceil(NUM_GRADIENT_BUFFERS * each * max(whole.layers))
     new_gradient = outside.get(EMBEDDING, 0) if is_traced else max(modules, default=0)
-    copy_bytes = b if b == FP32_BYTES else b + FP32_BYTES
+    copy_bytes = FP32_BYTES + (0 if b == FP32_BYTES or workload.adapter.num_past else b)
     shapes = trained_tensor_shapes(facts, workload.adapter)
     states = state_bytes(shapes, workload.optimizer)
     decoded, workspace, on_host = 0, 0, embedding_bytes(facts, workload)
@@ -565,10 +565,10 @@ def recorded_bytes(facts: ModelFacts, workload: Workload, *, is_padded: bool) ->
     for rotary_dim, window, is_written_out in kinds:
         per_token += 2 * rotary_dim * workload.dtype_bytes
         if is_written_out:
-            per_token += workload.seq_len * workload.dtype_bytes
+            per_token += workload.num_keys * workload.dtype_bytes
         elif is_masked(window, workload, is_padded=is_padded):
-            per_token += workload.seq_len
-    return per_token * workload.num_tokens
+            per_token += workload.num_keys
+    return per_token * workload.num_tokens + workload.adapter.past_bytes
 
 
 def head_chunk_bytes(facts: ModelFacts, workload: Workload, *, is_fused: bool) -> int:

@@ -146,7 +146,7 @@ def _visit_bytes(
     facts: ModelFacts, machine: Machine, layer: LayerFacts, workload: Workload, *, is_padded: bool
 ) -> VisitBytes:
     tokens, b, spec = workload.num_tokens, workload.dtype_bytes, workload.adapter
-    seq_len, adapted = workload.seq_len, adapted_linears(layer, spec)
+    seq_len, adapted = workload.num_keys, adapted_linears(layer, spec)
     experts = [linear for linear in adapted if linear.group == "experts"]
     linears = [linear for linear in adapted if linear.group != "experts"]
     form = experts_form(machine.experts_implementation.value, is_adapted=bool(experts))
@@ -175,8 +175,9 @@ def _visit_bytes(
         fused=fused,
         adapted=adapted,
     )
+    past = workload.micro_batch_size * spec.num_past * _past_features(layer.attention) * b
     return VisitBytes(
-        saved=tokens * (saved - scores),
+        saved=tokens * (saved - scores) + past,
         scores=tokens * scores,
         adapter_inputs=tokens * whole_input_bytes(layer, spec=spec, dtype_bytes=b)
         + tokens
@@ -184,16 +185,22 @@ def _visit_bytes(
         factors=method_bytes(linears, spec=spec)
         + factor_bytes(experts, spec=spec, dtype_bytes=b, form=form)
         + cast_bytes(linears, spec=spec, dtype_bytes=b),
-        gradients=tokens * gradients,
+        gradients=tokens * gradients + past,
         dora=dora_bytes(adapted, spec=spec, dtype_bytes=b),
         update=update_bytes(linears, spec=spec, num_tokens=tokens),
         own_input=tokens * _own_input_bytes(facts, fused, b),
     )
 
 
+def _past_features(kind: Attention) -> int:
+    """Return the features of a prefix's token in the keys and values of a visit, for all heads."""
+    return kind.num_heads * (kind.qk_dim + kind.v_dim) if isinstance(kind, SoftmaxAttention) else 0
+
+
 def is_masked(window: int | None, workload: Workload, *, is_padded: bool) -> bool:
     """Return whether a mask is materialized because it is not simply causal."""
-    return is_padded or (window is not None and window < workload.seq_len)
+    has_past = workload.adapter.num_past > 0
+    return is_padded or has_past or (window is not None and window < workload.seq_len)
 
 
 def saved_bytes_per_token(

@@ -19,6 +19,7 @@ from offload.plan.time.work import Work
 
 RECURRENT_BYTES = 4  # fp32, in which delta rules and recurrences compute
 FLASH_BACKWARD_FORWARDS = 2.5
+PAST_OPS = 4  # the prefix's keys and values in the type of a row's, and both joined
 ATTENTION_OPS = 1  # of a fused kernel; of softmax attention as many backward as forward
 # Materialized scores: mask, caps or sinks, a softmax in fp32, its cast.
 SCORE_PASSES, SCORE_OPS = 10, 16
@@ -46,9 +47,17 @@ def causal_flops(*, width: int, seq_len: int, is_cpu: bool) -> float:
 
 
 def attention_work(
-    kind: Attention, machine: Machine, *, num_tokens: int, seq_len: int, dtype_bytes: int
+    kind: Attention,
+    machine: Machine,
+    *,
+    num_tokens: int,
+    seq_len: int,
+    dtype_bytes: int,
+    num_past: int = 0,
 ) -> Work:
     """Price one layer's forward; without a fused kernel all scores are computed.
+
+    With keys of a prefix in front, `num_past`, the mask is a tensor, and all are computed too.
 
     Unfused operations write new tensors, which on a CPU outgrow caches and the allocator's free
     list. There the median time of a delta rule was 0.7 to 1.5 times this price, that of
@@ -59,17 +68,26 @@ def attention_work(
     is_cuda = machine.device == "cuda"
     memory = (machine.memory_bytes_per_s if is_cuda else machine.host_memory_bytes_per_s).value
     if isinstance(kind, SoftmaxAttention):
+        num_keys = seq_len + num_past
+        all_flops = 4.0 * kind.width * num_tokens * num_keys
+        copied = num_keys * kind.num_kv_heads * (kind.qk_dim + kind.v_dim) * bool(num_past)
+        copied_bytes = 2 * num_tokens / seq_len * copied * dtype_bytes  # to where the prefix is
+        past_ops = PAST_OPS * bool(num_past)
         if has_fused_kernel(kind, is_cuda=is_cuda):
             flops *= 1 if is_cuda else block_factor(seq_len)
-            compute_s = flops / machine.attention_flops_per_s.value
-            return Work(compute_s=compute_s, flops=flops, num_ops=ATTENTION_OPS)
-        flops = 4.0 * kind.width * num_tokens * seq_len
-        num_bytes = SCORE_PASSES * kind.num_heads * num_tokens * seq_len * dtype_bytes
+            flops = all_flops if num_past else flops
+            return Work(
+                compute_s=flops / machine.attention_flops_per_s.value,
+                memory_s=copied_bytes / memory,
+                flops=flops,
+                num_ops=ATTENTION_OPS + past_ops,
+            )
+        num_bytes = SCORE_PASSES * kind.num_heads * num_tokens * num_keys * dtype_bytes
         return Work(
-            compute_s=flops / machine.gemm_flops_per_s.value,
-            memory_s=num_bytes / memory,
-            flops=flops,
-            num_ops=SCORE_OPS,
+            compute_s=all_flops / machine.gemm_flops_per_s.value,
+            memory_s=(num_bytes + copied_bytes) / memory,
+            flops=all_flops,
+            num_ops=SCORE_OPS + past_ops,
         )
     compute_s = flops / machine.vector_flops_per_s.value
     if isinstance(kind, DeltaAttention):

@@ -300,8 +300,8 @@ def _whole_gradients(at: Pricer, layer: LayerFacts) -> Work:
 def _attention(at: Pricer, layer: LayerFacts) -> Work:
     """Token mixing."""
     load, kind = at.workload, layer.attention
-    num, seq_len, b = load.num_tokens, load.seq_len, load.dtype_bytes
-    work = attention_work(kind, at.machine, num_tokens=num, seq_len=seq_len, dtype_bytes=b)
+    num, n, b, past = load.num_tokens, load.seq_len, load.dtype_bytes, load.adapter.num_past
+    work = attention_work(kind, at.machine, num_tokens=num, seq_len=n, dtype_bytes=b, num_past=past)
     num_calls = load.num_attention_calls(kind, is_cuda=at.machine.device == "cuda")
     return replace(work, num_ops=work.num_ops * num_calls)
 
@@ -534,15 +534,15 @@ def _optimizer(at: Pricer) -> Work:
         return Work(
             memory_s=outer_update_s(
                 at.machine,
-                spec.whole.num_outer,
+                spec.whole,
                 dtype_bytes=at.workload.dtype_bytes,
                 optimizer=outer_optimizer(at.workload.optimizer),
             )
         )
     update = update_work(at.machine, shapes, at.workload.optimizer)
     update += rounding_work(at.machine, at.facts, spec)
-    b = at.workload.dtype_bytes
-    copied = 0 if b == FP32_BYTES else module_parameters(at.facts, spec) * (FP32_BYTES + b)
+    b, modules = at.workload.dtype_bytes, 0 if spec.num_past else module_parameters(at.facts, spec)
+    copied = 0 if b == FP32_BYTES else modules * (FP32_BYTES + b)
     return update + at.traffic(copied, num_ops=0)  # compute copies are cast from fp32
 
 

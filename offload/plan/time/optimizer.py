@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from offload.errors import OffloadError
-from offload.plan.facts.facts import AdapterSpec, ModelFacts
+from offload.plan.facts.facts import AdapterSpec, ModelFacts, WholeWeights
 from offload.plan.facts.linears import FP32_BYTES
 from offload.plan.facts.optimizer import (
     HOST_GRADIENTS,
@@ -71,9 +71,11 @@ DEVICE_SPLIT_BYTES = 58
 DEVICE_OPS = 16  # for each piece: 10 to cast, put together and take apart, the optimizer's
 
 
-def host_bytes_per_weight(dtype_bytes: int, optimizer: Optimizer) -> float:
+def host_bytes_per_weight(
+    dtype_bytes: int, optimizer: Optimizer, low_bytes: int | None = None
+) -> float:
     """Return what an update of a weight in RAM reads and writes: all of it, gradients only once."""
-    sizes = host_update_bytes(dtype_bytes, optimizer)
+    sizes = host_update_bytes(dtype_bytes, optimizer, low_bytes)
     return 2 * sum(sizes.values()) - sizes[HOST_GRADIENTS]
 
 
@@ -84,23 +86,35 @@ def device_bytes_per_weight(dtype_bytes: int, optimizer: Optimizer) -> int:
 
 
 def host_update_s(
-    machine: Machine, num_weights: int, *, dtype_bytes: int, optimizer: Optimizer
+    machine: Machine,
+    num_weights: int,
+    *,
+    dtype_bytes: int,
+    optimizer: Optimizer,
+    low_bytes: int | None,
 ) -> float:
     """Return the seconds of an update of weights in RAM: as fast as that memory, or the cores."""
     is_cpu = machine.device == "cpu"
     rate = machine.memory_bytes_per_s if is_cpu else machine.host_memory_bytes_per_s
-    memory_s = host_bytes_per_weight(dtype_bytes, optimizer) / rate.value
+    memory_s = host_bytes_per_weight(dtype_bytes, optimizer, low_bytes) / rate.value
     return num_weights * max(memory_s, CORE_S_PER_WEIGHT.get(optimizer, 0.0) / NUM_CORES)
 
 
 def outer_update_s(
-    machine: Machine, num_weights: int, *, dtype_bytes: int, optimizer: Optimizer
+    machine: Machine, whole: WholeWeights, *, dtype_bytes: int, optimizer: Optimizer
 ) -> float:
     """Return the seconds of the update of weights around the layers, which nothing overlaps with.
 
     On CUDA their gradients cross the link in fp32, and the weights cross it back.
     """
-    update_s = host_update_s(machine, num_weights, dtype_bytes=dtype_bytes, optimizer=optimizer)
+    num_weights = whole.num_outer
+    update_s = host_update_s(
+        machine,
+        num_weights,
+        dtype_bytes=dtype_bytes,
+        optimizer=optimizer,
+        low_bytes=whole.low_bytes,
+    )
     if machine.device == "cpu":
         return update_s
     sent_s = num_weights * FP32_BYTES / machine.d2h_bytes_per_s.value

@@ -31,10 +31,13 @@ def with_updates(costs: Costs, facts: ModelFacts, machine: Machine, workload: Wo
     optimizer, on_device = workload.optimizer, workload.updates == "device"
     layers = []
     for cost, layer, number in zip(costs.layers, facts.layers, whole.layers, strict=True):
-        update_s = host_update_s(machine, number, dtype_bytes=b, optimizer=optimizer)
+        update_s = host_update_s(
+            machine, number, dtype_bytes=b, optimizer=optimizer, low_bytes=whole.low_bytes
+        )
         if on_device and (machine.device == "cuda" or optimizer == "muon"):
             update_s = _device_update(machine, layer, number, workload).seconds(machine)
-        brought = math.ceil(number * brought_bytes(b, optimizer)) if on_device else 0
+        each = brought_bytes(b, optimizer, whole.low_bytes) if on_device else 0
+        brought = math.ceil(number * each)
         layers.append(replace(cost, update_s=update_s, brought_bytes=brought))
     costs = replace(costs, layers=tuple(layers))
     if not workload.are_states_on_disk:

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from finetune.full.split_master import joined, split_into
+from finetune.full.split_master import joined, low_type, split_into
 
 PIECE = 2**19  # what is made of it stays in a cache
 
@@ -87,3 +87,30 @@ def test_what_is_not_finite() -> None:
     assert high[2].item() == 0.0
     assert math.isnan(high[3])
     assert torch.equal(joined(high, low).view(torch.int32), bits)
+
+
+# ------------------------------------------------------------------------------------- float16
+
+
+@pytest.mark.parametrize(
+    "start", [0, 2**31 - 2**16, 2**31 + 0x387F0000, 2**31 + 0x477F0000, 0x3F800000, 2**31]
+)
+def test_move_a_float16_weight_and_its_rest_are_the_master(start: int) -> None:
+    bits = patterns(start, min(2**18, 2**32 - start))
+    master = bits.view(torch.float32)
+    master = master[master.isfinite()]
+    weight = torch.empty(master.shape, dtype=torch.float16)
+    low = torch.empty(master.shape, dtype=torch.int32)
+    split_into(master, weight, low)
+    assert torch.equal(weight, master.half())
+    assert torch.equal(joined(weight, low).view(torch.int32), master.view(torch.int32))
+
+
+def test_a_float16_weight_that_was_not_updated_has_a_rest_of_zeros() -> None:
+    weight = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.float16)
+    weight = weight[weight.isfinite()]
+    rest = torch.zeros(weight.shape, dtype=low_type(torch.float16))
+    assert torch.equal(joined(weight, rest), weight.float())
+    again = torch.ones_like(rest)
+    split_into(joined(weight, rest), weight.clone(), again)
+    assert not bool(again.any())

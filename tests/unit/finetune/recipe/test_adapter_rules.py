@@ -61,7 +61,7 @@ def test_tiles_of_an_mlp_are_refused() -> None:
 
 def test_methods_are_those_of_the_field_and_read_its_fields() -> None:
     allowed = AdapterSection.model_fields["method"].annotation.__args__  # type: ignore[union-attr]
-    assert {"lora", "prefix", *READS} == set(allowed)  # prefix is refused
+    assert {"lora", *READS} == set(allowed)
     assert all(fields <= AdapterSection.model_fields.keys() for fields in READS.values())
 
 

@@ -39,7 +39,6 @@ def test_a_plain_recipe_breaks_none() -> None:
         ("train", "reduce_dtype", "bf16", "`train.reduce_dtype: fp32`"),
         ("train", "reduce_gradients", "at_end", "`train.reduce_gradients: by_layer`"),
         ("train", "shares", (3, 1), "`train.shares: auto`"),
-        ("model", "dtype", "float16", "`model.dtype: bfloat16`"),
         ("train", "compile", True, "`train.compile: false`"),
         ("model", "experts_implementation", "triton", "`model.experts_implementation: grouped_mm`"),
         ("model", "layer_kernels", "fused", "`model.layer_kernels: plain`"),

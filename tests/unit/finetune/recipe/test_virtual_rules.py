@@ -21,11 +21,12 @@ def settings(**sections: dict[str, Any]) -> Settings:
     return Settings.model_validate(content)
 
 
-@pytest.mark.parametrize("method", ["prompt", "p_tuning"])
+@pytest.mark.parametrize("method", ["prompt", "p_tuning", "prefix", "prefix_mlp"])
 def test_virtual_tokens_are_in_front_of_rows_of_one_objective(method: str) -> None:
     found = settings(adapter={"method": method})
     assert not list(broken_method_rules(found))
     assert found.adapter.num_in_front == 8
+    assert found.adapter.num_in_rows == (0 if method.startswith("prefix") else 8)
     assert settings(adapter={"method": "lora"}).adapter.num_in_front == 0
 
 
@@ -39,12 +40,6 @@ def test_virtual_tokens_are_in_front_of_rows_of_one_objective(method: str) -> No
         ("report", "samples", 9, "`report.samples: 0`, or `adapter.method: lora`"),
         ("adapter", "rank", 4, "leave `adapter.rank` out, or `adapter.method: lora`"),
         ("adapter", "method", "lora", "`adapter.method: prompt`, or leave it out"),
-        (
-            "adapter",
-            "method",
-            "prefix",
-            "`adapter.method: prompt` or `p_tuning`, virtual tokens in front of the layers",
-        ),
     ],
 )
 def test_what_they_cannot_be_combined_with_is_named_with_its_fix(
@@ -52,3 +47,11 @@ def test_what_they_cannot_be_combined_with_is_named_with_its_fix(
 ) -> None:
     (breach,) = broken_method_rules(settings(**{section: {field: value}}))
     assert breach.hint == fix
+
+
+def test_a_prefix_lets_rows_be_answered_and_noise_be_added_but_not_packed() -> None:
+    prefix = {"method": "prefix_mlp", "num_virtual_tokens": 8}
+    for section in ({"train": {"neftune_alpha": 5}}, {"report": {"samples": 9}}):
+        assert not list(broken_method_rules(settings(adapter=prefix, **section)))
+    (breach,) = broken_method_rules(settings(adapter=prefix, data={"packing": "on"}))
+    assert breach.field == "data.packing"
