@@ -16,11 +16,8 @@ NETWORK_LATENCY = Rate(value=1e-3, source="assumed")
 
 
 def reduced_of(facts: ModelFacts, request: PlanRequest) -> tuple[Reduced, ...]:
-    """Return what of each run's gradients is added up over ranks; nothing with a single rank.
-
-    Weights that train on the host are those of a single rank.
-    """
-    if request.num_ranks == 1 or request.typical.adapter.whole is not None:
+    """Return what of each run's gradients is added up over ranks; nothing with a single rank."""
+    if request.num_ranks == 1:
         return ()
     return tuple(_reduced(facts, run) for run in request.runs)
 
