@@ -122,8 +122,22 @@ def host_terms(
     rank_bytes = total_bytes(terms) + (0 if is_cuda else rank_device_bytes)
     others_bytes = (num_ranks - 1) * rank_bytes - (num_ranks - num_slabs) * slab
     others_bytes -= (num_ranks - max(1, num_slabs)) * embedding  # with layers on disk it is shared
+    others_bytes -= (num_ranks - 1) * _split_bytes(workload)
     others = MemoryTerm(name=OTHER_RANKS, num_bytes=others_bytes)
     return tuple(term for term in (*terms, others) if term.num_bytes)
+
+
+def _split_bytes(workload: Workload) -> int:
+    """Return what updates of the layers' own weights have in RAM, once however many ranks there are.
+
+    Each layer is updated by one of them: it has the gradients, and its states are in memory that
+    all share.
+    """
+    if workload.adapter.whole is None:
+        return 0
+    each = host_update_bytes(workload.dtype_bytes, workload.optimizer)
+    split = (LOW_HALVES, HOST_STATES, HOST_GRADIENTS)
+    return math.floor(sum(each[name] for name in split) * sum(workload.adapter.whole.layers))
 
 
 def _whole_host_terms(
