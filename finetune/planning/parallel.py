@@ -99,7 +99,7 @@ def compare_ways(
         num_ranks: Processes that share the step, two at least.
         setting: What their number is set by.
     """
-    requests = full_requests(recipe, facts, num_ranks=num_ranks)
+    requests = full_requests(with_parallel(recipe, "auto"), facts, num_ranks=num_ranks)
     stream, sharded = (with_parallel(recipe, name) for name in (STREAM, FSDP2))
     try:
         require_ranks_for(stream.train, num_ranks=num_ranks, setting=setting)

@@ -1,0 +1,146 @@
+"""All weights trained by two processes, each the owner of half of the layers, on this machine."""
+
+import json
+import shutil
+import signal
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.e2e.forked import Forked
+from tests.e2e.runs import losses, rows_of, run
+from tests.e2e.test_full_training import assert_same_runs, full_recipe, weights
+from tests.tiers import mostly_slow
+
+REORDER = 1e-5  # sums are made in another order
+
+
+def assert_as_one(two: Path, one: Path, *, apart: float = REORDER) -> None:
+    """Compare losses, norms and weights of two runs whose gradients are summed in other orders."""
+    for mine, other in zip(rows_of(two), rows_of(one), strict=True):
+        for name in ("loss", "grad_norm", "eval_loss"):
+            if name in other:
+                assert mine[name] == pytest.approx(other[name], rel=apart), name
+        assert mine["num_label_tokens"] == other["num_label_tokens"]
+    found, expected = weights(two), weights(one)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        error = (found[name].double() - tensor.double()).norm() / tensor.double().norm()
+        assert error <= apart, name
+
+
+def checkpoint(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
+    file = run_dir / "checkpoints" / f"step-{step:07d}" / "trained.safetensors"
+    found: dict[str, torch.Tensor] = load_file(file)
+    return found
+
+
+def start_two(forked: Forked, *words: object, **how: Any) -> None:
+    ranks = forked.start_ranks(*words, **how)
+    assert [rank.end() for rank in ranks] == [0, 0], [rank.shown for rank in ranks]
+
+
+def plain_run(
+    model: nn.Module, rows: Sequence[tuple[list[int], int]], optimizer: torch.optim.Optimizer
+) -> tuple[list[float], list[float]]:
+    """Train on all rows in each step, one by one; return losses and norms before clipping."""
+    losses, norms = [], []
+    total = sum(len(ids) - num_prompt for ids, num_prompt in rows)
+    for _ in range(6):
+        loss = 0.0
+        for ids, num_prompt in rows:
+            logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
+            own = nn.functional.cross_entropy(
+                logits[num_prompt - 1 : -1], torch.tensor(ids[num_prompt:]), reduction="sum"
+            )
+            (own / total).backward()
+            loss += own.item() / total
+        losses.append(loss)
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, norms
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_two_ranks_train_as_plain_pytorch_does(
+    optimizer, tmp_path, write_recipe, machine_file, model_dir, forked
+) -> None:
+    """Each step has all six rows, so that the reference needs no order of rows."""
+    file = tmp_path / "six.jsonl"
+    texts = [(f"what follows {n}{'!' * (n % 5)}", f"{n + 1}" * (1 + n % 3)) for n in range(6)]
+    file.write_text("".join(json.dumps({"question": q, "answer": a}) + "\n" for q, a in texts))
+    recipe = full_recipe(
+        write_recipe, optimizer=optimizer, schedule="constant", warmup_steps=0, lr=0.01
+    )
+    words = ("finetune", recipe, "--machine", machine_file, f"data.path={file}")
+    words += ("data.eval_frac=null", "output.eval_every=null", "train.micro_batch_size=2")
+    start_two(forked, *words)
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    rows = []
+    for question, answer in texts:
+        prompt = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+        prompt += "<think>\n\n</think>\n\n"
+        ids = [tokenizer.encode(text) for text in (prompt, f"{answer}<|im_end|>")]
+        rows.append((ids[0] + ids[1], len(ids[0])))
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).train()
+    make = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[optimizer]
+    plain = plain_run(model, rows, make(model.parameters(), lr=0.01, weight_decay=0.0))
+    ours = rows_of(tmp_path / "run")
+    assert [row["loss"] for row in ours] == pytest.approx(plain[0], rel=REORDER)
+    assert [row["grad_norm"] for row in ours] == pytest.approx(plain[1], rel=1e-4)
+    assert min(plain[1]) > 0.5  # clipping is active
+    found = weights(tmp_path / "run")
+    for name, parameter in model.named_parameters():
+        error = (found[name] - parameter).norm() / parameter.norm()
+        assert error <= (REORDER if optimizer == "sgd" else 1e-3), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtype", "train"),
+    [
+        ("float32", {"optimizer": "sgd"}),
+        ("bfloat16", {"optimizer": "adamw"}),
+        ("float32", {"optimizer": "adamw", "router_loss_coef": 0.5}),
+        ("float32", {"optimizer": "sgd", "shares": [2, 1], "what": ["model.layers.*"]}),
+    ],
+    ids=["sgd", "bfloat16", "router loss", "shares"],
+)
+def test_two_ranks_train_as_one_process_does_and_twice_to_the_bit(
+    dtype, train, tmp_path, write_recipe, machine_file, forked
+) -> None:
+    recipe = full_recipe(write_recipe, dtype=dtype, **train)
+    words = ("finetune", recipe, "--machine", machine_file)
+    alone = ("train.shares=auto", "train.update=host")
+    assert run(*words, *alone, f"output.dir={tmp_path / 'one'}") == 0
+    start_two(forked, *words, f"output.dir={tmp_path / 'two'}")
+    assert_as_one(
+        tmp_path / "two", tmp_path / "one", apart=REORDER if train["optimizer"] == "sgd" else 0.02
+    )
+    # no evaluation, and an exchange of slow and fast ranks
+    again = tmp_path / "again"
+    start_two(
+        forked,
+        *("slow", *words, f"output.dir={again}", "output.eval_every=null"),
+        module="tests.e2e.broken_rank",
+    )
+    assert losses(again) == losses(tmp_path / "two")
+    found, other = checkpoint(again, 6), checkpoint(tmp_path / "two", 6)
+    assert found.keys() == other.keys() == checkpoint(tmp_path / "one", 6).keys()
+    assert all(torch.equal(found[name], other[name]) for name in other)
+    ops = json.loads((again / "measured.json").read_text())["timeline"]
+    of = {kind: {op["layer"] for op in ops if op["kind"] == kind} for kind in KINDS}
+    assert of["gradient"] == of["update"] == {0, 2}
+    assert of["await"] == {1, 3}
+    assert of["reduce"] >= {0, 1, 2, 3}
+
+
+KINDS = ("gradient", "update", "await", "reduce")
