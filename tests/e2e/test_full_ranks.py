@@ -1,9 +1,12 @@
 """All weights trained by two processes, each the owner of half of the layers, on this machine."""
 
 import json
+import random
 import shutil
 import signal
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +16,13 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from offload.plan.machine.machine import Machine
 from tests.e2e.forked import Forked
 from tests.e2e.runs import losses, rows_of, run
 from tests.e2e.test_full_training import assert_same_runs, full_recipe, weights
-from tests.tiers import mostly_slow
 
 REORDER = 1e-5  # sums are made in another order
+KINDS = ("gradient", "update", "await", "reduce")
 
 
 def assert_as_one(two: Path, one: Path, *, apart: float = REORDER) -> None:
@@ -118,7 +122,9 @@ def test_two_ranks_train_as_one_process_does_and_twice_to_the_bit(
     dtype, train, tmp_path, write_recipe, machine_file, forked
 ) -> None:
     recipe = full_recipe(write_recipe, dtype=dtype, **train)
-    words = ("finetune", recipe, "--machine", machine_file)
+    here = tmp_path / "here.json"
+    here.write_text(replace(Machine.from_json(machine_file.read_text()), dtype=dtype).to_json())
+    words = ("finetune", recipe, "--machine", here)
     alone = ("train.shares=auto", "train.update=host")
     assert run(*words, *alone, f"output.dir={tmp_path / 'one'}") == 0
     start_two(forked, *words, f"output.dir={tmp_path / 'two'}")
@@ -143,4 +149,63 @@ def test_two_ranks_train_as_one_process_does_and_twice_to_the_bit(
     assert of["reduce"] >= {0, 1, 2, 3}
 
 
-KINDS = ("gradient", "update", "await", "reduce")
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2))
+def test_a_killed_rank_ends_the_other_and_the_run_resumes_to_the_bit(
+    seed, tmp_path, write_recipe, machine_file, forked
+) -> None:
+    recipe, whole = full_recipe(write_recipe), tmp_path / "whole"
+    words = ("finetune", recipe, "--machine", machine_file)
+    start_two(forked, *words, f"output.dir={whole}")
+    metrics, chance = tmp_path / "run" / "metrics.jsonl", random.Random(seed)
+    main, other = forked.start_ranks(*words)
+    goal = chance.randrange(2, 6)
+    other.wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= goal)
+    time.sleep(chance.random() * 0.3)
+    assert other.end(signal.SIGKILL) == -signal.SIGKILL
+    killed_s = time.monotonic()
+    assert main.end() == 1
+    assert time.monotonic() - killed_s < 40
+    assert "rank 1 is gone or does not answer" in " ".join(main.shown.split()), main.shown
+    start_two(forked, *words, "--resume")
+    assert_same_runs(tmp_path / "run", whole)
+    found, expected = checkpoint(tmp_path / "run", 6), checkpoint(whole, 6)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.slow
+def test_one_process_resumes_what_two_began_and_the_other_way_round(
+    tmp_path, write_recipe, machine_file, forked
+) -> None:
+    recipe = full_recipe(write_recipe, optimizer="adamw", update="host")
+    words, begun = ("finetune", recipe, "--machine", machine_file), {}
+    for name in ("one", "two"):
+        begun[name] = (*words, f"output.dir={tmp_path / name}")
+    assert run(*begun["one"]) == 0
+    start_two(forked, *begun["two"])
+    shutil.copytree(tmp_path / "one", tmp_path / "whole")
+    for name in ("one", "two"):
+        (last,) = (tmp_path / name / "checkpoints").glob("step-*6")
+        shutil.rmtree(last)
+        shutil.rmtree(tmp_path / name / "model")
+    assert run(*begun["two"], "--resume") == 0
+    start_two(forked, *begun["one"], "--resume")
+    for name in ("one", "two"):
+        assert checkpoint(tmp_path / name, 6).keys() == checkpoint(tmp_path / "whole", 6).keys()
+        assert_as_one(tmp_path / name, tmp_path / "whole", apart=0.02)
+        close = zip(losses(tmp_path / name), losses(tmp_path / "whole"), strict=True)
+        assert all(a == pytest.approx(b, rel=1e-4) for a, b in close)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 1)])
+def test_machines_train_with_owners_each_and_the_same_weights(
+    sizes, tmp_path, write_recipe, machine_file, forked
+) -> None:
+    recipe = full_recipe(write_recipe, optimizer="sgd")
+    words = ("finetune", recipe, "--machine", machine_file)
+    assert run(*words, "train.update=host", f"output.dir={tmp_path / 'one'}") == 0
+    more = {rank: [f"output.dir={tmp_path / 'none'}"] for rank in range(sizes[0], sum(sizes))}
+    ranks = forked.start_machines(*words, sizes=sizes, more=more)
+    assert [rank.end() for rank in ranks] == [0] * len(ranks), [rank.shown for rank in ranks]
+    assert_as_one(tmp_path / "run", tmp_path / "one")
