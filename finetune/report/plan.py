@@ -521,9 +521,10 @@ def _time_table(plan: Plan) -> Table:
         ("disk", "disk: reads and writes of optimizer states, during compute"),
         ("network", "network: what ranks send each other, during compute"),
         ("exposed network", "network: the part with nothing to compute"),
+        ("awaited updates", "network: waits for updates by other ranks, during compute"),
     ):
-        optional = ("decode", "d2h", "reads", "updates", "disk", "network", "exposed network")
-        if name in optional and not phases.get(name):
+        always = ("forward", "head and loss", "backward", "stall", "optimizer", "h2d")
+        if name not in always and not phases.get(name):
             continue
         table.add_row(lane, shown_time(phases[name]), f"{phases[name] / phases['step']:.0%}")
     table.add_row("step", shown_time(phases["step"]), "")

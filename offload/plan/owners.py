@@ -33,7 +33,9 @@ def owned_by(rank: int, trained: Sequence[int], *, num_ranks: int) -> frozenset[
     return frozenset(layer for layer, owner in enumerate(owners) if owner == rank)
 
 
-def with_owners(costs: Costs, trained: Sequence[int], *, num_ranks: int) -> Costs:
+def with_owners(
+    costs: Costs, trained: Sequence[int], *, num_ranks: int, outer_update_s: float
+) -> Costs:
     """Return the costs of a step of the first rank of a machine, whose ranks share the updates.
 
     The updates of all run at once on the cores and the memory of one machine: each takes as many
@@ -44,6 +46,8 @@ def with_owners(costs: Costs, trained: Sequence[int], *, num_ranks: int) -> Cost
         costs: With the updates of a process that has the machine to itself.
         trained: As of `owners_of`.
         num_ranks: That share the slab.
+        outer_update_s: Of what is around the layers, which each rank updates on the host for
+            itself, by a process that has the machine to itself.
     """
     owners = owners_of(trained, num_ranks=num_ranks)
     ends_s, waited_s = [0.0] * num_ranks, 0.0
@@ -56,4 +60,5 @@ def with_owners(costs: Costs, trained: Sequence[int], *, num_ranks: int) -> Cost
             await_s = max(0.0, ends_s[owner] - waited_s)
             waited_s += await_s
         layers.append(replace(layer, update_s=update_s, await_s=await_s))
-    return replace(costs, layers=tuple(layers))
+    optimizer_s = costs.optimizer_s + (num_ranks - 1) * outer_update_s
+    return replace(costs, layers=tuple(layers), optimizer_s=optimizer_s)

@@ -72,7 +72,7 @@ def schedule_of(
             gradient_bytes=tuple(dtype_bytes * number for number in trained),
             updated=frozenset(layer for layer, number in enumerate(trained) if number),
             owned=owned_by(0, trained, num_ranks=request.local_ranks)
-            if request.num_ranks > 1
+            if request.num_ranks > 1 and not request.is_sharded
             else None,
             state_bytes=_state_bytes(typical, trained),
             disk_bytes=_disk_bytes(typical, trained),
