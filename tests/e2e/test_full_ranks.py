@@ -17,6 +17,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from offload.plan.machine.machine import Machine
+from tests.e2e.broken_rank import FAILS_AT
 from tests.e2e.forked import Forked
 from tests.e2e.runs import losses, rows_of, run
 from tests.e2e.test_full_training import assert_same_runs, full_recipe, weights
@@ -85,8 +86,7 @@ def test_two_ranks_train_as_plain_pytorch_does(
         write_recipe, optimizer=optimizer, schedule="constant", warmup_steps=0, lr=0.01
     )
     words = ("finetune", recipe, "--machine", machine_file, f"data.path={file}")
-    words += ("data.eval_frac=null", "output.eval_every=null", "train.micro_batch_size=2")
-    start_two(forked, *words)
+    start_two(forked, *words, "data.eval_frac=null", "output.eval_every=null")
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     rows = []
     for question, answer in texts:
@@ -209,3 +209,32 @@ def test_machines_train_with_owners_each_and_the_same_weights(
     ranks = forked.start_machines(*words, sizes=sizes, more=more)
     assert [rank.end() for rank in ranks] == [0] * len(ranks), [rank.shown for rank in ranks]
     assert_as_one(tmp_path / "run", tmp_path / "one")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "every", "cause", "limit_s"),
+    [
+        ("named in an update", 2, "(rank 1): a copy failed", 20),
+        ("named in an update", 1, "(rank 1): a copy failed", 20),  # before a checkpoint
+        ("killed in an update", 2, "rank 1 is gone or does not answer: no sign of life", 40),
+        ("hangs in an update", 2, "rank 1 is gone or does not answer: others have waited", 40),
+    ],
+)
+def test_a_rank_that_does_not_come_to_an_update_ends_the_others_with_the_cause(
+    kind, every, cause, limit_s, tmp_path, write_recipe, machine_file, forked
+) -> None:
+    recipe = full_recipe(write_recipe)
+    often = ("output.eval_every=null", f"output.checkpoint_every={every}")
+    words = ("finetune", recipe, "--machine", machine_file, *often)
+    main, other = forked.start_ranks(kind, *words, module="tests.e2e.broken_rank")
+    assert main.end() == 1
+    ended_s = time.monotonic()
+    assert other.end(signal.SIGKILL if kind.startswith("hangs") else None) != 0
+    assert FAILS_AT in other.shown, (main.shown, other.shown)
+    failed_s = float(other.shown.partition(FAILS_AT)[2].split()[0])
+    assert ended_s - failed_s < limit_s
+    assert cause in " ".join((main.shown + other.shown).split()), (main.shown, other.shown)
+    start_two(forked, *words, "--resume")
+    start_two(forked, *words, f"output.dir={tmp_path / 'whole'}")
+    assert_same_runs(tmp_path / "run", tmp_path / "whole")
