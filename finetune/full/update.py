@@ -1,6 +1,7 @@
 """The update of a model whose own weights train: a layer at its next load, around it at once."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -10,14 +11,19 @@ from torch import nn
 
 from finetune.full.host_optimizer import HostOptimizer, fresh_states, total_norm
 from finetune.full.matrices import Matrices
+from finetune.full.owners import Owners
 from finetune.full.state_layout import StateLayout
+from finetune.full.sums import WeightSums
 from finetune.full.update_rules import States
 from finetune.recipe.sections import TrainSection
 from finetune.run.checkpoint import Restored, Saved
+from finetune.training.ranks import Ranks
+from finetune.training.world.gradient_sums import DTYPES
 from offload.engine.engine import Engine
 from offload.engine.host.mapping import aligned_empty
 from offload.engine.host.state_file import StateFile
 from offload.engine.host_gradients import LayerUpdate
+from offload.plan.schedule.reduced import Reduced
 
 CLIP_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
@@ -28,6 +34,9 @@ class FullUpdate:
     Layers are updated in the next step: on the host before their load, or on the device after it.
     Embeddings, norm and head are on the device for the whole run and needed first, so they are
     updated at once, on the host: their gradients, in fp32, come there, and new weights go back.
+
+    Of several ranks each updates its own layers for all of its machine, see
+    `finetune.full.owners`, and what is around the layers for itself alone: all do the same.
     """
 
     def __init__(
@@ -35,6 +44,7 @@ class FullUpdate:
         engine: Engine,
         *,
         train: TrainSection,
+        ranks: Ranks,
         matrices: Mapping[str, Matrices] = MappingProxyType({}),
         states_dir: Path | None = None,
     ) -> None:
@@ -43,15 +53,17 @@ class FullUpdate:
         Args:
             engine: Of the model, with trained weights on the host.
             train: Settings of training.
+            ranks: The processes that share each step.
             matrices: Of the layers' weights that Muon updates, the matrices in them.
             states_dir: Where the states of layers and the low halves of their masters wait in a
                 file; None for memory.
 
         Raises:
             TransferError: The disk is too full for the file.
+            FinetuneError: There are several ranks on this machine, which can share no memory.
         """
         assert train.optimizer != "muon" or train.update == "device", "a rule of recipes"
-        self._engine, self._max_norm = engine, train.max_grad_norm
+        self._engine, self._max_norm, self._ranks = engine, train.max_grad_norm, ranks
         trained = engine.trained_parameters
         self._layer_of = engine.updates.layer_of
         self._layers = {name: trained[name] for name in self._layer_of}
@@ -62,7 +74,16 @@ class FullUpdate:
         }
         self._layouts: list[StateLayout] = []
         states: dict[str, States] = {}
-        if train.update == "device":
+        if ranks.num > 1:
+            assert engine.updates.owned is not None, "as it was attached"
+            assert train.update != "device", "a rule of ranks"
+            self._layouts = self._laid_out(train, matrices)
+            sizes = [layout.num_bytes for layout in self._layouts]
+            owners = Owners(engine.updates.owned, state_bytes=sizes, ranks=ranks)
+            engine.updates.share_with(owners)
+            for layout, memory in zip(self._layouts, owners.states, strict=True):
+                states |= layout.views(memory)
+        elif train.update == "device":
             self._layouts = self._laid_out(train, matrices)
             engine.update_on_device([layout.num_bytes for layout in self._layouts])
             for layout, memory in zip(self._layouts, engine.updates.states, strict=True):
@@ -84,6 +105,27 @@ class FullUpdate:
             matrices=matrices,
         )
         self._scale = 1.0
+        self._norms: dict[str, torch.Tensor] = {}
+        self._sums = self._make_sums(DTYPES[train.reduce_dtype])
+
+    def _make_sums(self, dtype: torch.dtype) -> WeightSums | None:
+        if self._ranks.num == 1:
+            return None
+        numbers = [0] * len(self._engine.layer_bytes)
+        for name, layer in self._layer_of.items():
+            numbers[layer] += self._layers[name].numel()
+        return WeightSums(
+            self._engine.updates,
+            lambda: [one.gradient for one in self._around.values()],
+            reduced=Reduced.of(
+                tuple(numbers),
+                sum(one.on_host.numel() for one in self._around.values()),
+                element_bytes=dtype.itemsize,
+                num_ranks=self._ranks.num,
+            ),
+            dtype=dtype,
+            ranks=self._ranks,
+        )
 
     def _laid_out(self, train: TrainSection, matrices: Mapping[str, Matrices]) -> list[StateLayout]:
         """Return where states of each layer's weights lie, on a device or in a file."""
@@ -106,24 +148,46 @@ class FullUpdate:
         """The settings and the number of updates; its states are among the weights."""
         return self._optimizer
 
-    has_copies = False  # there is one rank
+    @property
+    def copies(self) -> Mapping[str, torch.Tensor]:
+        """What is around the layers; on several machines the layers' weights as well."""
+        weights = self.weights
+        copies = self._of_around(weights)
+        if self._ranks.num_machines > 1:
+            copies |= {name: weights[name] for name in self._layers}
+        return copies
 
     @property
-    def reducer(self) -> None:
-        """Weights that train on the host are those of a single rank."""
-        return None
+    def reducer(self) -> WeightSums | None:
+        """What adds up gradients before they leave for the owners of their layers."""
+        return self._sums
 
     def gather(self, loss: float, *, loss_scale: float) -> tuple[float, float]:
         """Return the loss, and the norm of all gradients, by which they will be scaled."""
-        norms = [*self._engine.updates.norms.values()]
-        norms += [one.norm() for one in self._around.values()]
-        norm = total_norm(norms) / loss_scale
+        loss = self._ranks.sum_losses(loss)
+        self._norms = self._gathered_norms()
+        norm = total_norm([*self._norms.values()]) / loss_scale
         self._scale = 1.0
         if self._max_norm is not None:
             limit = torch.tensor(self._max_norm) / (torch.tensor(norm) + CLIP_EPS)
             self._scale = float(limit.clamp(max=1.0))
         self._scale /= loss_scale
         return loss, norm
+
+    def _gathered_norms(self) -> dict[str, torch.Tensor]:
+        """Return the norm of each gradient by name: of a layer's, from its owner's.
+
+        All ranks get the same, those of the first that has them.
+        """
+        norms = {**self._engine.updates.norms}
+        norms |= {name: one.norm() for name, one in self._around.items()}
+        if self._ranks.num == 1:
+            return norms
+        own = {name: float(norm) for name, norm in norms.items()}
+        merged: dict[str, float] = {}
+        for one in reversed(self._ranks.exchange(own, is_step=True)):
+            merged |= one
+        return {name: torch.tensor(merged[name]) for name in (*self._layer_of, *self._around)}
 
     def apply(self, *, lr: float) -> None:
         """Update what is around the layers; the layers follow in the next step."""
@@ -149,17 +213,16 @@ class FullUpdate:
 
     def skip(self) -> str | None:
         """See `Update`; the layers' updates of the step before were made in this one."""
-        norms = {name: one.norm() for name, one in self._around.items()}
-        norms |= self._engine.updates.norms  # the last layer's are the first that were computed
-        found = [name for name, norm in norms.items() if not bool(norm.isfinite())]
+        in_order = (*self._around, *reversed(self._layer_of))  # the last layer's are found first
+        found = [name for name in in_order if not bool(self._norms[name].isfinite())]
         self._let_go_of_layers()
         for one in self._around.values():
             one.let_go()
         return found[0] if found else None
 
     def _let_go_of_layers(self) -> None:
-        for master in self._layers.values():
-            assert master.grad is not None
+        for name, master in self._layers.items():
+            assert (master.grad is not None) == self._is_owned(self._layer_of[name])
             master.grad = None
 
     def publish(self) -> None:
@@ -167,13 +230,33 @@ class FullUpdate:
         self._publish_around()
 
     def saved(self) -> Saved:
-        """Return weights, low halves of masters and states, as of the newest step."""
+        """Return weights, low halves of masters and states, as of the newest step.
+
+        Layers are in memory that all ranks of a machine have.
+        """
         return Saved(weights=self.weights, optimizer=self._optimizer)
 
     def restore(self, restored: Restored) -> None:
-        """Take them, and let the model compute with them."""
-        restored.put_into(self.weights, self._optimizer)
+        """Take them, and let the model compute with them; layers by the first rank of a machine."""
+        tensors = self.weights
+        if not self._ranks.is_first_here:
+            tensors = self._of_around(tensors)
+        restored.put_into(tensors, self._optimizer)
         self._publish_around()
+
+    def sent(self, restored: Restored) -> Restored:
+        """Return what other ranks need: on one machine they have the layers with the main one."""
+        if self._ranks.num_machines > 1:
+            return restored
+        return replace(restored, tensors=self._of_around(restored.tensors))
+
+    def _of_around(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return what is of weights around the layers, by name."""
+        return {n: value for n, value in tensors.items() if n.partition(":")[0] in self._around}
+
+    def _is_owned(self, layer: int) -> bool:
+        owned = self._engine.updates.owned
+        return owned is None or layer in owned
 
     def rehearsal(self) -> Callable[[], None]:
         """Undoing forgets the states: an update at a learning rate of 0 changes no weight."""

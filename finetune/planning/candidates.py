@@ -289,6 +289,8 @@ def _ways(recipes: Sequence[Recipe], cut: Sequence[PlanRequest]) -> list[PlanReq
     updates: tuple[UpdatePlace, ...] = ("host", "device") if update == "auto" else (update,)
     if recipe.train.optimizer == "muon":
         updates = ("device",)
+    elif recipe.train.is_full and cut[0].num_ranks > 1:
+        updates = ("host",)  # see `require_owners`
     chunk = recipe.offload.head_chunk
     return [
         with_updates_on(
@@ -308,7 +310,8 @@ def _with_states(recipe: Recipe, requests: Sequence[PlanRequest]) -> list[PlanRe
     """Return the requests with optimizer states where a recipe has them, or may have them."""
     asked, may_write = recipe.offload.states, recipe.offload.allow_disk_writes
     on_host = [one for one in requests if one.typical.updates == "host"]
-    stored = [with_states_on_disk(one) for one in on_host if has_states_on_disk(one)]
+    alone = [one for one in on_host if one.num_ranks == 1]  # see `require_owners`
+    stored = [with_states_on_disk(one) for one in alone if has_states_on_disk(one)]
     if asked == "disk":
         return stored
     may_write &= asked == "auto" and not recipe.train.is_sharded

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from finetune.planning.candidates import choose, choose_sharded, full_requests
-from finetune.planning.ranks import LAUNCHED, require_ranks_for
+from finetune.planning.ranks import LAUNCHED, require_owners, require_ranks_for
 from finetune.planning.request import has_router_loss
 from finetune.recipe.recipe import Recipe, with_parallel
 from finetune.recipe.sharded_rules import broken_sharded_rules
@@ -99,10 +99,11 @@ def compare_ways(
         num_ranks: Processes that share the step, two at least.
         setting: What their number is set by.
     """
-    requests = full_requests(recipe, facts, num_ranks=num_ranks)
+    requests = full_requests(with_parallel(recipe, "auto"), facts, num_ranks=num_ranks)
     stream, sharded = (with_parallel(recipe, name) for name in (STREAM, FSDP2))
     try:
         require_ranks_for(stream.train, num_ranks=num_ranks, setting=setting)
+        require_owners(stream, num_ranks=num_ranks)
         streamed = Way(name=STREAM, choice=choose(facts, machine, requests))
     except SluiceError as error:
         streamed = Way(name=STREAM, choice=None, why_not=_why(error), error=error)

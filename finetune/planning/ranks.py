@@ -1,6 +1,7 @@
 """Whether a step can be shared: by processes of a launcher, or by GPUs that are planned for."""
 
 from finetune.errors import ConfigError
+from finetune.recipe.recipe import Recipe
 from finetune.recipe.sections import TrainSection
 from offload.plan.machine.machine import Machine
 
@@ -58,7 +59,7 @@ def require_shares(train: TrainSection, *, num_ranks: int, setting: str = LAUNCH
 
 
 def require_ranks_for(train: TrainSection, *, num_ranks: int, setting: str = LAUNCHED) -> None:
-    """Refuse several processes that would each train all of a model's weights, a head, or one part.
+    """Refuse several processes that would each train a head, or one that is to share the model.
 
     Args:
         train: The recipe's section.
@@ -85,13 +86,54 @@ def require_ranks_for(train: TrainSection, *, num_ranks: int, setting: str = LAU
             limit="features are computed and kept by one process",
             hint=f"`{setting} 1`, or `{fix}`",
         )
-    if train.is_full and num_ranks > 1 and train.parallel == "stream":
-        raise ConfigError(
-            f"train.what: {train.what}, with {num_ranks} processes",
-            limit="weights of the model are updated by one process, in its memory",
-            hint=f"`{setting} 1`, `train.what: adapter`, or `train.parallel: fsdp2`, where the"
-            " devices hold the model in sum",
-        )
+
+
+def require_owners(recipe: Recipe, *, num_ranks: int) -> None:
+    """Refuse several processes that stream weights which train, and cannot share their updates.
+
+    Args:
+        recipe: The recipe.
+        num_ranks: Processes that share the step.
+
+    Raises:
+        ConfigError: Updates or states are to be where one process has them for itself.
+    """
+    train, offload = recipe.train, recipe.offload
+    if num_ranks == 1 or not train.is_full or train.parallel != "stream":
+        return
+    why = "a layer is updated by one process for all of its machine, in memory that they share"
+    for what, is_set, limit, hint in (
+        (
+            "train.update: device",
+            train.update == "device",
+            f"{why}; on a device each would update it for itself",
+            "`train.update: host`",
+        ),
+        (
+            "train.optimizer: muon",
+            train.optimizer == "muon",
+            f"{why}; Muon updates on a device",
+            "`train.optimizer: adamw`",
+        ),
+        (
+            "offload.states: disk",
+            offload.states == "disk",
+            f"{why}; a file of states is read by one process alone",
+            "`offload.states: ram`",
+        ),
+        (
+            "model.init: random",
+            recipe.model.init == "random",
+            f"{why}; random weights are made by each process in its own",
+            "`model.init: pretrained`, from a folder that a model was saved to",
+        ),
+    ):
+        if is_set:
+            raise ConfigError(
+                f"{what} and train.what: {train.what}, with {num_ranks} processes",
+                limit=limit,
+                hint=f"{hint}, or one process",
+            )
 
 
 def require_gpus(train: TrainSection, machine: Machine, *, num_gpus: int, setting: str) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from finetune.adapter.targets import chosen_targets
 from finetune.errors import ConfigError
 from finetune.model.config import read_config
+from finetune.planning.ranks import require_owners
 from finetune.recipe.objective_section import ObjectiveSection
 from finetune.recipe.recipe import Recipe
 from finetune.recipe.sections import AdapterSection, ModelSection
@@ -312,6 +313,7 @@ def _workload(recipe: Recipe, facts: ModelFacts, seq_len: int, *, label_tokens: 
 def _request(
     recipe: Recipe, facts: ModelFacts, *, typical: Workload, largest: Workload, num_ranks: int
 ) -> PlanRequest:
+    require_owners(recipe, num_ranks=num_ranks)
     num = recipe.adapter.num_in_front
     if recipe.train.seq_len + num > facts.max_position_embeddings:
         raise ConfigError(

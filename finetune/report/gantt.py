@@ -25,6 +25,7 @@ COLOURS = {
     Kind.FRONT: "#8da0cb",
     Kind.READ: "#bdbdbd",
     Kind.UPDATE: "#b15928",
+    Kind.AWAIT: "#d7b5a6",
     Kind.STATES: "#e6ab02",
     Kind.UPDATED: "#bf812d",
     Kind.STATES_READ: "#a1887f",

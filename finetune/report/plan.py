@@ -441,15 +441,20 @@ def _whole_line(plan: Plan, whole: WholeWeights) -> str:
     moved = sum(sizes.values()) - sum(in_ram.values())
     disk = f" and {moved:.3g} on disk, of those in layers" if moved else ""
     timeline = plan.predict()
-    update_s = timeline.busy_s(Kind.UPDATE)
-    exposed = f"{shown_time(timeline.exposed_s(Kind.UPDATE))} of it exposed"
+    kinds = Kind.UPDATE, Kind.AWAIT  # each rank's own, and those that it waits for meanwhile
+    update_s = max(timeline.busy_s(kind) for kind in kinds)
+    exposed = f"{shown_time(max(map(timeline.exposed_s, kinds)))} of it exposed"
+    num_here = plan.request.local_ranks
+    by_one = f" by one of {num_here} ranks" if num_here > 1 else ""
+    once = ", once for all ranks of a machine but what is around the layers" if num_here > 1 else ""
     is_on_host = workload.updates == "host"
     where, when = ("there", "before") if is_on_host else ("on the device", "after")
     return (
         f"no adapter: {shown_count(whole.num_parameters)} of"
         f" {shown_count(plan.facts.num_parameters)} weights trained,"
-        f" {sum(in_ram.values()):.3g} bytes each in RAM ({parts}){disk}; updated {where} by"
-        f" {workload.optimizer}, each layer {when} its next load: {shown_time(update_s)}, {exposed}"
+        f" {sum(in_ram.values()):.3g} bytes each in RAM ({parts}){once}{disk}; updated {where} by"
+        f" {workload.optimizer}, each layer{by_one} {when} its next load: {shown_time(update_s)},"
+        f" {exposed}"
     )
 
 
@@ -521,9 +526,10 @@ def _time_table(plan: Plan) -> Table:
         ("disk", "disk: reads and writes of optimizer states, during compute"),
         ("network", "network: what ranks send each other, during compute"),
         ("exposed network", "network: the part with nothing to compute"),
+        ("awaited updates", "network: waits for updates by other ranks, during compute"),
     ):
-        optional = ("decode", "d2h", "reads", "updates", "disk", "network", "exposed network")
-        if name in optional and not phases.get(name):
+        always = ("forward", "head and loss", "backward", "stall", "optimizer", "h2d")
+        if name not in always and not phases.get(name):
             continue
         table.add_row(lane, shown_time(phases[name]), f"{phases[name] / phases['step']:.0%}")
     table.add_row("step", shown_time(phases["step"]), "")

@@ -225,15 +225,20 @@ class Loop:
         """Return what a checkpoint is made of; all ranks call it, and the main one writes."""
         return self._update.saved()
 
+    def sent(self, restored: Restored) -> Restored:
+        """Return what other ranks need of what a checkpoint holds."""
+        return self._update.sent(restored)
+
     def restore(self, restored: Restored) -> None:
         """Go on from what a checkpoint holds."""
         self._update.restore(restored)
         self.seeding, self.scaling = restored.seeding, restored.scaling
 
     def require_same(self, *, step: int) -> None:
-        """Check that what trains is the same on all ranks, to the bit, where each has all of it."""
-        if self._update.has_copies:
-            self._ranks.require_same_weights(self.weights, step=step)
+        """Check that what trains is the same on all ranks, to the bit, where each has a copy."""
+        copies = self._update.copies if self._ranks.num > 1 else {}
+        if copies:
+            self._ranks.require_same_weights(copies, step=step)
 
     def step(self, number: int, share: StepShare) -> StepRecord:
         """Run optimizer step `number`, counted from 0, of which this rank does a share."""
@@ -429,7 +434,12 @@ class Loop:
 
     @contextmanager
     def _evaluated(self) -> Iterator[None]:
-        """Compute with this run's adapter, in evaluation mode."""
+        """Compute with this run's adapter, in evaluation mode.
+
+        Updates are made first: other ranks wait for this one's, even if it has no row to compute.
+        """
+        if isinstance(self._engine, Engine):
+            self._engine.updates.flush()
         self._model.eval()
         with self.using():
             yield

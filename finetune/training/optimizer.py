@@ -68,8 +68,11 @@ class Update(Protocol):
     """How a step changes what trains: of an adapter, or of the model itself."""
 
     @property
-    def has_copies(self) -> bool:
-        """Whether each rank has all of what trains, so that copies could drift apart."""
+    def copies(self) -> Mapping[str, torch.Tensor]:
+        """What trains that ranks have a copy of each, as of the newest step: it could drift apart.
+
+        All ranks ask for it.
+        """
 
     @property
     def weights(self) -> Mapping[str, torch.Tensor]:
@@ -104,7 +107,10 @@ class Update(Protocol):
         """Return what a checkpoint is made of; all ranks call it, and the main one writes."""
 
     def restore(self, restored: Restored) -> None:
-        """Take what a checkpoint holds."""
+        """Take what a checkpoint holds, or on other ranks what of it was sent there."""
+
+    def sent(self, restored: Restored) -> Restored:
+        """Return what other ranks need of a checkpoint that the main one has read."""
 
     def rehearsal(self) -> Callable[[], None]:
         """Return a function that undoes all steps, at a learning rate of 0, from here on."""
@@ -145,7 +151,10 @@ class AdapterUpdate:
         self._optimizer = self._make_optimizer()
         self._sums = GradientSums(self._masters.weights, layers=layers, train=train, ranks=ranks)
 
-    has_copies = True
+    @property
+    def copies(self) -> Mapping[str, torch.Tensor]:
+        """All of it."""
+        return self.weights
 
     @property
     def reducer(self) -> Reducer | None:
@@ -200,6 +209,10 @@ class AdapterUpdate:
         """Take masters and states, and round the masters into what computes."""
         restored.put_into(self.weights, self.optimizer)
         self.publish()
+
+    def sent(self, restored: Restored) -> Restored:
+        """Return all of it."""
+        return restored
 
     def rehearsal(self) -> Callable[[], None]:
         """Keep the masters; undoing makes a fresh optimizer."""

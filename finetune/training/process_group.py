@@ -16,6 +16,7 @@ error, so those that have nothing to report wait until the one that shows the er
 
 import atexit
 import hashlib
+import math
 import pickle
 import re
 import time
@@ -305,6 +306,18 @@ class ProcessGroup(Ranks):
         """Add up a vector over the ranks, in rank order; waits for the device."""
         every = self._exchange(own.tolist(), limit_s=self._step_timeout_s())
         return torch.tensor([sum(one) for one in zip(*every, strict=True)]).to(own)
+
+    def wait_until(self, is_done: Callable[[], bool], *, rank: int) -> None:
+        """See `Ranks`; it looks about every millisecond, and whether all ranks live."""
+        start_s, limit_s = time.monotonic(), self._step_timeout_s()
+        while not is_done():
+            waited_s = time.monotonic() - start_s
+            self._require_answers(waited_s=waited_s, limit_s=math.inf, idle_s=math.inf)
+            if self._heartbeat.reason():
+                self._exchange(None, limit_s=limit_s)  # to which the rank that fails has come
+            if waited_s > limit_s:
+                raise self._lost([rank], f"others have waited for it for {limit_s:,.0f} s")
+            time.sleep(min(_POLL_S + _POLL_FRAC * waited_s, _MOST_POLL_S))
 
     def require_same(self, what: str, digest: Callable[[], str]) -> None:
         """Check that all ranks have the same of something."""

@@ -161,6 +161,18 @@ class Ranks:
         """Add up a vector over the ranks, in rank order, so that all get the same bits."""
         return own
 
+    def wait_until(self, is_done: Callable[[], bool], *, rank: int) -> None:
+        """Wait for what a rank of this machine does in memory that this one sees too.
+
+        Args:
+            is_done: Whether it has done so.
+            rank: Which one.
+
+        Raises:
+            RankError: A rank has failed, is gone, or does not come to it.
+        """
+        assert is_done(), "there is no other rank"
+
     def require_same(self, what: str, digest: Callable[[], str]) -> None:
         """Check that all ranks have the same of something.
 

@@ -20,6 +20,7 @@ from finetune.env import stores_dir
 from finetune.errors import FinetuneError, TrialDoesNotFitError
 from finetune.full.chosen_weights import choose_weights
 from finetune.full.matrices import matrices_of
+from finetune.full.owners import no_shared_memory
 from finetune.full.update import FullUpdate
 from finetune.model.load import Loaded, load_model, set_router_loss
 from finetune.model.store import weights_digest
@@ -50,6 +51,7 @@ from offload.engine.model.layers import LayeredModel
 from offload.plan.facts.linears import Linear
 from offload.plan.facts.trainable import SCORE
 from offload.plan.machine.machine import GIB
+from offload.plan.owners import owned_by
 from offload.plan.plan import Plan, calibrate, costs_of, with_costs
 from offload.plan.schedule.schedule import MIN_SLOTS
 
@@ -317,13 +319,14 @@ def load_adapted(runs: Sequence[Run], plan: Plan) -> Adapted:
             seed=recipe.train.seed,
             tier=recipe.offload.load_tier,
             experts_implementation=plan.experts_implementation,
-            make_slab=_shared_slab(ranks, run.device, place.node),
+            make_slab=_shared_slab(ranks, run.device, place.node, is_trained=recipe.train.is_full),
             on_put=on_put,
         )
     set_router_loss(loaded.model, recipe.train.router_loss_coef)
     shared = None
     if plan.request.typical.embeddings == "host" and ranks.num > 1:
-        shared = _shared_embedding(loaded.model, _shared_slab(ranks, run.device, place.node))
+        make_slab = _shared_slab(ranks, run.device, place.node, is_trained=False)
+        shared = _shared_embedding(loaded.model, make_slab)
     ranks.exchange(None)  # from here on the slab is filled
     if shared is not None:
         shared.close()  # all ranks have mapped it
@@ -380,12 +383,12 @@ def engine_of(run: Run, plan: Plan, adapted: Adapted) -> StepEngine:
         return ShardedEngine(adapted.model, device=run.device, ranks=run.ranks)
     if run.recipe.train.compile:
         compile_layers(LayeredModel(adapted.model).layers)
-    return Engine(
-        adapted.streamed,
-        device=run.device,
-        options=EngineOptions.planned(plan),
-        backing=adapted.backing,
-    )
+    options, whole = EngineOptions.planned(plan), plan.request.typical.adapter.whole
+    if whole is not None and run.ranks.num > 1:
+        num_here = run.ranks.nodes.count(run.ranks.nodes[run.ranks.index])
+        owned = owned_by(run.ranks.local_index, whole.layers, num_ranks=num_here)
+        options = replace(options, owned_layers=owned)
+    return Engine(adapted.streamed, device=run.device, options=options, backing=adapted.backing)
 
 
 def attached(
@@ -455,7 +458,13 @@ def _update(run: Run, model: "PeftModel | PreTrainedModel", engine: StepEngine) 
     if recipe.train.is_full:
         matrices = matrices_of(model) if recipe.train.optimizer == "muon" else {}
         states_dir = stores_dir() if recipe.offload.states == "disk" else None
-        return FullUpdate(engine, train=recipe.train, matrices=matrices, states_dir=states_dir)
+        return FullUpdate(
+            engine,
+            train=recipe.train,
+            ranks=run.ranks,
+            matrices=matrices,
+            states_dir=states_dir,
+        )
     tensors, own_layers = trained(model, run.adapter), engine.own_layers
     is_rounded = recipe.adapter.dtype == "bfloat16"
     layers: list[set[str]] = [set() for _ in engine.layer_bytes]
@@ -474,11 +483,12 @@ def _update(run: Run, model: "PeftModel | PreTrainedModel", engine: StepEngine) 
 
 
 def _shared_slab(
-    ranks: Ranks, device: torch.device, node: int | None
+    ranks: Ranks, device: torch.device, node: int | None, *, is_trained: bool
 ) -> Callable[[Sequence[Record]], Slab]:
     """Return what makes a rank's slab: the first of a machine fills one, the others map it.
 
-    CUDA does not page-lock read-only mappings, so for a GPU the mapping is writable.
+    CUDA does not page-lock read-only mappings, so for a GPU the mapping is writable; and it is if
+    weights in it are trained, by all ranks.
     """
 
     def near_device(address: int, num_bytes: int) -> str:
@@ -489,9 +499,11 @@ def _shared_slab(
         handle = ranks.from_first_here(lambda: own.handle if own and not own.reason else None)
         if own is not None:
             return own
+        if handle is None and is_trained:
+            raise no_shared_memory()
         if handle is None:  # there is no memfd in this container: each rank has its own slab
             return Slab(records, before_touch=near_device)
-        return Slab.open(handle, records, is_writable=device.type == "cuda")
+        return Slab.open(handle, records, is_writable=is_trained or device.type == "cuda")
 
     return make
 

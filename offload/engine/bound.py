@@ -42,6 +42,8 @@ class EngineOptions:
     activations: the model's own code, or fused operators where that is proven to be the same.
     `joins_rows` is whether attention of packed rows is one call where torch's kernel computes it.
     `embeddings` is where the input embedding's weight is; of one on the host, rows are brought.
+    `owned_layers` are those of trained weights that this process updates, of several that share the
+    layers' memory; None for all.
     """
 
     num_slots: int
@@ -60,6 +62,7 @@ class EngineOptions:
     layer_kernels: LayerKernels = "plain"
     joins_rows: bool = False
     embeddings: EmbeddingPlace = "device"
+    owned_layers: frozenset[int] | None = None
 
     @property
     def uses_host_lane(self) -> bool:
@@ -193,6 +196,7 @@ def bind(
         names={id(parameter): name for name, parameter in model.named_parameters()},
         allocate_host=host.blocks.allocate,
         allocate_device=allocate_device,
+        owned=options.owned_layers,
     )
     updates = LateUpdates(host_gradients)
     stash, sent = (
@@ -237,6 +241,7 @@ def bind(
     sizes = TransferSizes(
         layer_bytes=tuple(record.num_bytes for record in records),
         gradient_bytes=host_gradients.gradient_bytes,
+        owned=options.owned_layers,
         decoded_bytes=tuple(record.decoded_bytes for record in records),
         piece_bytes=host.piece_bytes,
         num_staging=len(host.staging),

@@ -430,7 +430,7 @@ class Engine(Attached):
         afterwards: reading one is an error until `detach` gives them back or the model is reloaded.
         """
         if self._state is _State.ATTACHED:
-            self.updates.flush()
+            self.updates.close()
             self._state = _State.CLOSED
             self._guard.lift()
             self._seal.close()

@@ -11,6 +11,7 @@ updated on the device gets them back there, and the optimizer's states with them
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -23,7 +24,7 @@ from offload.errors import OffloadError
 from offload.plan.facts.optimizer import HOST_GRADIENTS
 from offload.plan.memory.host import STATE_RING
 from offload.plan.memory.memory import LAYER_GRADIENTS
-from offload.plan.schedule.schedule import NUM_GRADIENT_BUFFERS
+from offload.plan.schedule.updates import NUM_GRADIENT_BUFFERS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -44,6 +45,19 @@ class LayerUpdate:
     states: torch.Tensor | None
 
 
+class OtherOwners(Protocol):
+    """The processes of this machine that share the layers' memory, each with layers of its own.
+
+    Updates of a step have a number, which is the same in all processes.
+    """
+
+    def note_updated(self, layer: int, number: int) -> None:
+        """Let the others load a layer that this process has updated."""
+
+    def await_updated(self, layer: int, number: int) -> None:
+        """Wait until the process that has a layer has updated it."""
+
+
 class HostGradients:
     """The masters of all layers, and the memory of their gradients on both sides."""
 
@@ -55,6 +69,7 @@ class HostGradients:
         names: Mapping[int, str],
         allocate_host: Allocate,
         allocate_device: Allocate,
+        owned: frozenset[int] | None = None,
     ) -> None:
         """Make a master for each streamed parameter that trains.
 
@@ -64,7 +79,9 @@ class HostGradients:
             names: id of a parameter -> its name in the model.
             allocate_host: Returns uint8 host memory for device-to-host copies.
             allocate_device: Returns uint8 memory on the compute device.
+            owned: The layers whose gradients come to the host; None for all.
         """
+        self.owned = owned
         self.parameters: dict[str, nn.Parameter] = {}
         self.norms: dict[str, torch.Tensor] = {}
         self._weights: list[dict[str, Field]] = [{} for _ in records]
@@ -83,8 +100,12 @@ class HostGradients:
         self.state_bytes: tuple[int, ...] | None = None
         self.states: tuple[torch.Tensor, ...] = ()
         self._allocate_host, self._allocate_device = allocate_host, allocate_device
-        on_host = allocate_host(sum(self.gradient_bytes))
-        self._sinks = on_host.split(list(self.gradient_bytes))
+        sink_bytes = [
+            num_bytes if owned is None or layer in owned else 0
+            for layer, num_bytes in enumerate(self.gradient_bytes)
+        ]
+        on_host = allocate_host(sum(sink_bytes))
+        self._sinks = on_host.split(sink_bytes)
         self._buffers = [
             allocate_device(max(self.gradient_bytes)) for _ in range(NUM_GRADIENT_BUFFERS)
         ]
@@ -129,6 +150,10 @@ class HostGradients:
         """Return the host memory and the device memory of a piece of a layer's weights."""
         end = offset + num_bytes
         return self._layers[layer][offset:end], slot[offset:end]
+
+    def on_buffer(self, layer: int) -> list[nn.Parameter]:
+        """Return a layer's parameters that train, whose `.grad` is in a buffer on the device."""
+        return [field.parameter for field in self._gradients[layer].fields]
 
     def on_host(self, layer: int) -> LayerUpdate:
         """Return what an update of a layer changes on the host."""
@@ -208,7 +233,7 @@ class HostGradients:
     def publish(self) -> None:
         """Give the masters the gradients that have arrived."""
         for record, sink in zip(self._gradients, self._sinks, strict=True):
-            for field in record.fields:
+            for field in record.fields if sink.numel() else ():
                 self.parameters[self._names[id(field.parameter)]].grad = field.view(sink)
 
 
@@ -221,8 +246,12 @@ class LateUpdates:
     schedule. It is made on the host before the load; or, if states were moved, on the device after
     it. Whoever reads weights before that calls `flush`, which makes them in the same place.
 
+    Processes may share the layers' memory. Then each makes the updates of its own layers, and waits
+    for those of the others, which is a line of the schedule too. So each flushes as often.
+
     Attributes:
         layer_of: The layer of each master, by its name.
+        owned: The layers that this process updates; None for all.
         norms: Of the newest step's gradients, fp32 scalars by name.
         file: Where states wait that are read for an update on the host and written back after it;
             None if they are in memory.
@@ -231,6 +260,9 @@ class LateUpdates:
     def __init__(self, gradients: HostGradients) -> None:
         """Nothing is to be made."""
         self.layer_of, self.norms = gradients.layer_of(), gradients.norms
+        self.owned = gradients.owned
+        self._others: OtherOwners | None = None
+        self._number = 0
         self._gradients = gradients
         self._update: Callable[[LayerUpdate], None] | None = None
         self._layers: set[int] = set()
@@ -259,9 +291,17 @@ class LateUpdates:
         self.file = file
         self._gradients.arenas += (Arena(name=STATE_RING, blocks=file.buffers),)
 
+    def share_with(self, others: OtherOwners) -> None:
+        """Tell other processes of updates from here on, and wait for theirs."""
+        self._others = others
+
+    def gradients_of(self, layer: int) -> list[nn.Parameter]:
+        """Return what trains of a layer, with its gradient on the device until that leaves."""
+        return self._gradients.on_buffer(layer)
+
     @property
     def layers(self) -> frozenset[int]:
-        """The layers that are still to be updated."""
+        """The layers that are still to be updated, by whichever process."""
         return frozenset(self._layers)
 
     def defer(self, update: Callable[[LayerUpdate], None]) -> None:
@@ -275,6 +315,7 @@ class LateUpdates:
         """
         self.flush()
         self._update, self._layers = update, set(self.layer_of.values())
+        self._number += 1
 
     def run(self, layer: int) -> None:
         """Update a layer on the host; its states are in memory, or were read."""
@@ -285,6 +326,18 @@ class LateUpdates:
         self._update(one)
         if self.file is not None:
             self.file.changed(layer)
+        if self._others is not None:
+            self._others.note_updated(layer, self._number)
+        self._layers.remove(layer)
+
+    def wait_for(self, layer: int) -> None:
+        """Wait until another process has updated a layer; on its lane, or on the caller's thread.
+
+        Raises:
+            OffloadError: The other process is gone, or does not come to it.
+        """
+        assert self._others is not None
+        self._others.await_updated(layer, self._number)
         self._layers.remove(layer)
 
     def run_on_device(self, layer: int, buffer: int, slot: torch.Tensor) -> None:
@@ -311,6 +364,8 @@ class LateUpdates:
     def flush(self) -> None:
         """Update all layers that are left, in order; on this thread if it is on the host.
 
+        Then wait for those of other processes.
+
         Raises:
             TransferError: States cannot be read from a file, or written to it; what was updated is.
         """
@@ -318,9 +373,22 @@ class LateUpdates:
             self._on_device()
         if self.file is not None:
             self.file.settle()
-        for layer in sorted(self._layers):
+        for layer in sorted(filter(self._is_own, self._layers)):
             if self.file is not None:
                 self.file.read(layer, 0)
             self.run(layer)
             if self.file is not None:
                 self.file.write(layer)
+        for layer in sorted(self._layers):
+            self.wait_for(layer)
+
+    def close(self) -> None:
+        """Flush, unless processes share the memory: then those that read it have flushed.
+
+        When a run fails there may be no other to wait for.
+        """
+        if self._others is None:
+            self.flush()
+
+    def _is_own(self, layer: int) -> bool:
+        return self.owned is None or layer in self.owned

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from offload.plan.facts.facts import ModelFacts
+from offload.plan.facts.optimizer import outer_optimizer
 from offload.plan.fit import MemoryNeeds
 from offload.plan.link import hidden_frac, needed_bytes_per_s
 from offload.plan.machine.machine import ExpertsImplementation, Machine, Network
@@ -17,6 +18,7 @@ from offload.plan.memory.memory import MemoryTerm, total_bytes
 from offload.plan.memory.traced import MemoryGrade
 from offload.plan.memory.visit import visit_bytes
 from offload.plan.other_rank import OtherRank, arrivals_of
+from offload.plan.owners import with_owners
 from offload.plan.reduction import network_of, with_network
 from offload.plan.refusal import refusal
 from offload.plan.request import PlanRequest
@@ -37,6 +39,7 @@ from offload.plan.step import (
 from offload.plan.time.bounds import r3_bound_s
 from offload.plan.time.costs import Costs, LayerCost, RunCosts, price, with_objective
 from offload.plan.time.heads import head_step_s
+from offload.plan.time.optimizer import host_update_s
 from offload.plan.time.shared import shared_costs
 from offload.plan.time.updates import with_updates
 from offload.plan.time.visits import with_norms
@@ -243,6 +246,20 @@ def costs_of(facts: ModelFacts, machine: Machine, request: PlanRequest) -> Costs
         costs, facts, machine, request.typical, num_micro_batches=request.rank_micro_batches
     )
     costs = with_updates(costs, facts, machine, request.typical)
+    whole = request.typical.adapter.whole
+    if whole is not None and request.num_ranks > 1 and not request.is_sharded:
+        outer_update_s = host_update_s(
+            machine,
+            whole.num_outer,
+            dtype_bytes=typical.dtype_bytes,
+            optimizer=outer_optimizer(typical.optimizer),
+        )
+        costs = with_owners(
+            costs,
+            whole.layers,
+            num_ranks=request.local_ranks,
+            outer_update_s=outer_update_s,
+        )
     costs = with_network(costs, facts, machine, request)
     if request.objective is None:
         return costs
@@ -386,7 +403,10 @@ def _measured(
     if saved.has_output(number):
         back_s += attention_s
     # not in the step after an evaluation, which has made the update
-    is_updated = any(s.kind is Kind.UPDATE and s.layer == number for s in measured.spans)
+    is_updated, is_awaited = (
+        any(s.kind is kind and s.layer == number for s in measured.spans)
+        for kind in (Kind.UPDATE, Kind.AWAIT)
+    )
     return replace(
         layer,
         forward_s=forward_s,
@@ -397,6 +417,7 @@ def _measured(
         graph_pack_s=graph_pack_s,
         decode_s=_mean_s(measured, Kind.DECODE, number) if layer.decode_s else 0.0,
         update_s=_mean_s(measured, Kind.UPDATE, number) if is_updated else layer.update_s,
+        await_s=_mean_s(measured, Kind.AWAIT, number) if is_awaited else layer.await_s,
         reference_s=_mean_s(measured, Kind.REFERENCE, number)
         if measured.busy_s(Kind.REFERENCE)
         else layer.reference_s,

@@ -18,9 +18,10 @@ NETWORK_LATENCY = Rate(value=1e-3, source="assumed")
 def reduced_of(facts: ModelFacts, request: PlanRequest) -> tuple[Reduced, ...]:
     """Return what of each run's gradients is added up over ranks; nothing with a single rank.
 
-    Weights that train on the host are those of a single rank.
+    Weights that train in parts are summed part by part; see `offload.plan.sharded`.
     """
-    if request.num_ranks == 1 or request.typical.adapter.whole is not None:
+    is_in_parts = request.is_sharded and request.typical.adapter.whole is not None
+    if request.num_ranks == 1 or is_in_parts:
         return ()
     return tuple(_reduced(facts, run) for run in request.runs)
 

@@ -11,6 +11,7 @@ from offload.plan.facts.optimizer import moved_state_bytes
 from offload.plan.facts.trainable import outer_module_sizes
 from offload.plan.facts.workload import Workload
 from offload.plan.memory.memory import input_bytes, layer_weight_bytes
+from offload.plan.owners import owned_by
 from offload.plan.reduction import reduced_of
 from offload.plan.request import PlanRequest
 from offload.plan.schedule.op import Kind, Lane, Op
@@ -70,6 +71,9 @@ def schedule_of(
             sizes,
             gradient_bytes=tuple(dtype_bytes * number for number in trained),
             updated=frozenset(layer for layer, number in enumerate(trained) if number),
+            owned=owned_by(0, trained, num_ranks=request.local_ranks)
+            if request.num_ranks > 1 and not request.is_sharded
+            else None,
             state_bytes=_state_bytes(typical, trained),
             disk_bytes=_disk_bytes(typical, trained),
         )
@@ -168,6 +172,8 @@ def _duration_of(costs: Costs) -> Callable[[Op], float]:
     }
 
     def duration_s(op: Op) -> float:
+        if op.kind in (Kind.UPDATE, Kind.AWAIT):
+            return _of_layer_s(costs.layers[op.layer_index], op)
         if op.kind in (Kind.FETCH, Kind.RETURN):
             return costs.h2d_latency_s + op.num_bytes / costs.fetch_bytes_per_s
         if op.lane is Lane.H2D:
@@ -176,8 +182,6 @@ def _duration_of(costs: Costs) -> Callable[[Op], float]:
             return costs.network_latency_s + op.num_bytes / costs.network_bytes_per_s
         if op.kind in rates:
             return op.num_bytes / rates[op.kind]
-        if op.kind is Kind.UPDATE:
-            return costs.layers[op.layer_index].update_s
         if op.lane is Lane.HOST:
             return op.num_bytes / costs.read_bytes_per_s
         if op.lane is Lane.D2H:
@@ -192,6 +196,10 @@ def _duration_of(costs: Costs) -> Callable[[Op], float]:
 def _of_layer_s(layer: LayerCost, op: Op) -> float:
     if op.kind is Kind.DECODE:
         return layer.decode_s
+    if op.kind is Kind.UPDATE:
+        return layer.update_s
+    if op.kind is Kind.AWAIT:
+        return layer.await_s or 0.0
     if op.kind is Kind.REFERENCE:
         return layer.reference_s
     if op.kind is Kind.FORWARD:

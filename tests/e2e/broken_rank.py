@@ -24,6 +24,7 @@ from finetune.training.loop import Loop, Request
 from finetune.training.sharded.engine import _Clock
 from finetune.training.world import surroundings
 from offload.engine.executor import Executor
+from offload.engine.host_gradients import LateUpdates, LayerUpdate
 from offload.engine.passes.part import Part
 from offload.engine.results import PassState
 from offload.errors import TransferError
@@ -117,6 +118,32 @@ def in_visit(act: Callable[[], None]) -> None:
     _Clock.mark = broken_in_parts  # type: ignore[method-assign]
 
 
+def in_update(act: Callable[[], None]) -> None:
+    """Do something as this rank is to update its second layer by the gradients of its third step.
+
+    It has one of them, and the other rank waits for both.
+    """
+    update, deferred, updated = LateUpdates.run, LateUpdates.defer, list[int]()
+    steps: list[int] = []
+
+    def begun() -> None:
+        steps.append(FAILING_STEP)
+
+    def deferring(self: LateUpdates, how: Callable[[LayerUpdate], None]) -> None:
+        deferred(self, how)
+        updated[:] = []
+
+    def broken(self: LateUpdates, layer: int) -> None:
+        updated.append(layer)
+        if steps and len(updated) == 2:
+            act()
+        update(self, layer)
+
+    in_step(begun)
+    LateUpdates.run = broken  # type: ignore[method-assign]
+    LateUpdates.defer = deferring  # type: ignore[method-assign]
+
+
 def in_evaluation(act: Callable[[], None]) -> None:
     """Do something as this rank's first evaluation begins."""
     whole = Loop.validation_loss
@@ -185,6 +212,11 @@ IN_VISIT: Mapping[str, Callable[[], object]] = {
     "bug in a visit": partial(raise_, KeyError("layer")),
     "hangs in a visit": hang,
 }
+IN_UPDATE: Mapping[str, Callable[[], object]] = {
+    "named in an update": partial(raise_, NAMED),
+    "hangs in an update": hang,
+    "killed in an update": partial(send_itself, signal.SIGKILL),
+}
 DIFFERENT: Mapping[str, Callable[[], object]] = {
     "drifts": drift,
     "slow": be_slow,
@@ -210,6 +242,8 @@ def main(argv: Sequence[str]) -> None:
             in_step(failing(in_steps[kind]))
         elif kind in IN_VISIT:
             in_visit(failing(IN_VISIT[kind]))
+        elif kind in IN_UPDATE:
+            in_update(failing(IN_UPDATE[kind]))
         elif kind == HANGS_IN_EVALUATION:
             in_evaluation(failing(hang))
         else:

@@ -96,7 +96,9 @@ def loop_of(
     return Loop(
         model=model,
         engine=engine,
-        update=FullUpdate(engine, train=train, matrices=matrices, states_dir=states_dir),
+        update=FullUpdate(
+            engine, train=train, ranks=Ranks(), matrices=matrices, states_dir=states_dir
+        ),
         train=train,
         num_steps=1000,
         ranks=Ranks(),

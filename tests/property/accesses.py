@@ -32,9 +32,10 @@ class Accesses:
         self._last_layer = max(op.layer for op in schedule.ops if op.layer is not None)
         self._is_stashed = any(op.kind is Kind.STASH for op in schedule.ops)
         self._encoded = {op.layer for op in schedule.ops if op.kind is Kind.DECODE}
-        self._trained = {op.layer for op in schedule.ops if op.kind is Kind.GRADIENT}
+        self._trained = {op.layer for op in schedule.ops if op.kind in (Kind.GRADIENT, Kind.AWAIT)}
+        self._summed = {op.layer for op in schedule.ops if op.kind is Kind.REDUCE}
         self._is_scored = any(op.kind is Kind.OBJECTIVE for op in schedule.ops)
-        updates = [op for op in schedule.ops if op.kind is Kind.UPDATE]
+        updates = [op for op in schedule.ops if op.kind in (Kind.UPDATE, Kind.AWAIT)]
         self._updated = {op.layer for op in updates}
         self._old = {op.layer for op in updates if op.lane is Lane.COMPUTE}
 
@@ -83,7 +84,13 @@ class Accesses:
     def _moved(self, op: Op, layer: int, m: int | None) -> list[Access]:
         if op.kind is Kind.REDUCE:
             layers = [layer] if op.layer is not None else range(-1, self._last_layer + 1)
-            return [("read", ("gradients of the rank", i), "of a step") for i in layers]
+            final: list[Access] = [
+                ("read", ("gradients of the rank", i), "of a step") for i in layers
+            ]
+            summed: Access = ("change", ("gradient", layer % 2), (layer, ("summed", layer)))
+            return [*final, *([summed] if op.layer in self._trained else [])]
+        if op.kind is Kind.AWAIT:
+            return [("write", ("weights", layer), "updated")]
         if op.lane is Lane.DISK or op.kind in (Kind.UPDATE, Kind.STATES, Kind.UPDATED):
             return self._updating(op, layer)
         if op.kind in (Kind.LOOK_UP, Kind.ROWS):
@@ -109,7 +116,8 @@ class Accesses:
             return [("read", ("sent", layer, m), None), carried]
         assert op.kind is Kind.GRADIENT
         sunk: Access = ("write" if not op.offset else "add", ("sink", layer), "new")
-        return [("read", ("gradient", op.buffer), layer), sunk]
+        whole = ("summed", layer) if layer in self._summed else layer
+        return [("read", ("gradient", op.buffer), whole), sunk]
 
     def _visited(self, op: Op, layer: int, m: int | None) -> list[Access]:
         written = ("read", ("slot", op.slot), layer)
@@ -184,6 +192,7 @@ def check_order(schedule: Schedule) -> None:
                 content[place], readers[place], writers[place] = wanted, [], [number]
             else:
                 writers[place].append(number)
-    trained = {op.layer for op in schedule.ops if op.kind in (Kind.GRADIENT, Kind.UPDATE)}
+    of_trained = (Kind.GRADIENT, Kind.UPDATE, Kind.AWAIT)
+    trained = {op.layer for op in schedule.ops if op.kind in of_trained}
     slots = (content[("slot", slot)] for slot in range(len(schedule.ring_before)))
     assert schedule.ring_after == tuple(None if i in trained else i for i in slots)

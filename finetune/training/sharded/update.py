@@ -47,7 +47,14 @@ class Whole:
 class ShardedUpdate:
     """The update of tensors of which each rank has a part: an adapter's."""
 
-    has_copies = False
+    @property
+    def copies(self) -> Mapping[str, torch.Tensor]:
+        """Nothing: each rank has a part of its own."""
+        return {}
+
+    def sent(self, restored: Restored) -> Restored:
+        """Return all of it, of which each rank takes its part."""
+        return restored
 
     def __init__(
         self,

@@ -90,7 +90,7 @@ def begin(
     run, ranks, num_steps = session.run, session.run.ranks, session.steps.num
     first_step = ranks.from_main(lambda: _begin(session, plan))
     if first_step:
-        _restore(session, ranks.from_main(lambda: _read_checkpoint(session, first_step)))
+        _restore_all(session, first_step)
     session.loop.require_same(step=first_step)
     run.screen.note(report.promise(plan, num_steps=num_steps - first_step))
     seal = ranks.from_main(
@@ -134,6 +134,19 @@ def _read_checkpoint(session: "Session", step: int) -> Restored:
         data_hash=session.rows.data_hash,
         is_scaled=session.loop.scaling is not None,
     )
+
+
+def _restore_all(session: "Session", step: int) -> None:
+    """Load what a checkpoint holds on all ranks; the main one reads it."""
+    ranks, read = session.run.ranks, list[Restored]()
+
+    def sent() -> Restored:
+        read.append(_read_checkpoint(session, step))
+        return session.loop.sent(read[0])
+
+    restored = ranks.from_main(sent)
+    _restore(session, read[0] if read else restored)
+    ranks.exchange(None)  # some of it may be in memory that ranks share
 
 
 def _restore(session: "Session", restored: Restored) -> None:

@@ -77,7 +77,7 @@ class Slab:
         offsets = [0, *accumulate(record.num_bytes for record in records)]
         self.num_bytes = offsets[-1]
         self.is_opened = block is not None
-        block = _new_block(self.num_bytes) if block is None else block
+        block = new_block(self.num_bytes) if block is None else block
         self._block, self.descriptor, self.reason = block.memory, block.descriptor, block.reason
         self.policy = ""
         if before_touch is not None:
@@ -108,7 +108,7 @@ class Slab:
                 limit="ranks share a slab of one model in one dtype",
                 hint="start every rank with the same recipe",
             )
-        return cls(records, block=_open_block(handle, is_writable=is_writable))
+        return cls(records, block=open_block(handle, is_writable=is_writable))
 
     @property
     def handle(self) -> SlabHandle:
@@ -243,7 +243,8 @@ def give_back(record: Record, memory: torch.Tensor, torch_device: torch.device) 
         field.parameter.data = values.to(torch_device)
 
 
-def _new_block(num_bytes: int) -> Block:
+def new_block(num_bytes: int) -> Block:
+    """Return memory whose pages are allocated as they are filled, with a file if one can be had."""
     descriptor, reason = _new_file(num_bytes)
     if descriptor is None:
         memory = torch.frombuffer(mmap.mmap(-1, max(1, num_bytes)), dtype=torch.uint8)[:num_bytes]
@@ -268,7 +269,12 @@ def _new_file(num_bytes: int) -> tuple[int | None, str]:
     return descriptor, ""
 
 
-def _open_block(handle: SlabHandle, *, is_writable: bool) -> Block:
+def open_block(handle: SlabHandle, *, is_writable: bool) -> Block:
+    """Map the memory of another process.
+
+    Raises:
+        OffloadError: It is gone, or cannot be reached.
+    """
     path = f"/proc/{handle.pid}/fd/{handle.descriptor}"
     try:
         descriptor = os.open(path, os.O_RDWR if is_writable else os.O_RDONLY)

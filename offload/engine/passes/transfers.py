@@ -43,6 +43,7 @@ class Transfers:
             Kind.RETURN: partial(self._return, state),
             Kind.GRADIENT: self._gradient,
             Kind.UPDATE: self._update,
+            Kind.AWAIT: lambda op: self._updates.wait_for(op.layer_index),
             Kind.STATES: self._bring_states,
             Kind.UPDATED: self._take_back,
             Kind.STATES_READ: self._read_states,

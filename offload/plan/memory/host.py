@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from offload.plan.facts.embedding import embedding_bytes, row_buffers_bytes
-from offload.plan.facts.facts import ModelFacts
+from offload.plan.facts.facts import ModelFacts, WholeWeights
 from offload.plan.facts.linears import FP32_BYTES
 from offload.plan.facts.optimizer import (
     HOST_GRADIENTS,
@@ -34,6 +34,7 @@ from offload.plan.memory.memory import (
     input_bytes,
     total_bytes,
 )
+from offload.plan.owners import owned_by
 from offload.plan.schedule.schedule import NUM_STAGING, PIECE_BYTES
 from offload.plan.schedule.updates import NUM_STATE_BUFFERS
 
@@ -99,7 +100,7 @@ def host_terms(
     embedding = embedding_bytes(facts, workload)
     terms = (
         MemoryTerm(name=SLAB, num_bytes=slab),
-        *_whole_host_terms(facts, workload, is_cuda=is_cuda),
+        *_whole_host_terms(facts, workload, num_ranks=num_ranks, is_cuda=is_cuda),
         MemoryTerm(name=EMBEDDINGS, num_bytes=embedding),
         MemoryTerm(name=ROWS, num_bytes=rows),
         MemoryTerm(name=STASH, num_bytes=stash),
@@ -121,23 +122,47 @@ def host_terms(
     rank_bytes = total_bytes(terms) + (0 if is_cuda else rank_device_bytes)
     others_bytes = (num_ranks - 1) * rank_bytes - (num_ranks - num_slabs) * slab
     others_bytes -= (num_ranks - max(1, num_slabs)) * embedding  # with layers on disk it is shared
+    others_bytes -= _split_bytes(workload, num_ranks)
     others = MemoryTerm(name=OTHER_RANKS, num_bytes=others_bytes)
     return tuple(term for term in (*terms, others) if term.num_bytes)
 
 
+def _split_bytes(workload: Workload, num_ranks: int) -> int:
+    """Return what other ranks have less of than the first one, which has all that is shared.
+
+    States and low halves of the layers are in memory that all share; gradients of a layer are with
+    the rank that updates it.
+    """
+    whole = workload.adapter.whole
+    if whole is None:
+        return 0
+    each = host_update_bytes(workload.dtype_bytes, workload.optimizer, whole.low_bytes)
+    num = sum(whole.layers)
+    shared = (num_ranks - 1) * (each[LOW_HALVES] + each[HOST_STATES]) * num
+    of_others = num - _num_owned(whole, num_ranks)
+    gradients = (num_ranks - 1) * _num_owned(whole, num_ranks) - of_others
+    return math.floor(shared + each[HOST_GRADIENTS] * gradients)
+
+
+def _num_owned(whole: WholeWeights, num_ranks: int) -> int:
+    """Return how many of the layers' weights the first rank updates."""
+    return sum(whole.layers[i] for i in owned_by(0, whole.layers, num_ranks=num_ranks))
+
+
 def _whole_host_terms(
-    facts: ModelFacts, workload: Workload, *, is_cuda: bool
+    facts: ModelFacts, workload: Workload, *, num_ranks: int, is_cuda: bool
 ) -> tuple[MemoryTerm, ...]:
     """List what weights that train take in RAM in addition to themselves.
 
-    Gradients around the layers are there too, in fp32, if they come from a device.
+    Of several ranks it is the first one's, with what all share. Gradients around the layers are
+    there too, in fp32, if they come from a device.
     """
     whole = workload.adapter.whole
     if whole is None:
         return ()
     b, low_bytes = workload.dtype_bytes, whole.low_bytes
     each = host_update_bytes(b, workload.optimizer, low_bytes)
-    gradients = each[HOST_GRADIENTS] * sum(whole.layers)
+    gradients = each[HOST_GRADIENTS] * _num_owned(whole, num_ranks)
     gradients += FP32_BYTES * whole.num_outer if is_cuda else 0
     copies = each[WEIGHTS] * whole.num_outer if is_cuda else 0
     in_layers = [linear.num_weights for layer in facts.layers for linear in layer.linears]

@@ -42,12 +42,8 @@ from offload.plan.memory.traced import TracedBytes
 from offload.plan.memory.updates import device_update_bytes
 from offload.plan.memory.visit import VisitBytes, is_masked, visit_bytes
 from offload.plan.schedule.residency import Residency, Saved
-from offload.plan.schedule.schedule import (
-    NUM_CARRIED,
-    NUM_FETCHED,
-    NUM_GRADIENT_BUFFERS,
-    NUM_KEPT,
-)
+from offload.plan.schedule.schedule import NUM_CARRIED, NUM_FETCHED, NUM_KEPT
+from offload.plan.schedule.updates import NUM_GRADIENT_BUFFERS
 
 # Terms that are looked up by name.
 SLAB, STASH, STAGING = "slab", "stashed layer inputs", "staging"

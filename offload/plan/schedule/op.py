@@ -24,6 +24,7 @@ class Kind(StrEnum):
     FRONT: run the modules before the layers, for one micro-batch.
     UPDATE: update a layer's trained weights by the gradients of the step before, on the host ahead
         of their load (host), or in their slot and a buffer of gradients and states (compute).
+    AWAIT: wait until the rank of this machine that updates a layer has done so (network).
     STATES: copy a piece of a layer's gradients and optimizer states to the device (h2d).
     UPDATED: copy a piece of a layer back that was updated on the device: of its weights, from their
         slot, or of its states, from a buffer (d2h).
@@ -53,6 +54,7 @@ class Kind(StrEnum):
     ROWS = "rows"
     FRONT = "front"
     UPDATE = "update"
+    AWAIT = "await"
     STATES = "states"
     UPDATED = "updated"
     STATES_READ = "states_read"

@@ -67,10 +67,12 @@ from offload.plan.schedule.passes import Passes, numbered
 from offload.plan.schedule.reduced import Reduced
 from offload.plan.schedule.residency import NOTHING_SAVED, Saved
 from offload.plan.schedule.updates import (
+    NUM_GRADIENT_BUFFERS,
+    awaited_update,
     device_update,
-    gradients_on_device,
-    gradients_on_host,
+    gradients_of,
     host_update,
+    leaving_gradients,
     slot_of,
     weights_on_host,
 )
@@ -81,7 +83,6 @@ MIN_SLOTS = 2  # one layer computes while the next is loaded
 NUM_KEPT = 2  # inputs of a micro-batch on the device, if others are stashed: read and written
 NUM_FETCHED = 2  # visits whose stashed inputs are on the device: one is read, one arrives
 NUM_CARRIED = 2  # visits whose sent graphs or attention outputs are on the device
-NUM_GRADIENT_BUFFERS = 2  # layers whose gradients are on the device: one fills, one leaves
 
 
 class Order(StrEnum):
@@ -108,6 +109,8 @@ class TransferSizes:
             in page-locked memory.
         updated: Layers that are updated by the gradients of the step before, each where it is first
             loaded.
+        owned: Those that this rank updates, and whose gradients leave to its host memory; the ranks
+            that share the layers' memory update the others. None for all.
         state_bytes: Of what an update on the device brings along and takes back, by layer; None if
             layers are updated on the host.
         disk_bytes: Of states in a file that an update on the host moves, by layer; none in memory.
@@ -125,6 +128,11 @@ class TransferSizes:
     reduced: tuple[Reduced, ...] = ()
     disk_bytes: tuple[int, ...] = ()
     row_bytes: tuple[int, ...] = ()
+    owned: frozenset[int] | None = None
+
+    def is_owned(self, layer: int) -> bool:
+        """Return whether this rank updates a layer whose weights train."""
+        return self.owned is None or layer in self.owned
 
     @classmethod
     def frozen(
@@ -269,6 +277,7 @@ def step_schedule(
                 program.backward(layer, group)
             if group is groups[-1]:
                 program.reduce(layer)
+                program.lines += leaving_gradients(layer, sizes) if trained else ()
         if trained and trains_front:
             program.outside(Kind.FRONT_BACKWARD, group)
     program.reduce(None)
@@ -392,11 +401,9 @@ class _Program:
                 self.lines.append(self._moved(Kind.SEND, layer, m, carrier))
 
     def backward(self, layer: int, group: Sequence[int]) -> None:
-        """Write a backward visit, and the copies of its gradients to the host."""
+        """Write a backward visit."""
         slot, weights = self.load(layer)
-        buffer_of_sum = layer % NUM_GRADIENT_BUFFERS
-        gradient = gradients_on_device(buffer_of_sum)
-        num_bytes, has_graph = self.sizes.gradient_bytes[layer], self._has_graph(layer)
+        has_graph = self._has_graph(layer)
         for m in group:
             # A graph holds its own input, which no other op overwrites.
             buffer, source = None, () if has_graph else self._kept(layer, m)
@@ -419,14 +426,8 @@ class _Program:
                 has_output=self.saved.has_output(layer),
                 carrier=carrier,
             )
-            writes = (*((gradient,) if num_bytes else ()), *self._added_up(layer, m))
+            writes = (*gradients_of(layer, self.sizes), *self._added_up(layer, m))
             self.lines.append(Line(ops=(op,), reads=(weights, *source, *carried), writes=writes))
-        leaving = Op(lane=Lane.D2H, kind=Kind.GRADIENT, layer=layer, buffer=buffer_of_sum)
-        if num_bytes:
-            pieces = leaving.pieces(num_bytes, self.sizes.piece_bytes)
-            self.lines.append(
-                Line(ops=pieces, reads=(gradient,), writes=(gradients_on_host(layer),))
-            )
 
     def reduce(self, layer: int | None) -> None:
         """Write the sums over ranks of a layer's gradients, or of those that are final last."""
@@ -436,7 +437,7 @@ class _Program:
                 op = Op(
                     lane=Lane.NETWORK, kind=Kind.REDUCE, layer=layer, run=run, num_bytes=num_bytes
                 )
-                own = (_gradients(layer, run),)
+                own = (_gradients(layer, run), *gradients_of(layer, self.sizes))
                 layers = range(len(sizes.layers)) if layer is None else ()
                 read = (*own, *(_gradients(i, run) for i in layers))
                 self.lines.append(Line(ops=(op,), reads=read, writes=own))
@@ -459,10 +460,12 @@ class _Program:
         if self.ring[slot] != layer:
             self.ring[slot] = layer
             is_due = layer in self.sizes.updated and layer not in self.are_updated
-            if is_due and self.sizes.state_bytes is None:
+            if is_due and not self.sizes.is_owned(layer):
+                self.lines.append(awaited_update(layer))
+            elif is_due and self.sizes.state_bytes is None:
                 self.lines += host_update(layer, self.sizes)
             self.lines += self._copies(layer, slot)
-            if is_due and self.sizes.state_bytes is not None:
+            if is_due and self.sizes.state_bytes is not None:  # of a single rank
                 self.lines += self._device_update(layer, slot, self.sizes.state_bytes[layer])
             self.are_updated.add(layer)
         if not self.sizes.decoded_bytes[layer]:

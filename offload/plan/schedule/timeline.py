@@ -104,7 +104,8 @@ class Timeline:
         with them, but for updates on the device, which are a compute phase. `exposed updates` are
         the part of `updates` in which nothing else is computed. With several ranks there are
         `network`, what they gather and their sums of gradients, with the waits for other ranks, and
-        `exposed network`. With optimizer states in a file there is `disk`.
+        `exposed network`; where they update layers for each other, the waits for that are `awaited
+        updates`. With optimizer states in a file there is `disk`.
         """
         phases = {
             "step": self.step_s,
@@ -122,6 +123,9 @@ class Timeline:
         if any(span.lane is Lane.NETWORK for span in self.spans):
             phases["network"] = self.busy_s(*OVER_NETWORK)
             phases["exposed network"] = self.exposed_s(*OVER_NETWORK)
+        if any(span.kind is Kind.AWAIT for span in self.spans):
+            phases["awaited updates"] = self.busy_s(Kind.AWAIT)
+            phases["exposed awaited updates"] = self.exposed_s(Kind.AWAIT)
         if any(span.lane is Lane.DISK for span in self.spans):
             phases["disk"] = self.busy_s(Kind.STATES_READ, Kind.STATES_WRITE)
         return phases

@@ -6,6 +6,9 @@ slot before the layer's first visit, and new weights and states go down. Gradien
 buffer that they left from in the backward, which has room for states too. There are two of these
 buffers: while one is updated and leaves, the next layer's gradients and states arrive.
 
+Ranks of a machine share the layers' weights. Each layer has one owner among them, which alone gets
+its gradients, summed over the ranks, and updates it; the others load it once that has happened.
+
 States may wait in a file instead of in host memory, if the host updates. Then there are two buffers
 of states in host memory: one is updated and written back, while the next layer's are read.
 
@@ -23,7 +26,30 @@ from offload.plan.schedule.op import Kind, Lane, Op
 if TYPE_CHECKING:
     from offload.plan.schedule.schedule import TransferSizes
 
+NUM_GRADIENT_BUFFERS = 2  # layers whose gradients are on the device: one fills, one leaves
 NUM_STATE_BUFFERS = 2  # layers whose states are in host memory, if they wait in a file
+
+
+def leaving_gradients(layer: int, sizes: "TransferSizes") -> Iterator[Line]:
+    """Yield the copies of a layer's gradients to the host, if this rank updates it.
+
+    Args:
+        layer: Which layer.
+        sizes: Of all layers.
+    """
+    num_bytes, buffered = sizes.gradient_bytes[layer], gradients_of(layer, sizes)
+    if num_bytes and sizes.is_owned(layer):
+        buffer = layer % NUM_GRADIENT_BUFFERS
+        op = Op(lane=Lane.D2H, kind=Kind.GRADIENT, layer=layer, buffer=buffer)
+        pieces = op.pieces(num_bytes, sizes.piece_bytes)
+        yield Line(ops=pieces, reads=buffered, writes=(gradients_on_host(layer),))
+
+
+def gradients_of(layer: int | None, sizes: "TransferSizes") -> tuple[Resource, ...]:
+    """Return the device buffer of a layer's gradients; none if its own weights are frozen."""
+    if layer is None or not sizes.gradient_bytes[layer]:
+        return ()
+    return (gradients_on_device(layer % NUM_GRADIENT_BUFFERS),)
 
 
 def host_update(layer: int, sizes: "TransferSizes") -> Iterator[Line]:
@@ -57,6 +83,16 @@ def host_update(layer: int, sizes: "TransferSizes") -> Iterator[Line]:
     writes = (*line.writes, states_on_host(buffer))
     yield line._replace(ops=(op._replace(buffer=buffer),), writes=writes)
     yield moved(Kind.STATES_WRITE, place)
+
+
+def awaited_update(layer: int) -> Line:
+    """Return the wait for another rank of this machine to update a layer in the memory of both.
+
+    The lane has nothing else to do in the forward. On that of the host the wait would delay the
+    rank's own updates, for which the others wait.
+    """
+    op = Op(lane=Lane.NETWORK, kind=Kind.AWAIT, layer=layer)
+    return Line(ops=(op,), writes=(weights_on_host(layer),))
 
 
 def device_update(

@@ -71,6 +71,8 @@ class LayerCost:
         graph_pack_s: Copying that to the buffer that it is sent from.
         reference_s: Forward without adapters, as a reference computes it.
         update_s: Updating its weights, once per step; 0 if they are frozen.
+        await_s: Waiting for its update by another rank of the machine, from the end of the wait
+            before; None if this rank makes it.
         brought_bytes: Gradients and states that come to the device for that; 0 if it is made on
             the host.
         decode_s: Decoding: once per visit, whatever the number of micro-batches.
@@ -95,6 +97,7 @@ class LayerCost:
     graph_bytes: int = 0
     graph_pack_s: float = 0.0
     update_s: float = 0.0
+    await_s: float | None = None
     brought_bytes: int = 0
     reference_s: float = 0.0
 
@@ -102,6 +105,11 @@ class LayerCost:
     def device_update_s(self) -> float:
         """Updating its weights on the device; 0 if that is done on the host."""
         return self.update_s if self.brought_bytes else 0.0
+
+    @property
+    def host_update_s(self) -> float:
+        """Updating its weights on the host; 0 if the device or another rank does that."""
+        return self.update_s - self.device_update_s if self.await_s is None else 0.0
 
     def forth_s(self, *, is_sent: bool, has_graph: bool = False) -> float:
         """Return the seconds of a forward visit, with a copy of what is sent."""

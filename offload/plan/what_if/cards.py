@@ -110,13 +110,11 @@ def _copy(cards: _Cards) -> Option:
         plan.request, num_slots=plan.num_slots, num_ranks=cards.num, is_slab_shared=True
     )
     made, short = plan_anyway(plan.facts, plan.machine, request)
-    figures, how = figures_of(made), f"`--num_processes {cards.num}`"
-    if made.network is None:  # of weights that train on the host, which no ranks share
-        reduce_s = cards.reduced_bytes / cards.bytes_per_s
-        figures = replace(figures, step_s=figures.step_s + reduce_s)
-    else:
-        needed = 8e-9 * made.network_needed_bytes_per_s
-        how += f"; {needed:,.2g} Gb/s between them hide the sums of gradients"
+    needed = 8e-9 * made.network_needed_bytes_per_s
+    how = (
+        f"`--num_processes {cards.num}`; {needed:,.2g} Gb/s between them hide the sums of gradients"
+    )
+    figures = figures_of(made)
     return Option(
         name=name,
         standing="a setting",

@@ -42,11 +42,13 @@ def test_over_a_slow_network_layers_are_streamed() -> None:
     assert found.reason.startswith("stream: ")
 
 
-def test_all_weights_train_on_several_gpus_only_in_parts() -> None:
-    found = ways_of("qwen3-8b", "train.what=all")
-    assert found.stream.plan is None
+def test_weights_that_train_are_streamed_or_in_parts() -> None:
+    found = ways_of("qwen3-8b", "train.what=[model.layers.*]")
+    assert found.stream.plan is not None
     assert found.faster is found.sharded
-    assert "weights of the model are updated by one process" in found.reason
+    assert found.reason.startswith("fsdp2: ")
+    found = ways_of("qwen3-8b", "train.what=all", "train.update=device")
+    assert found.stream.why_not.startswith("train.update: device and train.what: all, with 8 proc")
 
 
 def test_what_the_parts_cannot_do_is_streamed_and_said() -> None:
@@ -69,6 +71,3 @@ def test_a_part_alone_is_refused() -> None:
     require_ranks_for(train, num_ranks=2)
     with pytest.raises(ConfigError, match=r"fsdp2, with one process; .*\n\nhint: `--gpus 2`, or"):
         require_ranks_for(train, num_ranks=1, setting="--gpus")
-    whole = subject_of("qwen3-8b", ["train.what=all"]).recipe.train
-    with pytest.raises(ConfigError, match=r"`train\.parallel: fsdp2`, where the"):
-        require_ranks_for(whole, num_ranks=2)

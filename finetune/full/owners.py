@@ -1,0 +1,97 @@
+"""The ranks of a machine that update a model's layers together, in memory that all of them map.
+
+Weights are there once, in the slab, and so are optimizer states and the low halves of masters. Each
+layer has one owner among the ranks, which alone updates it. Next to the states is a number for each
+layer: that of the last update that its owner has made. Whoever needs the layer waits for it.
+
+A rank cannot begin a layer's next update while another one still loads the layer: it first needs
+the norm of the next step's gradients, to which all ranks come once their loads have ended.
+
+The owner writes the number after the weights, and x86 processors let others see the two in this
+order. So does an exchange of a step's norms, for whatever was written before.
+"""
+
+import os
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+import torch
+
+from finetune.errors import FinetuneError
+from finetune.training.ranks import Ranks
+from offload.engine.host.slab import SlabHandle, new_block, open_block
+from offload.plan.facts.codec import aligned
+
+NUMBER_BYTES = torch.int64.itemsize
+
+
+class Owners:
+    """The owners of the layers on this machine, and the memory of their updates.
+
+    Attributes:
+        states: By layer, the memory of its states, uint8, zeros at first.
+    """
+
+    def __init__(self, owned: frozenset[int], *, state_bytes: Sequence[int], ranks: Ranks) -> None:
+        """Map memory together with the other ranks of this machine.
+
+        Args:
+            owned: The layers that this rank updates.
+            state_bytes: Of what an update of each layer keeps in addition to its weights.
+            ranks: All of them, on all machines.
+
+        Raises:
+            FinetuneError: There is no memory that processes can share.
+        """
+        node = ranks.nodes[ranks.index]
+        every = enumerate(ranks.exchange(owned))
+        self._owner = {i: r for r, layers in every if ranks.nodes[r] == node for i in layers}
+        self._ranks = ranks
+        offsets = [*accumulate(state_bytes, initial=aligned(NUMBER_BYTES * len(state_bytes)))]
+        memory = _shared(offsets[-1], ranks)
+        numbers = memory[: NUMBER_BYTES * len(state_bytes)].view(torch.int64)
+        self._numbers = numbers.numpy()
+        self.states = tuple(memory[start:end] for start, end in pairwise(offsets))
+
+    def note_updated(self, layer: int, number: int) -> None:
+        """See `OtherOwners`."""
+        self._numbers[layer] = number
+
+    def await_updated(self, layer: int, number: int) -> None:
+        """See `OtherOwners`.
+
+        Raises:
+            RankError: The owner is gone, or does not come to it.
+        """
+        numbers = self._numbers
+        self._ranks.wait_until(lambda: bool(numbers[layer] >= number), rank=self._owner[layer])
+
+
+def _shared(num_bytes: int, ranks: Ranks) -> torch.Tensor:
+    """Return memory that the ranks of this machine share, uint8, zeros."""
+    own = new_block(num_bytes) if ranks.is_first_here else None
+
+    def handle() -> SlabHandle | None:
+        if own is None or own.descriptor is None:
+            return None
+        return SlabHandle(
+            pid=os.getpid(), descriptor=own.descriptor, num_bytes=num_bytes, layout=""
+        )
+
+    found = ranks.from_first_here(handle)
+    if found is None:
+        raise no_shared_memory()
+    block = own if own is not None else open_block(found, is_writable=True)
+    ranks.exchange(None)  # all have mapped it
+    if block.descriptor is not None:
+        os.close(block.descriptor)
+    return block.memory
+
+
+def no_shared_memory() -> FinetuneError:
+    """Return the error for several processes on a machine that can share no memory."""
+    return FinetuneError(
+        "weights of the model train in several processes, which can share no memory here",
+        limit="each updates some layers for all, in memory of memfd_create",
+        hint="allow memfd_create in the container, or start one process",
+    )

@@ -1,0 +1,240 @@
+"""All weights trained by two processes, each the owner of half of the layers, on this machine."""
+
+import json
+import random
+import shutil
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from offload.plan.machine.machine import Machine
+from tests.e2e.broken_rank import FAILS_AT
+from tests.e2e.forked import Forked
+from tests.e2e.runs import losses, rows_of, run
+from tests.e2e.test_full_training import assert_same_runs, full_recipe, weights
+
+REORDER = 1e-5  # sums are made in another order
+KINDS = ("gradient", "update", "await", "reduce")
+
+
+def assert_as_one(two: Path, one: Path, *, apart: float = REORDER) -> None:
+    """Compare losses, norms and weights of two runs whose gradients are summed in other orders."""
+    for mine, other in zip(rows_of(two), rows_of(one), strict=True):
+        for name in ("loss", "grad_norm", "eval_loss"):
+            if name in other:
+                assert mine[name] == pytest.approx(other[name], rel=apart), name
+        assert mine["num_label_tokens"] == other["num_label_tokens"]
+    found, expected = weights(two), weights(one)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        error = (found[name].double() - tensor.double()).norm() / tensor.double().norm()
+        assert error <= apart, name
+
+
+def checkpoint(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
+    file = run_dir / "checkpoints" / f"step-{step:07d}" / "trained.safetensors"
+    found: dict[str, torch.Tensor] = load_file(file)
+    return found
+
+
+def start_two(forked: Forked, *words: object, **how: Any) -> None:
+    ranks = forked.start_ranks(*words, **how)
+    assert [rank.end() for rank in ranks] == [0, 0], [rank.shown for rank in ranks]
+
+
+def plain_run(
+    model: nn.Module, rows: Sequence[tuple[list[int], int]], optimizer: torch.optim.Optimizer
+) -> tuple[list[float], list[float]]:
+    """Train on all rows in each step, one by one; return losses and norms before clipping."""
+    losses, norms = [], []
+    total = sum(len(ids) - num_prompt for ids, num_prompt in rows)
+    for _ in range(6):
+        loss = 0.0
+        for ids, num_prompt in rows:
+            logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
+            own = nn.functional.cross_entropy(
+                logits[num_prompt - 1 : -1], torch.tensor(ids[num_prompt:]), reduction="sum"
+            )
+            (own / total).backward()
+            loss += own.item() / total
+        losses.append(loss)
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, norms
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_two_ranks_train_as_plain_pytorch_does(
+    optimizer, tmp_path, write_recipe, machine_file, model_dir, forked
+) -> None:
+    """Each step has all six rows, so that the reference needs no order of rows."""
+    file = tmp_path / "six.jsonl"
+    texts = [(f"what follows {n}{'!' * (n % 5)}", f"{n + 1}" * (1 + n % 3)) for n in range(6)]
+    file.write_text("".join(json.dumps({"question": q, "answer": a}) + "\n" for q, a in texts))
+    recipe = full_recipe(
+        write_recipe, optimizer=optimizer, schedule="constant", warmup_steps=0, lr=0.01
+    )
+    words = ("finetune", recipe, "--machine", machine_file, f"data.path={file}")
+    start_two(forked, *words, "data.eval_frac=null", "output.eval_every=null")
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    rows = []
+    for question, answer in texts:
+        prompt = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+        prompt += "<think>\n\n</think>\n\n"
+        ids = [tokenizer.encode(text) for text in (prompt, f"{answer}<|im_end|>")]
+        rows.append((ids[0] + ids[1], len(ids[0])))
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).train()
+    make = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[optimizer]
+    plain = plain_run(model, rows, make(model.parameters(), lr=0.01, weight_decay=0.0))
+    ours = rows_of(tmp_path / "run")
+    assert [row["loss"] for row in ours] == pytest.approx(plain[0], rel=REORDER)
+    assert [row["grad_norm"] for row in ours] == pytest.approx(plain[1], rel=1e-4)
+    assert min(plain[1]) > 0.5  # clipping is active
+    found = weights(tmp_path / "run")
+    for name, parameter in model.named_parameters():
+        error = (found[name] - parameter).norm() / parameter.norm()
+        assert error <= (REORDER if optimizer == "sgd" else 1e-3), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtype", "train"),
+    [
+        ("float32", {"optimizer": "sgd"}),
+        ("bfloat16", {"optimizer": "adamw"}),
+        ("float32", {"optimizer": "adamw", "router_loss_coef": 0.5}),
+        ("float32", {"optimizer": "sgd", "shares": [2, 1], "what": ["model.layers.*"]}),
+    ],
+    ids=["sgd", "bfloat16", "router loss", "shares"],
+)
+def test_two_ranks_train_as_one_process_does_and_twice_to_the_bit(
+    dtype, train, tmp_path, write_recipe, machine_file, forked
+) -> None:
+    recipe = full_recipe(write_recipe, dtype=dtype, **train)
+    here = tmp_path / "here.json"
+    here.write_text(replace(Machine.from_json(machine_file.read_text()), dtype=dtype).to_json())
+    words = ("finetune", recipe, "--machine", here)
+    alone = ("train.shares=auto", "train.update=host")
+    assert run(*words, *alone, f"output.dir={tmp_path / 'one'}") == 0
+    start_two(forked, *words, f"output.dir={tmp_path / 'two'}")
+    assert_as_one(
+        tmp_path / "two", tmp_path / "one", apart=REORDER if train["optimizer"] == "sgd" else 0.02
+    )
+    # no evaluation, and an exchange of slow and fast ranks
+    again = tmp_path / "again"
+    start_two(
+        forked,
+        *("slow", *words, f"output.dir={again}", "output.eval_every=null"),
+        module="tests.e2e.broken_rank",
+    )
+    assert losses(again) == losses(tmp_path / "two")
+    found, other = checkpoint(again, 6), checkpoint(tmp_path / "two", 6)
+    assert found.keys() == other.keys() == checkpoint(tmp_path / "one", 6).keys()
+    assert all(torch.equal(found[name], other[name]) for name in other)
+    ops = json.loads((again / "measured.json").read_text())["timeline"]
+    of = {kind: {op["layer"] for op in ops if op["kind"] == kind} for kind in KINDS}
+    assert of["gradient"] == of["update"] == {0, 2}
+    assert of["await"] == {1, 3}
+    assert of["reduce"] >= {0, 1, 2, 3}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2))
+def test_a_killed_rank_ends_the_other_and_the_run_resumes_to_the_bit(
+    seed, tmp_path, write_recipe, machine_file, forked
+) -> None:
+    recipe, whole = full_recipe(write_recipe), tmp_path / "whole"
+    words = ("finetune", recipe, "--machine", machine_file)
+    start_two(forked, *words, f"output.dir={whole}")
+    metrics, chance = tmp_path / "run" / "metrics.jsonl", random.Random(seed)
+    main, other = forked.start_ranks(*words)
+    goal = chance.randrange(2, 6)
+    other.wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= goal)
+    time.sleep(chance.random() * 0.3)
+    assert other.end(signal.SIGKILL) == -signal.SIGKILL
+    killed_s = time.monotonic()
+    assert main.end() == 1
+    assert time.monotonic() - killed_s < 40
+    assert "rank 1 is gone or does not answer" in " ".join(main.shown.split()), main.shown
+    start_two(forked, *words, "--resume")
+    assert_same_runs(tmp_path / "run", whole)
+    found, expected = checkpoint(tmp_path / "run", 6), checkpoint(whole, 6)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.slow
+def test_one_process_resumes_what_two_began_and_the_other_way_round(
+    tmp_path, write_recipe, machine_file, forked
+) -> None:
+    recipe = full_recipe(write_recipe, optimizer="adamw", update="host")
+    words, begun = ("finetune", recipe, "--machine", machine_file), {}
+    for name in ("one", "two"):
+        begun[name] = (*words, f"output.dir={tmp_path / name}")
+    assert run(*begun["one"]) == 0
+    start_two(forked, *begun["two"])
+    shutil.copytree(tmp_path / "one", tmp_path / "whole")
+    for name in ("one", "two"):
+        (last,) = (tmp_path / name / "checkpoints").glob("step-*6")
+        shutil.rmtree(last)
+        shutil.rmtree(tmp_path / name / "model")
+    assert run(*begun["two"], "--resume") == 0
+    start_two(forked, *begun["one"], "--resume")
+    for name in ("one", "two"):
+        assert checkpoint(tmp_path / name, 6).keys() == checkpoint(tmp_path / "whole", 6).keys()
+        assert_as_one(tmp_path / name, tmp_path / "whole", apart=0.02)
+        close = zip(losses(tmp_path / name), losses(tmp_path / "whole"), strict=True)
+        assert all(a == pytest.approx(b, rel=1e-4) for a, b in close)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 1)])
+def test_machines_train_with_owners_each_and_the_same_weights(
+    sizes, tmp_path, write_recipe, machine_file, forked
+) -> None:
+    recipe = full_recipe(write_recipe, optimizer="sgd")
+    words = ("finetune", recipe, "--machine", machine_file)
+    assert run(*words, "train.update=host", f"output.dir={tmp_path / 'one'}") == 0
+    more = {rank: [f"output.dir={tmp_path / 'none'}"] for rank in range(sizes[0], sum(sizes))}
+    ranks = forked.start_machines(*words, sizes=sizes, more=more)
+    assert [rank.end() for rank in ranks] == [0] * len(ranks), [rank.shown for rank in ranks]
+    assert_as_one(tmp_path / "run", tmp_path / "one")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "every", "cause", "limit_s"),
+    [
+        ("named in an update", 2, "(rank 1): a copy failed", 20),
+        ("named in an update", 1, "(rank 1): a copy failed", 20),  # before a checkpoint
+        ("killed in an update", 2, "rank 1 is gone or does not answer: no sign of life", 40),
+        ("hangs in an update", 2, "rank 1 is gone or does not answer: others have waited", 40),
+    ],
+)
+def test_a_rank_that_does_not_come_to_an_update_ends_the_others_with_the_cause(
+    kind, every, cause, limit_s, tmp_path, write_recipe, machine_file, forked
+) -> None:
+    recipe = full_recipe(write_recipe)
+    often = ("output.eval_every=null", f"output.checkpoint_every={every}")
+    words = ("finetune", recipe, "--machine", machine_file, *often)
+    main, other = forked.start_ranks(kind, *words, module="tests.e2e.broken_rank")
+    assert main.end() == 1
+    ended_s = time.monotonic()
+    assert other.end(signal.SIGKILL if kind.startswith("hangs") else None) != 0
+    assert FAILS_AT in other.shown, (main.shown, other.shown)
+    failed_s = float(other.shown.partition(FAILS_AT)[2].split()[0])
+    assert ended_s - failed_s < limit_s
+    assert cause in " ".join((main.shown + other.shown).split()), (main.shown, other.shown)
+    start_two(forked, *words, "--resume")
+    start_two(forked, *words, f"output.dir={tmp_path / 'whole'}")
+    assert_same_runs(tmp_path / "run", tmp_path / "whole")
