@@ -349,7 +349,7 @@ def _on_engine(
     engine = engine_of(runs[0], plan, adapted)
     if plan.request.is_sharded:  # nothing else may hold the memory that the model was loaded to
         adapted = replace(adapted, backing=None)
-    with closing(engine), gc_frozen():
+    with closing(engine), ranks.following(lambda: engine.num_issued), gc_frozen():
         sessions = [
             attached(run, plan, adapted, engine, data, one.steps)
             for run, data, one in zip(runs, prepared.data, prepared.planned, strict=True)

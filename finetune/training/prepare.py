@@ -268,7 +268,7 @@ def load_data(run: Run, facts: ModelFacts) -> Data:
             seq_len=recipe.train.seq_len,
             seed=recipe.train.seed,
             cache_dir=cache_dir(),
-            working=run.screen.working,
+            working=run.working,
             formats=formats_of(recipe.objective),
         )
     require_comparable(rows, recipe.objective)
