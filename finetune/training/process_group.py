@@ -23,7 +23,7 @@ import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from threading import Event, Thread
@@ -246,9 +246,11 @@ class ProcessGroup(Ranks):
         """See `Ranks`."""
         self._heartbeat.mark()
 
-    def following(self, count: Callable[[], int]) -> AbstractContextManager[None]:
+    @contextmanager
+    def following(self, count: Callable[[], int]) -> Iterator[None]:
         """See `Ranks`."""
-        return self._heartbeat.following(count)
+        with self._heartbeat.following(count):
+            yield
 
     def sum_gradients(
         self, parameters: Sequence[nn.Parameter], *, dtype: torch.dtype, is_ordered: bool
@@ -533,9 +535,8 @@ class ProcessGroup(Ranks):
         sent, received = memory[: 2 * num_elements].split(num_elements)
         for piece, place in zip(part, sent.split([*sizes, len(sent) - sum(sizes)]), strict=False):
             place.copy_(piece)
-        is_gloo = bucket.device.type == "cpu"
-        most = self.num * block_elements(num_elements // self.num, dtype)
-        most = most if is_gloo else num_elements
+        share, is_gloo = num_elements // self.num, bucket.device.type == "cpu"
+        most = self.num * block_elements(share, dtype) if is_gloo else num_elements
         blocks = list(zip(sent.split(most), received.split(most), strict=True))
         self._exchange_bytes(dist.all_to_all_single, ((own, others) for others, own in blocks))
         shares = []

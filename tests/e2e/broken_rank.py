@@ -22,7 +22,6 @@ import torch
 from finetune import app
 from finetune.data.steps import StepShare
 from finetune.env import launch
-from finetune.model.load import Loaded
 from finetune.run import checkpoint
 from finetune.run.checkpoint import Stateful
 from finetune.training import optimizer, process_group, session
@@ -149,13 +148,13 @@ def in_checkpoint(act: Callable[[], None]) -> None:
 
 def in_loading(act: Callable[[], None]) -> None:
     """Do something as this rank's weights are loaded."""
-    whole = session.load_model
+    whole = vars(session)["load_model"]
 
-    def broken(*args: Any, **settings: Any) -> Loaded:
+    def broken(*args: Any, **settings: Any) -> Any:
         act()
         return whole(*args, **settings)
 
-    session.load_model = broken
+    vars(session)["load_model"] = broken
 
 
 def in_rehearsal(act: Callable[[], None]) -> None:
@@ -166,7 +165,7 @@ def in_rehearsal(act: Callable[[], None]) -> None:
         act()
         return whole(self, *args)
 
-    Loop._rehearsed = broken  # type: ignore[method-assign]
+    Loop._rehearsed = broken  # type: ignore[method-assign, assignment]
 
 
 def be_slow() -> None:
