@@ -85,7 +85,7 @@ class HungStore:
     def multi_get(self, keys: list[str]) -> list[bytes]:
         if self.is_hung.is_set():
             time.sleep(600)
-        return [b'{"number": 1}' for _ in keys]
+        return [b'{"number": 1, "of_another_version": 2}' for _ in keys]
 
 
 def test_while_the_store_does_not_answer_only_rank_0_is_named(
