@@ -55,6 +55,7 @@ from finetune.training.shared.plan_wave import plan_wave, plan_waves
 from finetune.training.shared.probe import probe
 from finetune.training.shared.together import Judge, judged_alone, together
 from finetune.training.world.other_ranks import with_others
+from finetune.training.world.same_settings import require_same_settings
 from finetune.training.world.shortage import shortage_named
 from offload.engine.engine import Engine
 from offload.plan.plan import Plan
@@ -213,9 +214,9 @@ def _opened(start: Start, run_dir: RunDir, ranks: Ranks, *, adapter: str | None)
     """Return the run, after all checks that need nothing measured or loaded."""
     screen, is_resume = start.screen, start.is_resume
     recipe = start.recipe
+    require_same_settings(ranks, {"": recipe}, is_resume=is_resume)
     if is_resume:
         recipe = as_begun(recipe, ranks.from_main(run_dir.begun), num_ranks=ranks.num)
-    ranks.require_same("settings", lambda: _shared_settings(recipe))
     require_micro_batch_per_rank(recipe.train, num_ranks=ranks.num)
     require_ranks_for(recipe.train, num_ranks=ranks.num)
     require_shares(recipe.train, num_ranks=ranks.num)
@@ -244,11 +245,6 @@ def _opened(start: Start, run_dir: RunDir, ranks: Ranks, *, adapter: str | None)
         is_resumed=is_resume,
         adapter=adapter,
     )
-
-
-def _shared_settings(recipe: Recipe) -> str:
-    """Return the settings that must be equal on all ranks; paths may differ by machine."""
-    return recipe.model_dump_json(include={"adapter", "train", "objective", "offload"})
 
 
 @contextmanager
@@ -349,7 +345,7 @@ def _on_engine(
     engine = engine_of(runs[0], plan, adapted)
     if plan.request.is_sharded:  # nothing else may hold the memory that the model was loaded to
         adapted = replace(adapted, backing=None)
-    with closing(engine), gc_frozen():
+    with closing(engine), ranks.following(lambda: engine.num_issued), gc_frozen():
         sessions = [
             attached(run, plan, adapted, engine, data, one.steps)
             for run, data, one in zip(runs, prepared.data, prepared.planned, strict=True)

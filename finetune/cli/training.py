@@ -1,5 +1,6 @@
 """Commands that train."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -53,9 +54,14 @@ def finetune(
         if more:
             from finetune.sweep.variants import recipes_together
 
-            variants = recipes_together([recipe, *more], overrides or [])
             screen = _screen(is_verbose=is_verbose, is_quiet=is_quiet, has_json_logs=has_json_logs)
-            _sweep(variants, machine, (resume, overwrite), screen, most=None)
+            _sweep(
+                lambda: recipes_together([recipe, *more], overrides or []),
+                machine,
+                (resume, overwrite),
+                screen,
+                most=None,
+            )
             return
         screen = _screen(is_verbose=is_verbose, is_quiet=is_quiet, has_json_logs=has_json_logs)
         with join(launch()) as ranks:
@@ -114,30 +120,36 @@ def sweep(
 
     with explained(source):
         screen = _screen(is_verbose=is_verbose, is_quiet=is_quiet, has_json_logs=has_json_logs)
-        variants = (
-            variants_to_resume(source, settings or [], is_zipped=is_zipped)
-            if resume
-            else variants_of(source, settings or [], is_zipped=is_zipped, max_runs=max_runs)
+        words = settings or []
+        _sweep(
+            lambda: (
+                variants_to_resume(source, words, is_zipped=is_zipped)
+                if resume
+                else variants_of(source, words, is_zipped=is_zipped, max_runs=max_runs)
+            ),
+            machine,
+            (resume, overwrite),
+            screen,
+            most=together,
         )
-        _sweep(variants, machine, (resume, overwrite), screen, most=together)
 
 
 def _sweep(
-    variants: "Variants",
+    read: Callable[[], "Variants"],
     machine: Path | None,
     resume_or_overwrite: tuple[bool, bool],
     screen: "Screen",
     *,
     most: int | None,
 ) -> None:
-    """Run a sweep; a run that failed makes the command fail."""
+    """Run a sweep, read once all ranks are there; a run that failed makes the command fail."""
     from finetune.sweep.sweep import How
     from finetune.sweep.sweep import sweep as run
     from finetune.training.rendezvous import join
 
     how = How.of(machine, *resume_or_overwrite, most=most)
     with join(launch()) as ranks:
-        outcome = run(variants, how, ranks=ranks, screen=screen)
+        outcome = run(read(), how, ranks=ranks, screen=screen)
     if outcome.signal is not None:
         raise typer.Exit(exit_code(outcome.signal))
     if outcome.has_failures:

@@ -8,8 +8,8 @@ start takes the hashes from the record; else it reads the files again.
 import hashlib
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import version
@@ -55,10 +55,15 @@ def identity(contents: Contents, dtype: str, codec: CodecName) -> dict[str, Any]
     }
 
 
-def weights_digest(section: ModelSection, codec: CodecName) -> str:
+def weights_digest(section: ModelSection, codec: CodecName, *, on_file: Callable[[], None]) -> str:
     """Return a digest of all that a model is made from.
 
     Files are read only if they have changed since they were last read.
+
+    Args:
+        section: The model.
+        codec: Of its store.
+        on_file: Called when a file has been read.
 
     Raises:
         ModelError: Weights are missing, or change meanwhile.
@@ -69,7 +74,7 @@ def weights_digest(section: ModelSection, codec: CodecName) -> str:
     if section.init == "random" or path is None:
         return hashlib.sha256(config_of(section).to_json_string().encode()).hexdigest()
     files = WeightFiles(weights_folder(path), store_path(path, section.dtype, codec))
-    contents = files.recorded() or files.read()
+    contents = files.recorded() or files.read(on_file)
     return hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()
 
 
@@ -194,21 +199,27 @@ class WeightFiles:
             return None
         return contents or None
 
-    def read(self) -> Contents:
+    def read(self, on_file: Callable[[], None] = lambda: None) -> Contents:
         """Read all files and write the record.
+
+        Args:
+            on_file: See `reading`.
 
         Raises:
             ModelError: A file changed meanwhile.
         """
-        with self.reading() as contents:
+        with self.reading(on_file) as contents:
             pass
         return contents
 
     @contextmanager
-    def reading(self) -> Iterator[Contents]:
+    def reading(self, on_file: Callable[[], None] = lambda: None) -> Iterator[Contents]:
         """Read all files on separate threads, while they are also read by the body.
 
         The contents are there after the body, and the record is written.
+
+        Args:
+            on_file: Called for each file that has been read, once the body has ended.
 
         Raises:
             ModelError: A file changed meanwhile.
@@ -221,6 +232,8 @@ class WeightFiles:
             except BaseException:
                 threads.shutdown(wait=False, cancel_futures=True)
                 raise
+            for _ in as_completed(hashes.values()):
+                on_file()
             contents |= {name: found.result() for name, found in hashes.items()}
         self._require_unchanged()
         record = {"stamps": self._stamps, "contents": contents}

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from finetune.errors import ApartError, CheckpointError, ConfigError, TrialDoesNotFitError
+from finetune.recipe.offload_section import OffloadSection
 from finetune.recipe.recipe import differences
 from finetune.recipe.shared_rules import require_shared
 from finetune.report.format import compact_table
@@ -36,6 +37,7 @@ from finetune.sweep.variants import Variant, Variants
 from finetune.train import Start, finetune_together
 from finetune.training.ranks import Ranks
 from finetune.training.shared.member import Outcome
+from finetune.training.world.same_settings import require_same_settings
 from offload.errors import DoesNotFitError
 
 
@@ -114,10 +116,12 @@ def sweep(variants: Variants, how: How, *, ranks: Ranks, screen: Screen) -> Swee
     folder = SweepDir(variants.folder)
     screen.note(f"Sweep directory {folder.path}")
     statuses: Mapping[str, str] = {}
+    asked = {run.name: run.recipe for run in variants.runs}
+    require_same_settings(ranks, asked, is_resume=how.is_resume)
     if how.is_resume:
-        asked = variants.runs
-        variants, statuses = folder.read()
-        _require_as_begun(asked, variants.runs, folder)
+        before = variants.runs
+        variants, statuses = ranks.from_main(folder.read)  # other machines do not have it
+        _require_as_begun(before, variants.runs, folder)
     require_shared([(run.name, run.recipe) for run in variants.runs])
     _require_comparable(variants)
     waves = waves_of(
@@ -220,14 +224,15 @@ def _together(
         before=lambda: {run.name: eval_losses(run) for run in variants.runs},
         note=screen.note,
     )
+    begun = ranks.from_main(lambda: _begun(variants) if how.is_resume else {})
     starts = [
         Start(
             recipe=run.recipe,
             screen=_screen(run, screen, board),
-            is_resume=how.is_resume and RunDir(run.recipe.output.run_dir).recipe_file.exists(),
+            is_resume=run.name in begun,
             may_overwrite=how.may_overwrite,
         )
-        for run in _with_begun(wave, variants, is_resume=how.is_resume)
+        for run in _with_begun(wave, begun)
     ]
     return finetune_together(
         starts,
@@ -238,23 +243,25 @@ def _together(
     )
 
 
-def _with_begun(
-    wave: Sequence[Variant], variants: Variants, *, is_resume: bool
-) -> Sequence[Variant]:
+def _begun(variants: Variants) -> dict[str, OffloadSection]:
+    """Return what was settled for the runs that have begun, by name."""
+    dirs = {run.name: RunDir(run.recipe.output.run_dir) for run in variants.runs}
+    return {name: one.recipe().offload for name, one in dirs.items() if one.recipe_file.exists()}
+
+
+def _with_begun(wave: Sequence[Variant], begun: Mapping[str, OffloadSection]) -> Sequence[Variant]:
     """Return the runs of a wave; those not begun take what was settled for the others.
 
     Else a head chunk that was chosen for runs that have begun could differ from the newly chosen.
     """
-    begun = [RunDir(run.recipe.output.run_dir) for run in variants.runs]
-    begun = [one for one in begun if one.recipe_file.exists()] if is_resume else []
     if not begun:
         return wave
-    settled = begun[0].recipe().offload
+    settled = next(iter(begun.values()))
     names = ("head_chunk", "mlp_chunk", "embeddings")
     update = {name: getattr(settled, name) for name in names}
     return [
         run
-        if RunDir(run.recipe.output.run_dir).recipe_file.exists()
+        if run.name in begun
         else Variant(
             name=run.name,
             settings=run.settings,

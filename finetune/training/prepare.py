@@ -269,13 +269,15 @@ def load_data(run: Run, facts: ModelFacts) -> Data:
             seq_len=recipe.train.seq_len,
             seed=recipe.train.seed,
             cache_dir=cache_dir(),
-            working=run.screen.working,
+            working=run.working,
             formats=formats_of(recipe.objective),
         )
     require_comparable(rows, recipe.objective)
     if recipe.model.num_classes is not None:
         require_classes(rows, recipe.model.num_classes, of_words=recipe.objective.classifies_tokens)
     ranks.require_same("the training rows", lambda: rows.data_hash)
+    others = rows.held_out  # a machine may have another file of them
+    ranks.require_same("the held-out rows", lambda: "" if others is None else others.digest())
     for note in rows.notes:
         run.screen.note(note)
     num = recipe.adapter.num_in_rows

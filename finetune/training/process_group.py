@@ -6,6 +6,8 @@ whose machine is gone, no longer gives signs of life. Our own collectives are po
 library's are waited for, as those that gather parts of a model, a thread looks for these signs. One
 that hangs lets the others wait for its share of a step, for no longer than ten times the longest
 step so far, and between steps, unless it is the main one, than ten times what they took themselves.
+The main rank between steps, and any before the first has ended, may be at work for long: it is
+waited for as long as it does some, see `heartbeat`.
 A rank that fails but lives takes part in the others' next exchange with the reason in place of a
 value; who does not come to it is ended, see `heartbeat`.
 
@@ -44,6 +46,7 @@ from finetune.errors import (
 )
 from finetune.exits import end_at_once
 from finetune.training.ranks import Ranks
+from finetune.training.world.blocks import MOST_RUNNING, block_elements, parts_of
 from finetune.training.world.heartbeat import BEAT_S, STOPPED_S, Heartbeat
 from finetune.training.world.meeting import meet, opened_store
 from finetune.training.world.parcel import memory_of, packed, unpacked
@@ -55,13 +58,11 @@ from offload.plan.memory.memory import GRADIENT_BUCKET_BYTES
 T = TypeVar("T")
 
 JOIN_S = 120.0
-# Before the first step, and between steps for the main rank, which can sample for hours.
+# In all, for one that does work before the first step, or as the main rank between steps.
 TIMEOUT_S = 6 * 3600.0
 # Within steps, for a process that hangs; one that dies or is stopped is noticed before.
 LEAST_STEP_TIMEOUT_S, STEP_TIMEOUT_STEPS = 60.0, 10
 FAREWELL_S = 30.0
-# gloo moves a large message in one direction at a time, and small ones in both.
-GLOO_BLOCK_BYTES, MOST_RUNNING = 512 * 1024, 4
 _POLL_S, _POLL_FRAC, _MOST_POLL_S = 0.0002, 0.02, 0.01
 
 
@@ -179,6 +180,7 @@ class ProcessGroup(Ranks):
         """Fill memory of all ranks with what the main rank has there."""
         with self._connected():
             self._wait(dist.broadcast(piece, src=0, async_op=True), limit_s=self._timeout_s)
+        self.mark()
 
     @contextmanager
     def first_here_first(self) -> Iterator[None]:
@@ -241,6 +243,16 @@ class ProcessGroup(Ranks):
         """See `Ranks`."""
         self._heartbeat.arrive()
 
+    def mark(self) -> None:
+        """See `Ranks`."""
+        self._heartbeat.mark()
+
+    @contextmanager
+    def following(self, count: Callable[[], int]) -> Iterator[None]:
+        """See `Ranks`."""
+        with self._heartbeat.following(count):
+            yield
+
     def sum_gradients(
         self, parameters: Sequence[nn.Parameter], *, dtype: torch.dtype, is_ordered: bool
     ) -> None:
@@ -256,7 +268,7 @@ class ProcessGroup(Ranks):
         # All memory is allocated: from here on no rank can fail alone and leave others waiting.
         gathered = self._exchange(missing, limit_s=self._step_timeout_s())
         with self._connected():
-            for part in _parts(gradients, max_elements=num_elements):
+            for part in parts_of(gradients, max_elements=num_elements):
                 if is_ordered:
                     self._sum_in_order(part, bucket, dtype)
                 else:
@@ -270,7 +282,7 @@ class ProcessGroup(Ranks):
         bucket = self._bucket_for(num_elements, like=tensors[0])
         self._exchange(None, limit_s=self._step_timeout_s())  # see `sum_gradients`
         with self._connected():
-            for part in _parts(tensors, max_elements=num_elements):
+            for part in parts_of(tensors, max_elements=num_elements):
                 sizes = [piece.numel() for piece in part]
                 flat = bucket[: sum(sizes)]
                 if self.is_main:
@@ -385,6 +397,9 @@ class ProcessGroup(Ranks):
         stopped = self._heartbeat.stopped(waited_s=waited_s)
         if stopped:
             raise self._lost(stopped, f"no sign of life for {STOPPED_S:.0f} s")
+        idle = self._heartbeat.idle(waited_s=waited_s)
+        if idle:
+            raise self._lost(idle, f"it has let others wait for {waited_s:,.0f} s without any work")
         late = self._heartbeat.late()
         if self._heartbeat.has_steps and late and 0 not in late:
             limit_s = min(limit_s, idle_s)
@@ -533,8 +548,8 @@ class ProcessGroup(Ranks):
         sent, received = memory[: 2 * num_elements].split(num_elements)
         for piece, place in zip(part, sent.split([*sizes, len(sent) - sum(sizes)]), strict=False):
             place.copy_(piece)
-        is_gloo = bucket.device.type == "cpu"
-        most = self.num * GLOO_BLOCK_BYTES // dtype.itemsize if is_gloo else num_elements
+        share, is_gloo = num_elements // self.num, bucket.device.type == "cpu"
+        most = self.num * block_elements(share, dtype) if is_gloo else num_elements
         blocks = list(zip(sent.split(most), received.split(most), strict=True))
         self._exchange_bytes(dist.all_to_all_single, ((own, others) for others, own in blocks))
         shares = []
@@ -589,19 +604,6 @@ def _rank_error(what: str) -> RankError:
         hint="see what the others and the launcher show; `--resume` continues from the newest"
         " checkpoint",
     )
-
-
-def _parts(gradients: Sequence[torch.Tensor], *, max_elements: int) -> Iterator[list[torch.Tensor]]:
-    """Cut tensors, as flat views, into parts that fit the bucket."""
-    part: list[torch.Tensor] = []
-    num_elements = 0
-    for piece in (piece for g in gradients for piece in g.view(-1).split(max_elements)):
-        if num_elements + piece.numel() > max_elements:
-            yield part
-            part, num_elements = [], 0
-        part.append(piece)
-        num_elements += piece.numel()
-    yield part
 
 
 def _digest(parameters: Mapping[str, torch.Tensor]) -> str:

@@ -135,6 +135,14 @@ class Ranks:
     def arrive(self) -> None:
         """Note that this rank has come to another collective; who has not come there is late."""
 
+    def mark(self) -> None:
+        """Note that this rank has done a unit of work; one that does none for long is lost."""
+
+    @contextmanager
+    def following(self, count: Callable[[], int]) -> Iterator[None]:
+        """Take a count that only grows for units of this rank's work, in this context."""
+        yield
+
     def sum_gradients(
         self, parameters: "Sequence[nn.Parameter]", *, dtype: "torch.dtype", is_ordered: bool
     ) -> None:

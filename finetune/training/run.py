@@ -1,10 +1,13 @@
 """One run, as a value: its recipe, its directory, its ranks, and its screen."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from finetune.recipe.recipe import Recipe
+from finetune.report.progress import Unit, Work
 from finetune.report.screen import Screen
 from finetune.run.run_dir import RunDir
 from finetune.training.ranks import Ranks
@@ -34,3 +37,19 @@ class Run:
     is_resumed: bool
     are_cards_alike: bool = True
     adapter: str | None = None
+
+    @contextmanager
+    def working(self, what: str, unit: Unit) -> Iterator[Work]:
+        """Show the progress of some work, and let the other ranks see that it goes on.
+
+        Args:
+            what: The work in words.
+            unit: What is counted.
+        """
+        with self.screen.working(what, unit) as show:
+
+            def show_and_mark(done: int, total: int | None) -> None:
+                self.ranks.mark()
+                show(done, total)
+
+            yield show_and_mark

@@ -126,7 +126,7 @@ class Session:
         """Return what held-out rows say, shared by the ranks."""
         if self.head_alone is not None:
             return self.head_alone.evaluation()
-        with self.run.screen.working("Evaluating", "rows") as progress:
+        with self.run.working("Evaluating", "rows") as progress:
             if self.held_out is not None:
                 return self.loop.validation(self.held_out, progress=progress)
             rows = self.rows.held_out
@@ -307,11 +307,13 @@ def load_adapted(runs: Sequence[Run], plan: Plan) -> Adapted:
     recipe, ranks = run.recipe, run.ranks
     if ranks.num_machines > 1:
         codec = plan.request.typical.codec
-        digest = ranks.from_first_here(lambda: weights_digest(recipe.model, codec))
+        digest = ranks.from_first_here(
+            lambda: weights_digest(recipe.model, codec, on_file=ranks.mark)
+        )
         ranks.require_same("files of the base model", lambda: digest)
     place = place_near(run.device)
     # memory that cannot be bound to a NUMA node is allocated near the thread that fills it
-    with thread_on(place.cpus), run.screen.working("Loading weights", "bytes") as on_put:
+    with thread_on(place.cpus), run.working("Loading weights", "bytes") as on_put:
         loaded = load_model(
             recipe.model,
             codec=plan.request.typical.codec,

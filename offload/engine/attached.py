@@ -59,6 +59,11 @@ class Attached:
         )
 
     @property
+    def num_issued(self) -> int:
+        """The ops that were issued so far, of all passes: it grows as long as there is progress."""
+        return self._bound.executor.num_issued
+
+    @property
     def fused(self) -> tuple[Counter[str], ...]:
         """Of each layer, how many norms, rotations and gates are fused; empty if none is to be."""
         fused = self._layered.fused

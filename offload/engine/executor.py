@@ -83,6 +83,8 @@ class Executor:
         self._copied: dict[tuple[Kind, int | None], Event] = {}
         self.adapter: str | None = None
         """The adapter that the model is switched to for passes of its own."""
+        self.num_issued = 0
+        """The ops that were issued so far."""
 
     def step(
         self, schedule: Schedule, parts: Sequence[Part], *, is_stashed: bool
@@ -366,6 +368,7 @@ class Executor:
                     if copied is not None:
                         waits.append(copied)
                     events.append(self._device.submit(op.lane, waits, body))
+                    self.num_issued += 1
                 self._device.settle()
             finally:
                 VISIT_CACHE.enter(None)

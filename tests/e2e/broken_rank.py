@@ -1,4 +1,6 @@
-"""The program, with a rank 1 that fails in its third step, or differs: `main([KIND, WORDS...])`.
+"""The program, with a rank that fails in its third step, or differs: `main([KIND, WORDS...])`.
+
+It is rank 1, or the main rank where a kind says so.
 
 A rank that fails prints first at what time of the system's monotonic clock it does.
 """
@@ -11,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from importlib.metadata import version
+from itertools import count
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,10 +22,12 @@ import torch
 from finetune import app
 from finetune.data.steps import StepShare
 from finetune.env import launch
-from finetune.training import optimizer, process_group
+from finetune.run import checkpoint
+from finetune.run.checkpoint import Stateful
+from finetune.training import optimizer, process_group, session
 from finetune.training.loop import Loop, Request
 from finetune.training.sharded.engine import _Clock
-from finetune.training.world import surroundings
+from finetune.training.world import heartbeat, surroundings
 from offload.engine.executor import Executor
 from offload.engine.host_gradients import LateUpdates, LayerUpdate
 from offload.engine.passes.part import Part
@@ -34,6 +39,7 @@ FAILING_STEP = 2  # counted from 0
 FAILS_AT = "fails at "
 OTHER_VERSION = "0.0.1"  # of peft
 LEAST_TIMEOUT_S, TIMEOUT_STEPS = 3.0, 3  # for a step; users' runs allow more
+SILENT_S = 8.0  # without work; users' runs allow more
 MIB = 2**20
 
 NAMED = TransferError("a copy failed", limit="every copy must complete", hint="try again")
@@ -155,6 +161,40 @@ def in_evaluation(act: Callable[[], None]) -> None:
     Loop.validation_loss = broken  # type: ignore[method-assign]
 
 
+def in_checkpoint(act: Callable[[], None]) -> None:
+    """Do something as this rank's second checkpoint is half written."""
+    whole, numbers = checkpoint._save_optimizer, count(1)
+
+    def broken(optimizer: Stateful, file: Path) -> None:
+        if next(numbers) > 1:
+            act()
+        whole(optimizer, file)
+
+    checkpoint._save_optimizer = broken
+
+
+def in_loading(act: Callable[[], None]) -> None:
+    """Do something as this rank's weights are loaded."""
+    whole = vars(session)["load_model"]
+
+    def broken(*args: Any, **settings: Any) -> Any:
+        act()
+        return whole(*args, **settings)
+
+    vars(session)["load_model"] = broken
+
+
+def in_rehearsal(act: Callable[[], None]) -> None:
+    """Do something as the first step is tried."""
+    whole = Loop._rehearsed
+
+    def broken(self: Loop, *args: Any) -> Any:
+        act()
+        return whole(self, *args)
+
+    Loop._rehearsed = broken  # type: ignore[method-assign, assignment]
+
+
 def be_slow() -> None:
     """Let each backward visit take longer."""
     backward = Executor._backward
@@ -223,8 +263,14 @@ DIFFERENT: Mapping[str, Callable[[], object]] = {
     "version": have_another_version,
     "threads": partial(torch.set_num_threads, 2),
 }
-HANGS_IN_EVALUATION = "hangs in an evaluation"
-FULL_DISK = "full disk"  # of rank 0, which writes the run's directory
+HANGS_BETWEEN: Mapping[str, Callable[[Callable[[], None]], None]] = {
+    "hangs in an evaluation": in_evaluation,
+    "hangs in loading": in_loading,
+    "hangs in the rehearsal": in_rehearsal,
+    "hangs in a checkpoint": in_checkpoint,
+}
+MAIN = " (rank 0)"  # ends kinds of the main rank
+FULL_DISK = "full disk" + MAIN  # it writes the run's directory
 
 
 def main(argv: Sequence[str]) -> None:
@@ -233,19 +279,20 @@ def main(argv: Sequence[str]) -> None:
     if kind.startswith("hangs"):
         process_group.LEAST_STEP_TIMEOUT_S = LEAST_TIMEOUT_S
         process_group.STEP_TIMEOUT_STEPS = TIMEOUT_STEPS
+        heartbeat.SILENT_S = SILENT_S
     in_steps: Mapping[str, Callable[[], object]] = {
         **IN_STEP,
         FULL_DISK: partial(fill_disk, words),
     }
-    if launch().index == (0 if kind == FULL_DISK else 1):
+    if launch().index == (0 if kind.endswith(MAIN) else 1):
         if kind in in_steps:
             in_step(failing(in_steps[kind]))
         elif kind in IN_VISIT:
             in_visit(failing(IN_VISIT[kind]))
         elif kind in IN_UPDATE:
             in_update(failing(IN_UPDATE[kind]))
-        elif kind == HANGS_IN_EVALUATION:
-            in_evaluation(failing(hang))
+        elif kind.removesuffix(MAIN) in HANGS_BETWEEN:
+            HANGS_BETWEEN[kind.removesuffix(MAIN)](failing(hang))
         else:
             DIFFERENT[kind]()
     app.main(words)

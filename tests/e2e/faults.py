@@ -21,7 +21,15 @@ from pathlib import Path
 
 import torch
 
-from tests.e2e.broken_rank import FAILS_AT, FULL_DISK, LEAST_TIMEOUT_S, OTHER_VERSION, fill
+from tests.e2e.broken_rank import (
+    FAILS_AT,
+    FULL_DISK,
+    LEAST_TIMEOUT_S,
+    MAIN,
+    OTHER_VERSION,
+    SILENT_S,
+    fill,
+)
 from tests.e2e.forked import Forked, Started
 from tests.e2e.ranks import output, torchrun
 from tests.e2e.runs import adapter, losses
@@ -268,6 +276,45 @@ FAULTS = (
         causes=_on_both("rank 1 (machine 1) is gone or does not answer: others have waited for it"),
         more=EVALUATED,
         waited_s=LEAST_TIMEOUT_S,
+    ),
+    Fault(
+        name="the main rank hangs in an evaluation",
+        kind="hangs in an evaluation" + MAIN,
+        codes=(1, 1),
+        causes=_on_both("rank 0 (machine 0) is gone or does not answer: it has let others wait"),
+        more=EVALUATED,
+        waited_s=SILENT_S,
+    ),
+    Fault(
+        name="the main rank hangs in a checkpoint",
+        kind="hangs in a checkpoint" + MAIN,
+        codes=(1, 1),
+        causes=_on_both("rank 0 (machine 0) is gone or does not answer: it has let others wait"),
+        waited_s=SILENT_S,
+    ),
+    Fault(
+        name="the main rank hangs as weights load",
+        kind="hangs in loading" + MAIN,
+        codes=(1, 1),
+        causes=_on_both("rank 0 (machine 0) is gone or does not answer: it has let others wait"),
+        is_from_start=True,
+        waited_s=SILENT_S,
+    ),
+    Fault(
+        name="hangs as weights load",
+        kind="hangs in loading",
+        codes=(1, 1),
+        causes=_on_both("rank 1 (machine 1) is gone or does not answer: it has let others wait"),
+        is_from_start=True,
+        waited_s=SILENT_S,
+    ),
+    Fault(
+        name="hangs in the first step",
+        kind="hangs in the rehearsal",
+        codes=(1, 1),
+        causes=_on_both("rank 1 (machine 1) is gone or does not answer: it has let others wait"),
+        is_from_start=True,
+        waited_s=SILENT_S,
     ),
     Fault(
         name="an exception in a visit",

@@ -18,8 +18,8 @@ from finetune.errors import (
     RunFailedError,
     ToldRankError,
 )
-from finetune.training import process_group
 from finetune.training.process_group import ProcessGroup
+from finetune.training.world import blocks
 
 
 def sums() -> None:
@@ -152,7 +152,7 @@ def sums_in_order() -> None:
         every = [gradients(rank) for rank in range(ranks.num)]
         ways = itertools.product((torch.float32, torch.bfloat16), (True, False), (8, 512 * 1024))
         for dtype, each_alone, block_bytes in ways:
-            process_group.GLOO_BLOCK_BYTES = block_bytes
+            blocks.MOST_BLOCK_BYTES = block_bytes
             found = added_up(dtype, each_alone=each_alone)
             for one, summands in zip(found, zip(*every, strict=True), strict=True):
                 expected = torch.zeros(len(summands[0]))

@@ -8,7 +8,7 @@ import yaml
 
 from finetune.recipe.load import load_recipe
 from tests.e2e.conftest import RecipeWriter
-from tests.e2e.forked import Forked
+from tests.e2e.forked import Forked, Started
 from tests.e2e.runs import assert_same_training, run
 from tests.e2e.sweeps import assert_same_bits, learned, states
 
@@ -132,3 +132,33 @@ def test_runs_of_unlike_ranks_are_what_one_process_trains(
         assert_same_training(by_name / name, folder / name)
         assert_same_training(by_card / name, folder / name)
         assert_same_bits(by_name / name, alone_on_two_ranks(forked, by_name / name, machine_file))
+
+
+def test_a_sweep_of_two_machines_is_resumed_by_what_the_first_has(
+    recipe: Path, machine_file: Path, tmp_path: Path, forked: Forked
+) -> None:
+    settings = ("train.lr=0.02,0.005", "adapter.rank=2,4", "--zip", "train.steps=8")
+    words = ("sweep", recipe, *settings, "--machine", machine_file)
+    caches = {rank: {"XDG_CACHE_HOME": str(tmp_path / f"cache-{rank}")} for rank in range(2)}
+    other = tmp_path / "of the other"
+
+    def on_two_machines(*words: object, more: dict[int, list[object]]) -> list[Started]:
+        return forked.start_machines(*words, sizes=(1, 1), more=more, variables=caches)
+
+    places: dict[int, list[object]] = {1: [f"output.dir={other}"]}
+    whole = on_two_machines(*words, more=places)
+    assert [rank.end() for rank in whole] == [0, 0], [rank.shown for rank in whole]
+    folder = tmp_path / "sweep"
+    folder.rename(tmp_path / "whole")
+    ranks = on_two_machines(*words, more=places)
+    names = list(states(tmp_path / "whole"))
+    ranks[0].wait_for(lambda: (folder / names[1] / "checkpoints" / "step-0000003").exists())
+    ranks[1].end(signal.SIGKILL)
+    assert ranks[0].end() == 1
+    again = on_two_machines(
+        *("sweep", "--resume", "--machine", machine_file), more={0: [folder], 1: [other]}
+    )
+    assert [rank.end() for rank in again] == [0, 0], [rank.shown for rank in again]
+    assert not other.exists()
+    for name in names:
+        assert_same_bits(folder / name, tmp_path / "whole" / name)

@@ -108,6 +108,8 @@ class ShardedEngine:
         self._randomness = VisitRandomness(device)
         self._pass: _Pass | None = None
         self.num_layers = len(layered.layers)
+        self.num_issued = 0
+        """The visits of layers so far, of all passes: it grows as long as there is progress."""
         self._module: nn.Module = model
         self._model: FSDPModule = shard(model, device=device, num_ranks=ranks.num)
         for number, layer in enumerate(layered.layers):
@@ -212,6 +214,7 @@ class ShardedEngine:
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             now = self._pass
+            self.num_issued += 1
             if now is None:  # without gradients
                 return compute(*args, **kwargs)
 

@@ -102,7 +102,7 @@ def featured(session: "Session") -> tuple[HeadRows, HeadRows | None]:
     dtype: torch.dtype = getattr(torch, run.recipe.model.dtype)
 
     def of(steps: Steps, name: str) -> HeadRows:
-        with run.screen.working(name, "rows") as progress:
+        with run.working(name, "rows") as progress:
             features = loop.features(steps, dtype=dtype, progress=progress)
         return HeadRows(steps=steps, features=features)
 

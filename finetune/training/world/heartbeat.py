@@ -5,6 +5,11 @@ One that is stopped, or whose machine is gone, closes nothing. So a thread of ea
 count to a store every half second, and reads those of the others; next to it is the number of
 exchanges that the rank has come to, which shows who lets the others wait.
 
+That thread lives on in a rank whose main thread hangs, so its beat is no sign of work. Work has a
+count of its own: of exchanges, of the engine's ops, of rows and weights that are done, and of each
+64 MiB that were read from storage or written to it. A rank may take as long as it likes as long as
+this count grows.
+
 The others' signs also say why they fail or have left. A rank that comes to no exchange from then on
 may be in a long computation, or may hang: the thread ends its process.
 """
@@ -14,13 +19,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from threading import Event, Thread, main_thread
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # no stub has it
 
+from finetune.training.world.storage import num_moved
+
 BEAT_S = 0.5
 STOPPED_S = 20.0
+SILENT_S = 1800.0  # without work, as other trainers wait for a collective
 GIVEN_UP_S = 5.0
 FAREWELL_S = 6.0
 WAITING_IN = ("/torch/distributed/", "/finetune/training/process_group.py")
@@ -33,6 +41,7 @@ class _Sign:
     Attributes:
         number: Of the rank's signs before.
         place: The exchanges and collectives that it has come to.
+        work: Units of work that it has done, of all kinds.
         is_waiting: Whether its main thread waits in one, as far as Python's stack says.
         has_left: Whether it is the last one.
         why: Why it fails, or has left; empty if it does neither, or has nothing to say.
@@ -40,9 +49,33 @@ class _Sign:
 
     number: int = 0
     place: int = 0
+    work: int = 0
     is_waiting: bool = False
     has_left: bool = False
     why: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Seen:
+    """What is known of a rank.
+
+    Attributes:
+        sign: Its last sign of life; None before the first.
+        when_s: When it was new.
+        worked_s: When it was last seen to have come further.
+    """
+
+    sign: _Sign | None
+    when_s: float
+    worked_s: float
+
+    def after(self, sign: _Sign, now_s: float) -> "_Seen":
+        """Return what is known once a sign has been read."""
+        if sign == self.sign:
+            return self
+        before = self.sign
+        is_further = not before or (before.place, before.work) != (sign.place, sign.work)
+        return _Seen(sign=sign, when_s=now_s, worked_s=now_s if is_further else self.worked_s)
 
 
 class Heartbeat:
@@ -66,7 +99,9 @@ class Heartbeat:
         self._is_writing = self._is_ending = False
         self._since: tuple[int, float] | None = None  # place and time as the others were lost
         self._looked_s = 0.0
-        self._seen: list[tuple[_Sign | None, float]] = []
+        self._seen: list[_Seen] = []
+        self._num_marks = 0
+        self._followed: list[Callable[[], int]] = [num_moved]
         self._has_ended = Event()
         self._has_store = True
         self._why = ""
@@ -76,7 +111,8 @@ class Heartbeat:
     def start(self) -> None:
         """Beat until `leave`; all ranks must have given their first sign of life."""
         self._looked_s = time.monotonic()
-        self._seen = [(None, self._looked_s)] * self._num
+        new = _Seen(sign=None, when_s=self._looked_s, worked_s=self._looked_s)
+        self._seen = [new] * self._num
         store = self._store.clone()  # type: ignore[attr-defined]  # no stub has it
         self._thread = Thread(target=self._beat, args=(store,), name="heartbeat", daemon=True)
         self._thread.start()  # on a connection that no other thread waits on
@@ -85,9 +121,26 @@ class Heartbeat:
         """Count an exchange or a collective that this rank has come to."""
         self.place += 1
 
+    def mark(self) -> None:
+        """Count a unit of work that this rank has done."""
+        self._num_marks += 1
+
+    @contextmanager
+    def following(self, count: Callable[[], int]) -> Iterator[None]:
+        """Take a count of units of work, which only grows, for this rank's in this context."""
+        self._followed.append(count)
+        try:
+            yield
+        finally:
+            self._num_marks += count()  # work does not shrink
+            self._followed.remove(count)
+
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Let this rank finish what it writes in this context, whoever is gone."""
+        """Let this rank finish what it writes in this context, whoever is gone.
+
+        Not if it hangs in it: then it does no work for long.
+        """
         self._is_writing = True
         try:
             yield
@@ -116,12 +169,12 @@ class Heartbeat:
 
     def have_left(self) -> bool:
         """Return whether others have left and said why."""
-        return any(sign.has_left and sign.why for sign, _ in self._seen if sign)
+        return any(one.sign.has_left and one.sign.why for one in self._seen if one.sign)
 
     def reason(self) -> str:
         """Return why others fail or have left, if one has said so."""
         every = enumerate(self._seen)
-        said = (sign.why for rank, (sign, _) in every if sign and rank != self._index)
+        said = (one.sign.why for rank, one in every if one.sign and rank != self._index)
         return next(filter(None, said), "")
 
     def stopped(self, *, waited_s: float) -> list[int]:
@@ -154,18 +207,29 @@ class Heartbeat:
         In a collective of a library within a visit all have come equally far; then it is those that
         do not wait, if others do.
         """
-        here = [(rank, sign) for rank, (sign, _) in enumerate(self._seen) if sign]
+        here = [(rank, one.sign) for rank, one in enumerate(self._seen) if one.sign]
         here = [(rank, sign) for rank, sign in here if not sign.has_left]
         late = [rank for rank, sign in here if sign.place < self.place]
         if late or not any(sign.is_waiting for _, sign in here):
             return late
         return [rank for rank, sign in here if not sign.is_waiting]
 
+    def idle(self, *, waited_s: float) -> list[int]:
+        """Return ranks that let others wait and have done no work for long.
+
+        Args:
+            waited_s: How long this rank has waited for the others.
+        """
+        if waited_s < SILENT_S:  # one that has waited itself has done no work either
+            return []
+        long_s = self._looked_s - SILENT_S
+        return [rank for rank in self.late() if self._seen[rank].worked_s < long_s]
+
     def _silent(self, *, since_s: float) -> list[int]:
         return [
             rank
-            for rank, (sign, when_s) in enumerate(self._seen)
-            if rank != self._index and not (sign and sign.has_left) and when_s < since_s
+            for rank, one in enumerate(self._seen)
+            if rank != self._index and not (one.sign and one.sign.has_left) and one.when_s < since_s
         ]
 
     def _beat(self, store: Store) -> None:
@@ -173,8 +237,7 @@ class Heartbeat:
         try:
             while not self._has_ended.wait(BEAT_S):
                 number += 1
-                waits, why = _is_main_thread_waiting(), self._why
-                self._give(store, _Sign(number=number, place=self.place, is_waiting=waits, why=why))
+                self._give(store, self._sign(number))
                 self._look(store.multi_get(self._keys))
                 self._end_if_lost(store)
             self._give(store, _Sign(number=number + 1, has_left=True, why=self._why))
@@ -188,6 +251,15 @@ class Heartbeat:
         while not self._has_ended.wait(BEAT_S):
             self._end_if_lost(None)
 
+    def _sign(self, number: int) -> _Sign:
+        return _Sign(
+            number=number,
+            place=self.place,
+            work=self._num_marks + sum(count() for count in self._followed),
+            is_waiting=_is_main_thread_waiting(),
+            why=self._why,
+        )
+
     def _give(self, store: Store, sign: _Sign) -> None:
         store.set(self._keys[self._index], json.dumps(asdict(sign)))
 
@@ -197,8 +269,10 @@ class Heartbeat:
         First a rank that waits to say why it fails has some time to show its error itself: when the
         first process of a machine exits, the launcher ends the others there.
         """
-        why = "" if self._is_ending or self._is_writing else self._lost_because()
         now_s = time.monotonic()
+        is_at_work = self._seen[self._index].worked_s > now_s - SILENT_S
+        is_writing = self._is_writing and is_at_work
+        why = "" if self._is_ending or is_writing else self._lost_because()
         if not why or self._since is None or self._since[0] != self.place:
             self._since = (self.place, now_s) if why else None
             return
@@ -228,17 +302,22 @@ class Heartbeat:
             return False
         alive_s = time.monotonic() - 4 * BEAT_S
         return any(
-            sign is not None and not sign.has_left and when_s > alive_s
-            for sign, when_s in self._seen[1:]
+            one.sign is not None and not one.sign.has_left and one.when_s > alive_s
+            for one in self._seen[1:]
         )
 
     def _look(self, beats: Sequence[bytes]) -> None:
         self._looked_s = now_s = time.monotonic()
-        signs = [_Sign(**json.loads(beat)) for beat in beats]
+        signs = [_read(beat) for beat in beats]
         self._seen = [
-            before if before[0] == sign else (sign, now_s)
-            for before, sign in zip(self._seen, signs, strict=True)
+            before.after(sign, now_s) for before, sign in zip(self._seen, signs, strict=True)
         ]
+
+
+def _read(content: bytes) -> _Sign:
+    """Return a sign; what only another version of this program knows is passed over."""
+    found = json.loads(content)
+    return _Sign(**{one.name: found[one.name] for one in fields(_Sign) if one.name in found})
 
 
 def _is_main_thread_waiting() -> bool:

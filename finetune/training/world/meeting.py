@@ -4,6 +4,9 @@ A launcher may keep its store over a restart, with all that the processes before
 and the launchers of two machines need not agree on how often they have restarted. So rank 0 opens a
 meeting under a new name, the others join it under names of their own, and rank 0 publishes who has
 come. A rank that does not find itself on a list has read an old one, and looks again.
+
+Names end with how many ranks there are by the launcher of each: where these differ, nothing else
+would, as a rank would wait for others that nobody has started.
 """
 
 import json
@@ -25,7 +28,7 @@ from finetune.env import Launch
 from finetune.errors import FinetuneError
 
 ANSWER_S = 15.0  # once something listens
-_POLL_S = 0.02
+_POLL_S, _READ_S = 0.02, 1.0
 _MEETING, _BEGUN = "sluice/meeting", "sluice/begun"
 
 
@@ -67,9 +70,8 @@ def opened_store(launch: Launch, *, timeout_s: float) -> Store:
 
     def open_it() -> None:
         try:
-            ways = rendezvous(
-                "env://", launch.index, launch.num, timeout=timedelta(seconds=timeout_s)
-            )
+            # as one of one: it waits for no others, for which `meet` does
+            ways = rendezvous("env://", launch.index, 1, timeout=timedelta(seconds=timeout_s))
             stores.append(next(ways)[0])
         except (RuntimeError, ValueError) as error:
             failures.append(error)
@@ -112,15 +114,16 @@ def meet(store: Store, *, index: int, num: int, timeout_s: float) -> Meeting:
     """Wait until all ranks are there.
 
     Raises:
-        FinetuneError: Some are not in time.
+        FinetuneError: Some are not in time, or their launchers have said other numbers of them.
     """
-    own, end_s = uuid4().hex, time.monotonic() + timeout_s
+    own, end_s = f"{uuid4().hex}/{num}", time.monotonic() + timeout_s
     name, is_restart = (
         _opened(store, own, num, end_s) if index == 0 else _joined(store, own, index, end_s)
     )
     if not name:
         missing = _missing(store, own, num) if index == 0 else [0]
         raise _absent(missing, index=index, num=num, timeout_s=timeout_s)
+    _require_one_number(store, name, index=index, num=num)
     met = PrefixStore(f"sluice/{name}", store)
     return Meeting(store=met, launch_store=store, is_restart=is_restart)
 
@@ -137,12 +140,15 @@ def _absent(missing: Sequence[int], *, index: int, num: int, timeout_s: float) -
 def _opened(store: Store, own: str, num: int, end_s: float) -> tuple[str, bool]:
     """Open a meeting and wait for the others; return an empty name if they do not come."""
     store.set(_MEETING, own)
-    while _missing(store, own, num):
+    while missing := _missing(store, own, num):
+        names = [store.get(_place(own, rank)).decode() for rank in _come(num, missing)]
+        if any(_number(name) != num for name in names):
+            break
         if time.monotonic() > end_s:
             return "", False
         time.sleep(_POLL_S)
     is_restart = store.check([_BEGUN])
-    names = [store.get(_place(own, rank)).decode() for rank in range(1, num)]
+    names = [store.get(_place(own, rank)).decode() for rank in _come(num, missing)]
     store.set(_place(own, 0), json.dumps([is_restart, *names]))
     return own, is_restart
 
@@ -162,6 +168,34 @@ def _joined(store: Store, own: str, index: int, end_s: float) -> tuple[str, bool
                     return name, is_restart
         time.sleep(_POLL_S)
     return "", False
+
+
+def _require_one_number(store: Store, name: str, *, index: int, num: int) -> None:
+    """Check that all have been told of as many ranks.
+
+    Raises:
+        FinetuneError: They have not.
+    """
+    _, *names = json.loads(store.get(_place(name, 0)))
+    numbers = sorted({_number(one) for one in (name, *names)})
+    if numbers != [num]:
+        if index == 0:  # which may have the store
+            time.sleep(_READ_S)
+        raise FinetuneError(
+            f"rank {index} is one of {num}, and by the launchers of others there are"
+            f" {' and '.join(str(one) for one in numbers if one != num)}",
+            limit="all ranks of a run are started as so many",
+            hint="give all machines the same `--num_processes` (`--nnodes` and `--nproc-per-node`"
+            " of torchrun), and see that none sets WORLD_SIZE itself",
+        )
+
+
+def _number(name: str) -> int:
+    return int(name.rpartition("/")[2])
+
+
+def _come(num: int, missing: Sequence[int]) -> Sequence[int]:
+    return [rank for rank in range(1, num) if rank not in missing]
 
 
 def _missing(store: Store, name: str, num: int) -> Sequence[int]:

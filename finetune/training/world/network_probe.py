@@ -39,7 +39,7 @@ def measure_network(
     latency_s = _sum_s(ranks, ranks.num, device, seconds=seconds / 4)
     num, most = FEWEST_ELEMENTS, max(num_elements, FEWEST_ELEMENTS)
     sum_s = _sum_s(ranks, num, device, seconds=seconds / 4)
-    while num < most and sum_s < seconds / 4:
+    while num < most and sum_s < seconds / 2:
         num = min(4 * num, most)
         sum_s = _sum_s(ranks, num, device, seconds=seconds / 4)
     sent = Reduced.of((), num, element_bytes=FP32_BYTES, num_ranks=ranks.num).rest

@@ -85,7 +85,7 @@ class HungStore:
     def multi_get(self, keys: list[str]) -> list[bytes]:
         if self.is_hung.is_set():
             time.sleep(600)
-        return [b'{"number": 1}' for _ in keys]
+        return [b'{"number": 1, "of_another_version": 2}' for _ in keys]
 
 
 def test_while_the_store_does_not_answer_only_rank_0_is_named(
@@ -197,3 +197,39 @@ def test_in_steps_a_rank_ends_when_another_shows_no_sign_of_life(
     first.has_steps = True
     wait_for(lambda: ended.why == "rank 1 is gone or does not answer: no sign of life for 0 s")
     first.leave()
+
+
+def test_who_does_no_work_for_long_lets_others_wait_in_vain_and_one_at_work_does_not(
+    hung: tuple[Heartbeat, Heartbeat, Ended], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heartbeat, "SILENT_S", 0.5)
+    first, second, _ = hung
+    first.arrive()
+    issued = 0
+    with second.following(lambda: issued):
+        end_s = time.monotonic() + 1.0
+        while time.monotonic() < end_s:
+            assert first.idle(waited_s=1.0) == []
+            second.mark()
+            time.sleep(0.02)
+        while time.monotonic() < end_s + 1.0:
+            assert first.idle(waited_s=1.0) == []
+            issued += 1
+            time.sleep(0.02)
+    wait_for(lambda: first.idle(waited_s=1.0) == [1])
+    assert first.idle(waited_s=0.1) == []  # it may itself have waited until now
+
+
+def test_who_hangs_as_it_writes_is_ended_after_all(
+    hung: tuple[Heartbeat, Heartbeat, Ended], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heartbeat, "SILENT_S", 1.0)
+    first, second, ended = hung
+    with second.writing():
+        first.fail("rank 0 has failed: a copy failed")
+        end_s = time.monotonic() + 1.5
+        while time.monotonic() < end_s:
+            assert ended.why == ""
+            second.mark()
+            time.sleep(0.02)
+        wait_for(lambda: ended.why == "rank 0 has failed: a copy failed")

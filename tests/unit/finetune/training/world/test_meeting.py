@@ -4,6 +4,7 @@ import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # no stub has it
 
 from finetune.errors import FinetuneError
+from finetune.training.world import meeting
 from finetune.training.world.meeting import Meeting, meet
 
 
@@ -43,3 +44,23 @@ def test_ranks_that_do_not_come_are_named(index: int, missing: str) -> None:
         FinetuneError, match=f"rank {index} of 3 has waited for rank {missing}; .*within 0 s"
     ):
         meet(HashStore(), index=index, num=3, timeout_s=0.1)
+
+
+@pytest.mark.parametrize("numbers", [(2, 3), (3, 2), (3, 4, 3)])
+def test_launchers_that_say_other_numbers_are_named_on_each_at_once(
+    numbers: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(meeting, "_READ_S", 0.0)
+    store = HashStore()
+
+    def error_of(index: int) -> str:
+        with pytest.raises(FinetuneError) as error:
+            meet(store, index=index, num=numbers[index], timeout_s=2.0)
+        return str(error.value)
+
+    with ThreadPoolExecutor(len(numbers)) as threads:
+        errors = list(threads.map(error_of, range(len(numbers))))
+    for index, error in enumerate(errors[:2]):
+        others = " and ".join(str(n) for n in sorted(set(numbers)) if n != numbers[index])
+        assert f"rank {index} is one of {numbers[index]}, and by the launchers of others" in error
+        assert f"there are {others}; " in error
