@@ -14,11 +14,12 @@ micro-batches are of one visit: what is computed once for it is shared by them, 
 forward, a recompute (ours leaves out the last product) and a backward; launches likewise. `errors`:
 tiny models in bf16, gradients of each adapter tensor against float64, of ours and of peft under
 bf16 autocast; the errors of a tensor are pooled over seeds, since for one draw either may be
-smaller. A tensor above 1.02 is named with its standard error over seeds. Both take the experts that float64 takes: a token that takes another outweighs all
-rounding. `curves`: one tiny model in bf16, trained with either from the same start on the same
-rows. With `--dora` all adapters are DoRA. `norms`: DoRA's norms of weights with their branches, as
-we compute them, of weights that are merged in their own dtype, and as a sum of three terms: CPU
-time of one thread, and the largest error of a norm against float64.
+smaller. A tensor above 1.02 is named with its standard error over seeds. Both take the experts that
+float64 takes: a token that takes another outweighs all rounding. `curves`: one tiny model in bf16,
+trained with either from the same start on the same rows. With `--dora` all adapters are DoRA.
+`norms`: DoRA's norms of weights with their branches, as we compute them, of weights that are merged
+in their own dtype, and as a sum of three terms: CPU time of one thread, and the largest error of a
+norm against float64.
 """
 
 import argparse
@@ -42,7 +43,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3Model
 
 from finetune.adapter.linear_lora import Linear, compute_in_base_dtype
 from offload.engine.low_rank import VISIT_CACHE
-from offload.engine.pointwise.magnitudes import Scale
+from offload.engine.pointwise.magnitudes import row_norms
 from offload.engine.recompute.unread import Unread, left_out
 from offload.errors import UnsupportedModelError
 from tests.counted import Counted
@@ -140,7 +141,8 @@ def show_bytes(*, hidden: int, dtype: str, dora: bool) -> None:
         if is_autocast:
             continue
         _visit(model, x_BTD, leaves_out=name != PEFT)  # gradients of the next are added to its own
-        found = _visit(model, x_BTD, leaves_out=name != PEFT)
+        with VISIT_CACHE.in_pass():
+            found = _visit(model, x_BTD, leaves_out=name != PEFT)
         sums[name] = sum(one.total_bytes for one in found)
         megabytes = [round(one.total_bytes / 1e6) for one in found]
         ops = [one.total_ops for one in found]
@@ -265,7 +267,9 @@ def show_errors(types: Sequence[str], *, seeds: int, dora: bool) -> None:
             "tensors": len(own),
             "geometric_mean": round(math.exp(statistics.mean(own)), 4),
             "median": round(math.exp(statistics.median(own)), 4),
-            "standard_error": round(statistics.median(r.standard_error for r in ratios.values()), 4),
+            "standard_error": round(
+                statistics.median(r.standard_error for r in ratios.values()), 4
+            ),
             "largest": round(math.exp(max(own)), 4),
             "above": {n: [round(r.value, 4), round(r.standard_error, 4)] for n, r in high.items()},
             "above_by_2_standard_errors": sum(r.is_above(LIMIT, by=2) for r in high.values()),
@@ -311,7 +315,7 @@ def norms_in_terms(
 
 def our_norms(weight_MK: torch.Tensor, a_RK: torch.Tensor, b_MR: torch.Tensor) -> torch.Tensor:
     """Return them as we compute them."""
-    return Scale.of(weight_MK, b_MR[:, 0], a_RK=a_RK, b_MR=b_MR, scaling=1.0).norm_M
+    return row_norms(weight_MK, a_RK=a_RK, b_MR=b_MR, scaling=1.0)
 
 
 def _cpu_s(function: Callable[[], object]) -> float:
