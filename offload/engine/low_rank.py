@@ -111,11 +111,12 @@ class VisitCache:
 
     def once_in_pass(self, key: object, make: Callable[[], T]) -> T:
         """Return what `make` returned first in this pass."""
-        if self._of_pass is None:
+        known = self._of_pass
+        if known is None:
             return make()
-        if key not in self._of_pass:
-            self._of_pass[key] = make()
-        value: T = self._of_pass[key]
+        if key not in known:
+            known[key] = make()
+        value: T = known[key]
         return value
 
 
