@@ -23,6 +23,7 @@ from finetune.recipe.sections import AdapterSection
 from offload.engine.experts.gates import gate_of
 from offload.engine.experts.interface import goes_through_interface
 from offload.engine.experts.lora import register
+from offload.engine.low_rank import VISIT_CACHE
 from offload.engine.model.layers import LayeredModel
 from offload.engine.model.readers import candidates, unheld_products
 from offload.engine.model.visit import attempt, visit_with_graph, visit_without_graph
@@ -32,7 +33,7 @@ from offload.engine.tracing.experts import SilentLauncher, traced_experts
 from offload.engine.tracing.fake_model import fake_copy, num_experts, rows_are_whole
 from offload.plan.facts.facts import AdapterSpec, adapted_linears, model_facts
 from offload.plan.machine.machine import ExpertsImplementation, Implementation, named_machine
-from offload.plan.time.adapters import visit_norm
+from offload.plan.time.adapters import visit_norm, visit_scale
 from offload.plan.time.costs import layer_work
 from offload.plan.time.pricer import Pricer
 from offload.plan.time.work import OPS_PER_CALL, Work
@@ -185,6 +186,7 @@ def counted_visit(shape: Shape, levers: Levers, *, num_tokens: int = NUM_TOKENS)
         modules = _modules_of_functions(visit().said[0].grad_fn)
         num_attention = modules.count(CudaKernels.__module__)
         counting = _Counting(kernels)
+        stack.enter_context(VISIT_CACHE.in_pass())
         with counting.part("forward", num_attention=num_attention):
             visit_without_graph(
                 layered, 0, input_BTD=input_BTD, call=call, mlps=(), has_output=False
@@ -273,8 +275,9 @@ def priced_visit(shape: Shape, levers: Levers, *, num_tokens: int = NUM_TOKENS) 
     found = layer_work(at, layer)
     works: dict[str, Work] = {name: getattr(found, name) for name in PARTS}
     adapted = adapted_linears(layer, load.adapter)
-    norms = sum((visit_norm(at, linear) for linear in adapted), start=Work())
-    works |= {name: works[name] + norms for name in ("forward", "recompute")}
+    scales = sum((visit_scale(at, linear) for linear in adapted), start=Work())
+    works |= {name: works[name] + scales for name in ("forward", "recompute")}
+    works["forward"] += sum((visit_norm(at, linear) for linear in adapted), start=Work())
     return {
         name: Part(num_launches=work.num_ops, num_calls=work.num_calls, num_bytes=0)
         for name, work in works.items()

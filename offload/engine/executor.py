@@ -359,19 +359,16 @@ class Executor:
     def _issue(self, schedule: Schedule, state: PassState, visits: Table) -> list[Event]:
         table = visits | self._transfers.table(state)
         events: list[Event] = []
-        with torch.random.fork_rng(devices=self._rng_devices()):
+        with torch.random.fork_rng(devices=self._rng_devices()), VISIT_CACHE.in_pass():
             self._device.begin()
-            try:
-                for op in schedule.ops:
-                    body, waits = partial(table[op.kind], op), [events[i] for i in op.waits]
-                    copied = self._copied.pop((op.kind, op.buffer), None)
-                    if copied is not None:
-                        waits.append(copied)
-                    events.append(self._device.submit(op.lane, waits, body))
-                    self.num_issued += 1
-                self._device.settle()
-            finally:
-                VISIT_CACHE.enter(None)
+            for op in schedule.ops:
+                body, waits = partial(table[op.kind], op), [events[i] for i in op.waits]
+                copied = self._copied.pop((op.kind, op.buffer), None)
+                if copied is not None:
+                    waits.append(copied)
+                events.append(self._device.submit(op.lane, waits, body))
+                self.num_issued += 1
+            self._device.settle()
         for op, event in zip(schedule.ops, events, strict=True):
             if op.kind in FILLED_BY and op.buffer is not None:
                 self._copied[FILLED_BY[op.kind], op.buffer] = event

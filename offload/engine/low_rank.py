@@ -24,7 +24,8 @@ Shapes: N rows (tokens), K features in, M features out, R rank. A group's ranks 
 Source: arXiv:2106.09685, eq. 3.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, TypeVar
@@ -32,7 +33,7 @@ from typing import Any, TypeVar
 import torch
 from torch.autograd.function import once_differentiable
 
-from offload.engine.pointwise.magnitudes import Scale
+from offload.engine.pointwise.magnitudes import Scale, row_norms
 from offload.engine.recompute.unread import not_a_value
 
 T = TypeVar("T")
@@ -71,15 +72,27 @@ class AdaptedLinear:
 
 
 class VisitCache:
-    """Values that are the same for all micro-batches of a visit, computed once.
+    """Values that are the same for all micro-batches of a visit, or in a pass, computed once.
 
-    What trains changes between steps, never within a visit. Without a visit nothing is kept.
+    What trains changes between passes, never within one. Without a visit, or a pass, nothing is
+    kept.
     """
 
     def __init__(self) -> None:
-        """Keep nothing until a visit begins."""
+        """Keep nothing until a visit or a pass begins."""
         self._visit: object = None
         self._values: dict[object, Any] = {}
+        self._of_pass: dict[object, Any] | None = None
+
+    @contextmanager
+    def in_pass(self) -> Iterator[None]:
+        """Keep what `once_in_pass` returns meanwhile; no visit lasts longer."""
+        self._of_pass = {}
+        try:
+            yield
+        finally:
+            self._of_pass = None
+            self.enter(None)
 
     def enter(self, visit: object) -> None:
         """Begin a visit unless it is the current one; None ends it."""
@@ -94,6 +107,16 @@ class VisitCache:
         if key not in self._values:
             self._values[key] = make()
         value: T = self._values[key]
+        return value
+
+    def once_in_pass(self, key: object, make: Callable[[], T]) -> T:
+        """Return what `make` returned first in this pass."""
+        known = self._of_pass
+        if known is None:
+            return make()
+        if key not in known:
+            known[key] = make()
+        value: T = known[key]
         return value
 
 
@@ -131,16 +154,17 @@ def apply_linears(
         x: Their input, (..., K), in the dtype of the frozen weights.
         linears: The layers.
         x_branch: What the branches read, if it differs, as after a dropout.
-        key: Names these linears in the cache of a visit; None casts A and B at each call.
+        key: Names these linears in the cache of a visit, and of a pass; None casts A and B at each
+            call.
         has_value: Whether the outputs are computed, or only their graph.
 
     Returns:
         One output per linear, (..., M).
     """
     casts = (
-        _cast(linears, x.dtype)
+        _cast(linears, x.dtype, key)
         if key is None
-        else VISIT_CACHE.once((key, x.dtype), lambda: _cast(linears, x.dtype))
+        else VISIT_CACHE.once((key, x.dtype), lambda: _cast(linears, x.dtype, key))
     )
     flat = [t for one in linears for branch in one.branches for t in (branch.a_RK, branch.b_MR)]
     flat += [one.magnitude_M for one in linears if one.magnitude_M is not None]
@@ -151,9 +175,9 @@ def apply_linears(
 
 
 @torch.no_grad()
-def _cast(linears: Sequence[AdaptedLinear], dtype: torch.dtype) -> _Casts:
+def _cast(linears: Sequence[AdaptedLinear], dtype: torch.dtype, key: object) -> _Casts:
     branches = [branch for one in linears for branch in one.branches]
-    scales = tuple(map(_scale, linears))
+    scales = tuple(_scale(one, key) for one in linears)
     scaled = [
         (branch, scale)
         for one, scale in zip(linears, scales, strict=True)
@@ -170,17 +194,18 @@ def _cast(linears: Sequence[AdaptedLinear], dtype: torch.dtype) -> _Casts:
     )
 
 
-def _scale(one: AdaptedLinear) -> Scale | None:
+def _scale(one: AdaptedLinear, key: object) -> Scale | None:
     if one.magnitude_M is None:
         return None
     (branch,) = one.branches
-    return Scale.of(
-        one.weight_MK,
-        one.magnitude_M,
-        a_RK=branch.a_RK,
-        b_MR=branch.b_MR,
-        scaling=branch.scaling,
-    )
+
+    def norms() -> torch.Tensor:
+        a_RK, b_MR = branch.a_RK, branch.b_MR
+        return row_norms(one.weight_MK, a_RK=a_RK, b_MR=b_MR, scaling=branch.scaling)
+
+    # B, which the cache holds, tells adapters and linears apart: a key may stand for several
+    norm_M = norms() if key is None else VISIT_CACHE.once_in_pass((key, branch.b_MR), norms)
+    return Scale.of(one.magnitude_M, norm_M)
 
 
 def _joined(tensors: Sequence[torch.Tensor], *, dim: int) -> torch.Tensor:

@@ -14,11 +14,12 @@ micro-batches are of one visit: what is computed once for it is shared by them, 
 forward, a recompute (ours leaves out the last product) and a backward; launches likewise. `errors`:
 tiny models in bf16, gradients of each adapter tensor against float64, of ours and of peft under
 bf16 autocast; the errors of a tensor are pooled over seeds, since for one draw either may be
-smaller. Both take the experts that float64 takes: a token that takes another outweighs all
-rounding. `curves`: one tiny model in bf16, trained with either from the same start on the same
-rows. With `--dora` all adapters are DoRA. `norms`: DoRA's norms of weights with their branches, as
-we compute them, of weights that are merged in their own dtype, and as a sum of three terms: CPU
-time of one thread, and the largest error of a norm against float64.
+smaller. A tensor above 1.02 is named with its standard error over seeds. Both take the experts that
+float64 takes: a token that takes another outweighs all rounding. `curves`: one tiny model in bf16,
+trained with either from the same start on the same rows. With `--dora` all adapters are DoRA.
+`norms`: DoRA's norms of weights with their branches, as we compute them, of weights that are merged
+in their own dtype, and as a sum of three terms: CPU time of one thread, and the largest error of a
+norm against float64.
 """
 
 import argparse
@@ -31,6 +32,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -41,7 +43,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3Model
 
 from finetune.adapter.linear_lora import Linear, compute_in_base_dtype
 from offload.engine.low_rank import VISIT_CACHE
-from offload.engine.pointwise.magnitudes import Scale
+from offload.engine.pointwise.magnitudes import row_norms
 from offload.engine.recompute.unread import Unread, left_out
 from offload.errors import UnsupportedModelError
 from tests.counted import Counted
@@ -57,6 +59,7 @@ from tests.parity.held_choices import HeldChoices
 from tests.parity.tiny_models import tiny_model
 
 RANK, NUM_TOKENS = 16, 512
+LIMIT = 1.02  # of an error as a share of peft's
 NONE, OURS, PEFT, AUTOCAST = "no adapter", "ours", "peft", "peft, autocast"
 Arm = tuple[nn.Module, bool]  # and whether it runs under autocast
 
@@ -138,7 +141,8 @@ def show_bytes(*, hidden: int, dtype: str, dora: bool) -> None:
         if is_autocast:
             continue
         _visit(model, x_BTD, leaves_out=name != PEFT)  # gradients of the next are added to its own
-        found = _visit(model, x_BTD, leaves_out=name != PEFT)
+        with VISIT_CACHE.in_pass():
+            found = _visit(model, x_BTD, leaves_out=name != PEFT)
         sums[name] = sum(one.total_bytes for one in found)
         megabytes = [round(one.total_bytes / 1e6) for one in found]
         ops = [one.total_ops for one in found]
@@ -185,9 +189,33 @@ def adapted_bf16(model_type: str, seed: int, *, dora: bool) -> nn.Module:
     return model
 
 
-def errors_of(model_type: str, *, num_seeds: int, dora: bool) -> dict[str, float] | None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ratio:
+    """Our error of one tensor over peft's, both pooled over seeds, and what seeds scatter it by."""
+
+    value: float
+    standard_error: float
+
+    @classmethod
+    def of(cls, ours: Sequence[float], theirs: Sequence[float]) -> "Ratio":
+        """Return the root of a ratio of sums of squares, one of each per seed, to first order.
+
+        A seed's squares are of the same draw, so its shares of both sums are subtracted.
+        """
+        value, num_seeds = math.sqrt(sum(ours) / sum(theirs)), len(ours)
+        shares = zip(ours, theirs, strict=True)
+        apart = sum((a / sum(ours) - b / sum(theirs)) ** 2 for a, b in shares)
+        spread = math.inf if num_seeds == 1 else math.sqrt(apart * num_seeds / (num_seeds - 1)) / 2
+        return cls(value=value, standard_error=value * spread)
+
+    def is_above(self, limit: float, *, by: float) -> bool:
+        """Say whether it exceeds a limit by more than so many standard errors."""
+        return self.value - by * self.standard_error > limit
+
+
+def errors_of(model_type: str, *, num_seeds: int, dora: bool) -> dict[str, Ratio] | None:
     """Return our pooled error over peft's for each tensor; None where there is no truth."""
-    ours, theirs = dict[str, float](), dict[str, float]()
+    ours, theirs = dict[str, list[float]](), dict[str, list[float]]()
     for seed in range(num_seeds):
         model, batches = adapted_bf16(model_type, seed, dora=dora), micro_batches()
         with HeldChoices() as noted:
@@ -199,17 +227,17 @@ def errors_of(model_type: str, *, num_seeds: int, dora: bool) -> dict[str, float
         if not any(isinstance(module, Linear) for module in mine.modules()):
             return None
         with HeldChoices(noted):
-            _add(ours, streamed(mine, batches, num_slots=2)[1], exact)
+            _note(ours, streamed(mine, batches, num_slots=2)[1], exact)
         with HeldChoices(noted), torch.autocast("cpu", torch.bfloat16):
-            _add(theirs, plain(model, batches)[1], exact)
-    return {n: math.sqrt(ours[n] / theirs[n]) for n in ours if theirs[n] > 0}
+            _note(theirs, plain(model, batches)[1], exact)
+    return {n: Ratio.of(ours[n], theirs[n]) for n in ours if sum(ours[n]) * sum(theirs[n]) > 0}
 
 
-def _add(squares: dict[str, float], found: Gradients, exact: Gradients) -> None:
+def _note(squares: dict[str, list[float]], found: Gradients, exact: Gradients) -> None:
     for name, true in exact.items():
         if "lora_" in name and float(true.norm()) > 0:
             error = float((found[name].double() - true).norm() / true.norm())
-            squares[name] = squares.get(name, 0.0) + error**2
+            squares.setdefault(name, []).append(error**2)
 
 
 def show_errors(types: Sequence[str], *, seeds: int, dora: bool) -> None:
@@ -231,21 +259,27 @@ def show_errors(types: Sequence[str], *, seeds: int, dora: bool) -> None:
         if not ratios:
             _show({"type": model_type, "left out": "no truth or no linear"})
             continue
-        own = [math.log(ratio) for ratio in ratios.values()]
+        own = [math.log(ratio.value) for ratio in ratios.values()]
         logs += own
+        high = {name: ratio for name, ratio in ratios.items() if ratio.value > LIMIT}
         row = {
             "type": model_type,
             "tensors": len(own),
             "geometric_mean": round(math.exp(statistics.mean(own)), 4),
             "median": round(math.exp(statistics.median(own)), 4),
-            "largest": round(max(ratios.values()), 4),
+            "standard_error": round(
+                statistics.median(r.standard_error for r in ratios.values()), 4
+            ),
+            "largest": round(math.exp(max(own)), 4),
+            "above": {n: [round(r.value, 4), round(r.standard_error, 4)] for n, r in high.items()},
+            "above_by_2_standard_errors": sum(r.is_above(LIMIT, by=2) for r in high.values()),
         }
         _show(row)
     total = {
         "types": "all",
         "tensors": len(logs),
         "geometric_mean": round(math.exp(statistics.mean(logs)), 4),
-        "share_above_1.02": round(sum(x > math.log(1.02) for x in logs) / len(logs), 4),
+        "share_above": round(sum(x > math.log(LIMIT) for x in logs) / len(logs), 4),
         "largest": round(math.exp(max(logs)), 4),
     }
     _show(total)
@@ -281,7 +315,7 @@ def norms_in_terms(
 
 def our_norms(weight_MK: torch.Tensor, a_RK: torch.Tensor, b_MR: torch.Tensor) -> torch.Tensor:
     """Return them as we compute them."""
-    return Scale.of(weight_MK, b_MR[:, 0], a_RK=a_RK, b_MR=b_MR, scaling=1.0).norm_M
+    return row_norms(weight_MK, a_RK=a_RK, b_MR=b_MR, scaling=1.0)
 
 
 def _cpu_s(function: Callable[[], object]) -> float:

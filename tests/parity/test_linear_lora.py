@@ -10,11 +10,14 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 
+import offload
 from finetune.adapter.linear_lora import Linear, compute_in_base_dtype
 from offload.engine.batch import Batch
 from offload.engine.low_rank import VISIT_CACHE
+from tests.counted import Counted
 from tests.parity.architectures import (
     Gradients,
+    gradients,
     micro_batches,
     plain,
     rel_error,
@@ -22,7 +25,7 @@ from tests.parity.architectures import (
     truth,
 )
 from tests.parity.held_choices import HeldChoices
-from tests.parity.tiny_models import tiny_model
+from tests.parity.tiny_models import NUM_LAYERS, tiny_model
 from tests.tiers import mostly_slow
 
 TYPES = ("qwen3", "gemma2", "phi3", "glm4_moe", "deepseek_v3", "qwen3_next", "gpt_neox", "cohere")
@@ -215,6 +218,27 @@ def test_adapters_may_be_switched_off_within_a_visit() -> None:
     assert torch.equal(without, base)
     assert not torch.allclose(with_adapter, base)
     assert torch.equal(again, with_adapter)
+
+
+def test_a_step_computes_each_norm_of_dora_once_and_the_next_step_its_own() -> None:
+    model, batches = grouped(adapted("qwen3", use_dora=True)), micro_batches()
+    num_norms = sum(isinstance(module, Linear) for module in model.modules())
+    twin = copy.deepcopy(model)
+    engine = offload.attach(model, num_slots=2, device="cpu", head_chunk_tokens=7)
+    engine.forward_backward(batches, dropout_seed=0)  # inspects the layers before
+    for _ in range(2):
+        for one in (model, twin):
+            for name, parameter in one.named_parameters():
+                if "lora_" in name:
+                    parameter.grad = None
+                    parameter.data.mul_(1.5)
+        with Counted() as counted:
+            loss = engine.forward_backward(batches, dropout_seed=0).loss
+        assert counted.num_ops["linalg_vector_norm"] == num_norms
+        wanted_loss, wanted = streamed(twin, batches, num_slots=NUM_LAYERS)
+        assert loss == wanted_loss
+        assert all(torch.equal(g, wanted[name]) for name, g in gradients(model).items())
+    engine.detach()
 
 
 ODD_ADAPTER = LoraConfig(

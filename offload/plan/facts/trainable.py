@@ -20,8 +20,8 @@ from offload.plan.facts.facts import (
     linear_names,
     nearest,
 )
-from offload.plan.facts.linears import Linear
-from offload.plan.facts.optimizer import Shape
+from offload.plan.facts.linears import FP32_BYTES, Linear
+from offload.plan.facts.optimizer import ROUNDED_BYTES, Shape
 
 NORMS, ROUTER, EMBEDDING, HEAD = "norms", "router", "embed_tokens", "lm_head"
 SCORE = "score"
@@ -111,6 +111,21 @@ def _adapter_shapes(layer: LayerFacts, spec: AdapterSpec) -> list[Shape]:
         shapes += [(width, linear.d_in), (linear.d_out, width)]
         shapes += [(linear.d_out,)] if spec.is_dora else []
     return shapes
+
+
+@lru_cache(maxsize=64)
+def adapter_bytes(facts: ModelFacts, spec: AdapterSpec) -> int:
+    """Return what adapters take on the device, with what is frozen of them.
+
+    With DoRA that includes the norms of all layers, which a step keeps from each layer's visit
+    upwards to that downwards.
+    """
+    num_bytes = FP32_BYTES * adapter_parameters(facts, spec)
+    num_bytes -= ROUNDED_BYTES * sum(rounded_tensor_sizes(facts, spec))
+    if spec.is_dora and spec.are_branches_grouped:
+        adapted = (linear for layer in facts.layers for linear in adapted_linears(layer, spec))
+        num_bytes += FP32_BYTES * sum(linear.d_out for linear in adapted)
+    return num_bytes + (0 if spec.method is None else spec.method.frozen_bytes)
 
 
 @lru_cache(maxsize=64)

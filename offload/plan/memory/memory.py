@@ -21,7 +21,6 @@ from offload.plan.facts.optimizer import (
     HOST_GRADIENTS,
     HOST_STATES,
     LOW_HALVES,
-    ROUNDED_BYTES,
     ROUNDING_BYTES,
     brought_bytes,
     state_bytes,
@@ -29,7 +28,7 @@ from offload.plan.facts.optimizer import (
 )
 from offload.plan.facts.trainable import (
     EMBEDDING,
-    adapter_parameters,
+    adapter_bytes,
     module_tensor_sizes,
     outer_module_sizes,
     rounded_tensor_sizes,
@@ -461,10 +460,6 @@ def _standing_terms(
     b, kinds = workload.dtype_bytes, set(facts.layers)
     slot_bytes = max(workload.cargo_bytes(layer) for layer in kinds)
     gradients = FP32_BYTES * trained_parameters(facts, workload.adapter)
-    adapters = FP32_BYTES * adapter_parameters(facts, workload.adapter)
-    adapters -= ROUNDED_BYTES * sum(rounded_tensor_sizes(facts, workload.adapter))
-    if workload.adapter.method is not None:
-        adapters += workload.adapter.method.frozen_bytes
     modules = module_tensor_sizes(facts, workload.adapter)
     # traced visits and head chunks include those of their own modules; the front is not traced
     outside = outer_module_sizes(facts, workload.adapter)
@@ -488,7 +483,7 @@ def _standing_terms(
         MemoryTerm(name="decode workspace", num_bytes=workspace),
         MemoryTerm(name=OUTER, num_bytes=facts.outer_parameters * b - on_host),
         MemoryTerm(name=ROWS, num_bytes=row_buffers_bytes(facts, workload)),
-        MemoryTerm(name=ADAPTERS, num_bytes=adapters),
+        MemoryTerm(name=ADAPTERS, num_bytes=adapter_bytes(facts, workload.adapter)),
         MemoryTerm(name=TRAINED_MODULES, num_bytes=copy_bytes * sum(modules)),
         MemoryTerm(name="a module's new gradient", num_bytes=b * new_gradient),
         MemoryTerm(name=GRADIENTS, num_bytes=gradients),

@@ -385,7 +385,7 @@ def whole_input_bytes(layer: LayerFacts, *, spec: AdapterSpec, dtype_bytes: int)
 def cast_bytes(linears: Sequence[Linear], *, spec: AdapterSpec, dtype_bytes: int) -> int:
     """Return the bytes of A and of scaled B of linear layers, as a visit's products read them.
 
-    With DoRA also B times what outputs are scaled by, that, and the norms.
+    With DoRA also B times what outputs are scaled by, and that.
     """
     if not spec.are_branches_grouped:
         return 0
@@ -393,9 +393,7 @@ def cast_bytes(linears: Sequence[Linear], *, spec: AdapterSpec, dtype_bytes: int
     factors = sum(dtype_bytes * linear.adapter_parameters(rank) for linear, rank in ranks)
     if not spec.is_dora:
         return factors
-    return factors + sum(
-        linear.d_out * (dtype_bytes * rank + 2 * FP32_BYTES) for linear, rank in ranks
-    )
+    return factors + sum(linear.d_out * (dtype_bytes * rank + FP32_BYTES) for linear, rank in ranks)
 
 
 def dora_bytes(adapted: tuple[Linear, ...], *, spec: AdapterSpec, dtype_bytes: int) -> int:

@@ -234,21 +234,31 @@ def dora_norm(at: Pricer, linear: Linear) -> Work:
 
 
 def visit_norm(at: Pricer, linear: Linear) -> Work:
-    """Price the norm of a merged weight as we compute it, once for a visit.
+    """Price the norm of a merged weight as we compute it, in a layer's visit upwards.
 
     In chunks of rows W is cast to fp32, the product of B and A is added to it, and it is read.
     """
     spec, b, machine = at.workload.adapter, at.workload.dtype_bytes, at.machine
     if not spec.is_dora or not spec.are_branches_grouped:
         return Work()
-    rank, is_cast, num_weights = spec.rank_of(linear), b != FP32_BYTES, linear.num_weights
+    rank, num_weights = spec.rank_of(linear), linear.num_weights
     chunks = num_norms(linear.d_out, linear.d_in, machine.device)
     num_bytes = num_weights * (b + 4 * FP32_BYTES) + chunks * FP32_BYTES * linear.d_in * rank
-    num_bytes += linear.d_out * rank * (3 * FP32_BYTES + (b + FP32_BYTES) * is_cast)
-    num_bytes += linear.d_out * 7 * FP32_BYTES
+    num_bytes += linear.d_out * (rank + 1) * FP32_BYTES
     flops = 2.0 * num_weights * rank
     product = Work(compute_s=flops / machine.vector_flops_per_s.value, flops=flops)
-    return product + at.traffic(num_bytes, num_ops=3 * chunks + 3 + is_cast)
+    return product + at.traffic(num_bytes, num_ops=3 * chunks)
+
+
+def visit_scale(at: Pricer, linear: Linear) -> Work:
+    """Price magnitudes over norms, and B times these, once in each visit, up and down."""
+    spec, b = at.workload.adapter, at.workload.dtype_bytes
+    if not spec.is_dora or not spec.are_branches_grouped:
+        return Work()
+    is_cast = b != FP32_BYTES
+    element_bytes = 2 * FP32_BYTES + (b + FP32_BYTES) * is_cast
+    num_bytes = linear.d_out * (spec.rank_of(linear) * element_bytes + 6 * FP32_BYTES)
+    return at.traffic(num_bytes, num_ops=3 + is_cast)
 
 
 def expert_branch(at: Pricer, linear: Linear, left_out: Sequence[Linear] = ()) -> Passes:

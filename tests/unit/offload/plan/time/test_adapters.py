@@ -8,7 +8,7 @@ import torch
 from offload.engine.low_rank import VISIT_CACHE, AdaptedLinear, LowRank, apply_linears
 from offload.plan.facts.facts import AdapterSpec, model_facts
 from offload.plan.facts.linears import Linear
-from offload.plan.time.adapters import branches, visit_norm
+from offload.plan.time.adapters import branches, visit_norm, visit_scale
 from offload.plan.time.pricer import Pricer
 from offload.plan.time.work import Work
 from tests.builders import byte_machine, workload
@@ -155,15 +155,19 @@ def test_dora_moves_what_the_plan_says_within_a_tenth(
     group = [with_magnitude(made(linear, rank, dtype)) for linear in linears]
     x = torch.randn(1, T, linears[0].d_in).to(dtype).requires_grad_()
     _pass_through(group, x)  # gradients of the next are added to its own
-    try:
+    with VISIT_CACHE.in_pass():
         VISIT_CACHE.enter("a visit")
         first, backward = _pass_through(group, x, key="group")
         later, again = _pass_through(group, x, key="group")
-    finally:
-        VISIT_CACHE.enter(None)
+        VISIT_CACHE.enter("downwards")
+        down, _ = _pass_through(group, x, key="group")
     assert again.num_bytes == backward.num_bytes
-    assert first.total_ops > later.total_ops
-    once = sum((visit_norm(at, linear) for linear in linears), start=said.recompute)
+    assert first.total_ops > down.total_ops > later.total_ops
+    assert not any("norm" in name for name in down.num_ops)
+    scaled = sum((visit_scale(at, linear) for linear in linears), start=said.recompute)
+    assert scaled.memory_s == pytest.approx(down.total_bytes, rel=0.1), dict(down.num_bytes)
+    assert scaled.num_ops == down.total_ops - len(names), down.num_ops
+    once = sum((visit_norm(at, linear) for linear in linears), start=scaled)
     assert once.memory_s == pytest.approx(first.total_bytes, rel=0.1), dict(first.num_bytes)
     assert once.num_ops == first.total_ops - len(names), first.num_ops
     assert said.backward.memory_s == pytest.approx(backward.total_bytes, rel=0.1)

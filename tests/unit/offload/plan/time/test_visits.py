@@ -1,4 +1,4 @@
-"""What a visit computes once, in the costs of its micro-batches."""
+"""What a visit or a pass computes once, in the costs of its micro-batches."""
 
 from dataclasses import replace
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 
 from offload.plan.facts.facts import AdapterSpec, adapted_linears, model_facts
 from offload.plan.machine.machine import named_machine
-from offload.plan.time.adapters import visit_norm
+from offload.plan.time.adapters import visit_norm, visit_scale
 from offload.plan.time.costs import price
 from offload.plan.time.pricer import Pricer
 from offload.plan.time.visits import with_norms
@@ -33,10 +33,12 @@ def test_micro_batches_share_the_norms_of_dora(num: int) -> None:
     at, layer = Pricer(machine=MACHINE, facts=FACTS, workload=load), FACTS.layers[0]
     adapted = adapted_linears(layer, DORA)
     norms_s = sum((visit_norm(at, x) for x in adapted), start=Work()).seconds(MACHINE)
-    assert norms_s > 0
+    scales_s = sum((visit_scale(at, x) for x in adapted), start=Work()).seconds(MACHINE)
+    assert norms_s > scales_s > 0
     (one,), (other,) = before.layers, after.layers
-    for name in ("forward_s", "backward_s", "recompute_s"):
-        assert getattr(other, name) == pytest.approx(getattr(one, name) + norms_s / num), name
+    assert other.forward_s == pytest.approx(one.forward_s + (norms_s + scales_s) / num)
+    for name in ("backward_s", "recompute_s"):
+        assert getattr(other, name) == pytest.approx(getattr(one, name) + scales_s / num), name
     assert other.back_s(has_graph=True) == pytest.approx(one.back_s(has_graph=True))
 
 
