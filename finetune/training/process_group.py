@@ -17,10 +17,8 @@ error, so those that have nothing to report wait until the one that shows the er
 """
 
 import atexit
-import hashlib
 import math
 import pickle
-import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -48,8 +46,8 @@ from finetune.exits import end_at_once
 from finetune.training.ranks import Ranks
 from finetune.training.world.blocks import MOST_RUNNING, block_elements, parts_of
 from finetune.training.world.heartbeat import BEAT_S, STOPPED_S, Heartbeat
-from finetune.training.world.meeting import meet, opened_store
-from finetune.training.world.parcel import memory_of, packed, unpacked
+from finetune.training.world.meeting import cause_of, meet, opened_store
+from finetune.training.world.parcel import digest_of, memory_of, packed, unpacked
 from finetune.training.world.surroundings import surroundings
 from offload.errors import SluiceError
 from offload.plan.facts.linears import FP32_BYTES
@@ -233,7 +231,7 @@ class ProcessGroup(Ranks):
             if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
                 gone = self._heartbeat.gone()
                 if gone or self._heartbeat.reason():
-                    raise self._lost(gone, _cause(error)) from error
+                    raise self._lost(gone, cause_of(error)) from error
             self._is_broken = True
             what = f"{type(error).__name__}: {str(error).splitlines()[0]}"
             self._heartbeat.leave(f"rank {self.index} has failed: {what}")
@@ -345,7 +343,7 @@ class ProcessGroup(Ranks):
 
     def require_same_weights(self, parameters: Mapping[str, torch.Tensor], *, step: int) -> None:
         """Check that what trains has stayed the same on all ranks, to the bit."""
-        self.require_same(f"the trained weights after step {step}", lambda: _digest(parameters))
+        self.require_same(f"the trained weights after step {step}", lambda: digest_of(parameters))
 
     # ----------------------------------------------------------------------------------- messages
 
@@ -466,7 +464,7 @@ class ProcessGroup(Ranks):
         try:
             yield
         except RuntimeError as error:
-            raise self._lost(self._heartbeat.gone(), _cause(error)) from error
+            raise self._lost(self._heartbeat.gone(), cause_of(error)) from error
 
     def _lost(self, ranks: Sequence[int], why: str) -> RankError:
         """Return the error that ranks are gone, and let the others know that this one is not.
@@ -591,12 +589,6 @@ class ProcessGroup(Ranks):
             piece.copy_(summed)
 
 
-def _cause(error: RuntimeError) -> str:
-    """Return what gloo says of a connection, without its source file and its advice."""
-    first = str(error).splitlines()[0]
-    return re.sub(r"^\[\S+:\d+\] |\. This is typically caused by .*", "", first)
-
-
 def _rank_error(what: str) -> RankError:
     return RankError(
         what,
@@ -604,10 +596,3 @@ def _rank_error(what: str) -> RankError:
         hint="see what the others and the launcher show; `--resume` continues from the newest"
         " checkpoint",
     )
-
-
-def _digest(parameters: Mapping[str, torch.Tensor]) -> str:
-    digest = hashlib.sha256()
-    for parameter in parameters.values():
-        digest.update(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()

@@ -10,6 +10,7 @@ would, as a rank would wait for others that nobody has started.
 """
 
 import json
+import re
 import socket
 import time
 from collections.abc import Sequence
@@ -204,3 +205,9 @@ def _missing(store: Store, name: str, num: int) -> Sequence[int]:
 
 def _place(name: str, rank: int) -> str:
     return f"sluice/{name}/rank/{rank}"
+
+
+def cause_of(error: RuntimeError) -> str:
+    """Return what gloo says of a connection, without its source file and its advice."""
+    first = str(error).splitlines()[0]
+    return re.sub(r"^\[\S+:\d+\] |\. This is typically caused by .*", "", first)
