@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from finetune.errors import FinetuneError
-from finetune.full import owners
-from finetune.full.owners import Owners
+from finetune.training.full import owners
+from finetune.training.full.owners import Owners
 from finetune.training.ranks import Ranks
 from offload.engine.host.slab import Block
 
