@@ -36,7 +36,7 @@ class FullUpdate:
     updated at once, on the host: their gradients, in fp32, come there, and new weights go back.
 
     Of several ranks each updates its own layers for all of its machine, see
-    `finetune.training.full.owners`, and what is around the layers for itself alone: all do the same.
+    `finetune.training.full.owners`, and what is around the layers for itself: all do the same.
     """
 
     def __init__(
