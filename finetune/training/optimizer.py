@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from finetune.adapter.rounded_weights import RoundedOptimizer, RoundedWeights
-from finetune.full.update import CLIP_EPS
 from finetune.recipe.sections import TrainSection
 from finetune.run.checkpoint import Restored, Resumable, Saved
+from finetune.training.full.update import CLIP_EPS
 from finetune.training.ranks import Ranks
 from finetune.training.world.gradient_sums import GradientSums
 from offload.engine.run_step import Reducer

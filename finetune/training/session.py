@@ -20,8 +20,6 @@ from finetune.env import stores_dir
 from finetune.errors import FinetuneError, TrialDoesNotFitError
 from finetune.full.chosen_weights import choose_weights
 from finetune.full.matrices import matrices_of
-from finetune.full.owners import no_shared_memory
-from finetune.full.update import FullUpdate
 from finetune.model.load import Loaded, load_model, set_router_loss
 from finetune.model.store import weights_digest
 from finetune.objective.features import PassThrough
@@ -30,6 +28,8 @@ from finetune.report.format import shown_graphs
 from finetune.run.loss_scale import LossScale
 from finetune.run.references import References, read_references
 from finetune.training.compile import FAILURES, compile_layers, refusal
+from finetune.training.full.owners import no_shared_memory
+from finetune.training.full.update import FullUpdate
 from finetune.training.loop import Loop, StepEngine, StepRecord
 from finetune.training.objectives import Evaluation, Objectives, parts_of
 from finetune.training.optimizer import AdapterUpdate, Update

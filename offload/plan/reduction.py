@@ -61,9 +61,11 @@ def with_network(costs: Costs, facts: ModelFacts, machine: Machine, request: Pla
     """Return the costs of a step whose ranks add up their gradients.
 
     An update that is sent to all is part of the update's time: nothing is computed meanwhile.
+    Weights that train on the host are updated there, whatever the cards, and not sent.
     """
     if request.num_ranks == 1:
         return costs
+    sends_update = request.reduction.sends_update and request.typical.adapter.whole is None
     network = network_of(machine, request)
     latency_s, bytes_per_s = network.latency_s.value, network.bytes_per_s.value
     return replace(
@@ -71,7 +73,7 @@ def with_network(costs: Costs, facts: ModelFacts, machine: Machine, request: Pla
         network_latency_s=latency_s,
         network_bytes_per_s=bytes_per_s,
         optimizer_s=costs.optimizer_s
-        + (latency_s + update_bytes(facts, request) / bytes_per_s) * request.reduction.sends_update,
+        + (latency_s + update_bytes(facts, request) / bytes_per_s) * sends_update,
     )
 
 

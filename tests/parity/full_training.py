@@ -11,8 +11,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 import offload
 from finetune.data.steps import StepShare
 from finetune.full.matrices import matrices_of
-from finetune.full.update import FullUpdate
 from finetune.recipe.sections import TrainSection
+from finetune.training.full.update import FullUpdate
 from finetune.training.loop import Loop
 from finetune.training.ranks import Ranks
 from offload.engine.engine import Engine

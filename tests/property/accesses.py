@@ -57,6 +57,8 @@ class Accesses:
         return [] if op.carrier is None else [(mode, place, (op.layer, op.micro_batch))]
 
     def _updating(self, op: Op, layer: int) -> list[Access]:
+        if op.kind is Kind.AWAIT:
+            return [("write", ("weights", layer), "updated")]
         if op.kind is Kind.STATES_READ:
             return [("write", ("states", op.buffer), ("in a file", layer))]
         if op.kind is Kind.STATES_WRITE:
@@ -81,17 +83,17 @@ class Accesses:
             return [("write", ("gathered", op.buffer), m)]
         return [("read", ("gathered", op.buffer), m), ("write", ("rows", op.buffer), m)]
 
+    def _reduced(self, op: Op, layer: int) -> list[Access]:
+        layers = [layer] if op.layer is not None else range(-1, self._last_layer + 1)
+        final: list[Access] = [("read", ("gradients of the rank", i), "of a step") for i in layers]
+        summed: Access = ("change", ("gradient", layer % 2), (layer, ("summed", layer)))
+        return [*final, *([summed] if op.layer in self._trained else [])]
+
     def _moved(self, op: Op, layer: int, m: int | None) -> list[Access]:
         if op.kind is Kind.REDUCE:
-            layers = [layer] if op.layer is not None else range(-1, self._last_layer + 1)
-            final: list[Access] = [
-                ("read", ("gradients of the rank", i), "of a step") for i in layers
-            ]
-            summed: Access = ("change", ("gradient", layer % 2), (layer, ("summed", layer)))
-            return [*final, *([summed] if op.layer in self._trained else [])]
-        if op.kind is Kind.AWAIT:
-            return [("write", ("weights", layer), "updated")]
-        if op.lane is Lane.DISK or op.kind in (Kind.UPDATE, Kind.STATES, Kind.UPDATED):
+            return self._reduced(op, layer)
+        updating = (Kind.UPDATE, Kind.AWAIT, Kind.STATES, Kind.UPDATED)
+        if op.lane is Lane.DISK or op.kind in updating:
             return self._updating(op, layer)
         if op.kind in (Kind.LOOK_UP, Kind.ROWS):
             return self._looked_up(op, m)

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from finetune.errors import ConfigError
-from finetune.planning.ranks import require_gpus, require_micro_batch_per_rank
+from finetune.planning.ranks import require_gpus, require_micro_batch_per_rank, require_owners
+from finetune.planning.subject import subject_of
 from finetune.recipe.sections import TrainSection
 from offload.plan.machine.machine import named_machine
 
@@ -42,3 +43,23 @@ def test_gpus_that_cannot_share_a_step_are_refused_with_the_flag_that_asked_for_
     require_gpus(train, cpu, num_gpus=1, setting="--gpus")
     with pytest.raises(ConfigError, match=r"2 GPUs, but desk is a CPU; .*\n\nhint: `--gpus 1`"):
         require_gpus(train, cpu, num_gpus=2, setting="--gpus")
+
+
+@pytest.mark.parametrize(
+    ("setting", "what", "hint"),
+    [
+        ("train.update=device", "train.update: device", "`train.update: host`"),
+        ("train.optimizer=muon", "train.optimizer: muon", "`train.optimizer: adamw`"),
+        ("offload.states=disk", "offload.states: disk", "`offload.states: ram`"),
+        ("model.init=random", "model.init: random", "`model.init: pretrained`"),
+    ],
+)
+def test_what_ranks_cannot_share_of_an_update_is_refused_by_name(setting, what, hint) -> None:
+    recipe = subject_of("qwen3-8b", ["train.what=all", setting]).recipe
+    require_owners(recipe, num_ranks=1)
+    with pytest.raises(
+        ConfigError, match=f"{what} and train.what: all, with 2 proc.*\n\nhint: {hint}"
+    ):
+        require_owners(recipe, num_ranks=2)
+    adapter = subject_of("qwen3-8b", []).recipe
+    require_owners(adapter, num_ranks=2)

@@ -11,12 +11,12 @@ from torch import nn
 
 from finetune.full.host_optimizer import HostOptimizer, fresh_states, total_norm
 from finetune.full.matrices import Matrices
-from finetune.full.owners import Owners
 from finetune.full.state_layout import StateLayout
-from finetune.full.sums import WeightSums
 from finetune.full.update_rules import States
 from finetune.recipe.sections import TrainSection
 from finetune.run.checkpoint import Restored, Saved
+from finetune.training.full.owners import Owners
+from finetune.training.full.sums import WeightSums
 from finetune.training.ranks import Ranks
 from finetune.training.world.gradient_sums import DTYPES
 from offload.engine.engine import Engine
@@ -36,7 +36,7 @@ class FullUpdate:
     updated at once, on the host: their gradients, in fp32, come there, and new weights go back.
 
     Of several ranks each updates its own layers for all of its machine, see
-    `finetune.full.owners`, and what is around the layers for itself alone: all do the same.
+    `finetune.training.full.owners`, and what is around the layers for itself: all do the same.
     """
 
     def __init__(

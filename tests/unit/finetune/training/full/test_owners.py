@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from finetune.errors import FinetuneError
-from finetune.full import owners
-from finetune.full.owners import Owners
+from finetune.training.full import owners
+from finetune.training.full.owners import Owners
 from finetune.training.ranks import Ranks
 from offload.engine.host.slab import Block
 
@@ -62,14 +62,14 @@ def test_ranks_of_a_machine_have_the_same_states_and_wait_for_the_owner() -> Non
         second.await_updated(0, 3)
         second.await_updated(0, 2)
         assert ranks.waited_for == [ranks.index - 1] * 2
-        seen = threading.Event()
-        waiting = threading.Thread(target=lambda: (second.await_updated(2, 4), seen.set()))
+        waiting = threading.Thread(target=second.await_updated, args=(2, 4))
         waiting.start()
         first.note_updated(2, 3)
-        assert not seen.wait(0.05)
+        waiting.join(timeout=0.05)
+        assert waiting.is_alive()
         first.note_updated(2, 4)
         waiting.join(timeout=60)
-        assert seen.is_set()
+        assert not waiting.is_alive()
     assert not any(one.states[0].any() for _, one in every[2:])  # the machines share nothing
     every[0][1].states[0][0] = 1
     assert every[2][1].states[0][0] == 0

@@ -1,0 +1,1 @@
+"""The update of a model whose own weights train and are streamed, by one process or several."""
