@@ -52,6 +52,14 @@ def compute_in_base_dtype(model: nn.Module, *, by_peft: Collection[str] = ()) ->
                 vars(adapted[name])["family"] = family
 
 
+def compute_by_peft(model: nn.Module) -> None:
+    """Give the adapters of linear layers peft's own forward back."""
+    for module in model.modules():
+        if type(module) is Linear:
+            del vars(module)["family"]
+            module.__class__ = layer.Linear  # type: ignore[assignment]
+
+
 def computed_by_peft(model: nn.Module) -> tuple[str, ...]:
     """Return the kinds of layers whose adapters peft computes, in float32."""
     found = {

@@ -6,7 +6,7 @@ trainer = SluiceTrainer(model, args, streaming=Streaming.of(plan), ...)
 """
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from peft import LoraConfig, PeftModel
@@ -16,14 +16,14 @@ from transformers import TrainingArguments
 
 from finetune.errors import ConfigError
 from finetune.model.facts import built_facts
+from finetune.planning.candidates import HEAD_CHUNKS, choose, with_forms
 from offload.plan.facts.codec import CodecName
 from offload.plan.facts.facts import AdapterSpec, ModelFacts, is_known, model_facts
 from offload.plan.facts.optimizer import Optimizer
 from offload.plan.facts.workload import Workload
 from offload.plan.machine.machine import Machine
 from offload.plan.plan import Plan
-from offload.plan.request import FEWEST_CHUNK_TOKENS, HEAD_CHUNK_TOKENS, PlanRequest
-from offload.plan.search import search
+from offload.plan.request import HEAD_CHUNK_TOKENS, PlanRequest, with_head_chunk
 from offload.probe.machine import PROBE_S, probe
 
 _SLOTS = "`Streaming(num_slots=...)` without a plan"
@@ -43,6 +43,7 @@ def plan_steps(
     *,
     seq_len: int,
     codec: CodecName = "native",
+    compute_dtype: Literal["float32", "auto"] = "float32",
     machine: Machine | None = None,
 ) -> Plan:
     """Plan the steps of a Trainer: the fastest that fits, with its predicted time and memory.
@@ -52,6 +53,7 @@ def plan_steps(
         args: Sizes of micro-batches and steps are read off it.
         seq_len: Tokens of the longest row; all are counted as if they were so long.
         codec: How the layers' matrices are stored off the device.
+        compute_dtype: What adapters of linear layers are computed in; see `Streaming`.
         machine: Where; None measures this one, which takes some seconds.
 
     Raises:
@@ -72,7 +74,7 @@ def plan_steps(
         seq_len=seq_len,
         label_tokens=num_rows * seq_len,
         head_chunk_tokens=HEAD_CHUNK_TOKENS,
-        adapter=_adapter_spec(model, facts),
+        adapter=replace(_adapter_spec(model, facts), is_in_base_dtype=compute_dtype == "auto"),
         optimizer=_STATES.get(str(getattr(args.optim, "value", args.optim)), "adamw"),
         dtype_bytes=dtype.itemsize,
         codec=codec,
@@ -90,18 +92,17 @@ def plan_steps(
         num_ranks=1,
         is_slab_shared=False,
         is_masked=True,
+        has_outputs=base.config._attn_implementation == "sdpa",  # no other is recorded
+        has_sent_graphs=True,
     )
-    requests = [
-        _with_head_chunk(replace(request, is_stashed=is_stashed), tokens)
-        for tokens in (HEAD_CHUNK_TOKENS, FEWEST_CHUNK_TOKENS)
+    ways = [
+        with_head_chunk(replace(request, is_stashed=is_stashed), num_tokens)
+        for num_tokens in HEAD_CHUNKS
         for is_stashed in (False, True)
     ]
-    return search(facts, machine, requests, rounding=()).plan
-
-
-def _with_head_chunk(request: PlanRequest, tokens: int) -> PlanRequest:
-    workload = replace(request.typical, head_chunk_tokens=tokens)
-    return replace(request, typical=workload, largest=workload)
+    has_dropout = workload.adapter.has_dropout
+    forms = with_forms(facts, ways, may_tile=not has_dropout, may_move_embeddings=True)
+    return choose(facts, machine, forms).plan
 
 
 def _dtype(base: nn.Module) -> torch.dtype:

@@ -6,19 +6,21 @@ to add.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import torch
 from peft import PeftModel
 
+from finetune.adapter.linear_lora import compute_in_base_dtype
 from finetune.errors import ConfigError, DataError
+from offload import attach
 from offload.engine.batch import IGNORED, ROW_LENS, Batch
 from offload.engine.bound import EngineOptions
 from offload.engine.engine import Engine
 from offload.engine.passes.scores import TokenScores
-from offload.engine.streams import device_named
 from offload.plan.facts.codec import CodecName
+from offload.plan.facts.workload import EmbeddingPlace
 from offload.plan.plan import Plan
 from offload.plan.request import HEAD_CHUNK_TOKENS
 
@@ -37,7 +39,15 @@ class Streaming:
         stash: Where layer inputs wait for the backward.
         head_chunk_tokens: Tokens whose logits exist at a time.
         kept_graphs: Last layers whose activations stay on the device for the backward.
+        kept_outputs: Layers before these whose attention's output stays there.
+        sent_outputs: Layers before these whose attention's output goes to host memory.
+        sent_graphs: Layers before those with kept graphs whose activations go to host memory.
+        mlp_chunk_tokens: Tokens that an MLP computes at a time; None for all of a batch.
         layer_kernels: What computes norms, rotary embedding and gated activations.
+        embeddings: Where the input embedding's weight is.
+        compute_dtype: What the adapters of linear layers are computed in until the Trainer is
+            detached: `float32` by peft, as the plain Trainer does it, or `auto`, at the precision
+            of the weights, which is faster and holds less; see `adapter.compute_dtype`.
     """
 
     num_slots: int
@@ -45,7 +55,13 @@ class Streaming:
     stash: Literal["device", "host"] = "device"
     head_chunk_tokens: int = HEAD_CHUNK_TOKENS
     kept_graphs: int = 0
+    kept_outputs: int = 0
+    sent_outputs: int = 0
+    sent_graphs: int = 0
+    mlp_chunk_tokens: int | None = None
     layer_kernels: Literal["plain", "fused"] = "plain"
+    embeddings: EmbeddingPlace = "device"
+    compute_dtype: Literal["float32", "auto"] = "float32"
 
     @classmethod
     def of(cls, plan: Plan) -> "Streaming":
@@ -57,7 +73,13 @@ class Streaming:
             stash=options.stash,
             head_chunk_tokens=options.head_chunk_tokens,
             kept_graphs=options.num_kept_graphs,
+            kept_outputs=options.num_kept_outputs,
+            sent_outputs=options.num_sent_outputs,
+            sent_graphs=options.num_sent_graphs,
+            mlp_chunk_tokens=options.mlp_chunk_tokens,
             layer_kernels=options.layer_kernels,
+            embeddings=options.embeddings,
+            compute_dtype="auto" if plan.request.typical.adapter.is_in_base_dtype else "float32",
         )
 
     def attach(self, model: object, *, device: torch.device) -> Engine:
@@ -78,22 +100,10 @@ class Streaming:
                 hint="`peft.get_peft_model(model, LoraConfig(...))`; `sluice finetune` with"
                 " `train.what: all` trains all weights",
             )
-        return Engine(
-            model,
-            device=device_named(str(device)),
-            options=EngineOptions(
-                num_slots=self.num_slots,
-                codec=self.codec,
-                tier="ram",
-                store_dir=None,
-                stash=self.stash,
-                trained_weights="device",
-                head_chunk_tokens=self.head_chunk_tokens,
-                num_kept_graphs=self.kept_graphs,
-                layer_kernels=self.layer_kernels,
-                joins_rows=device.type == "cuda",
-            ),
-        )
+        settings = asdict(self)
+        if settings.pop("compute_dtype") == "auto":
+            compute_in_base_dtype(model)
+        return attach(model, device=str(device), **settings)
 
 
 @dataclass(kw_only=True)

@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput, has_length
 
+from finetune.adapter.linear_lora import compute_by_peft
 from finetune.errors import DataError
 from finetune.integrations.refusals import (
     refuse_packed_logits,
@@ -82,7 +83,9 @@ class SluiceTrainer(Trainer):
 
     def detach(self) -> None:
         """Give the model back as a plain one, with its trained adapter; the Trainer is done."""
+        model: Any = self.model
         self.engine.detach()
+        compute_by_peft(model)
 
     # ------------------------------------------------------------------------------------ placement
 

@@ -233,34 +233,52 @@ def _all_ways(
     That is: states in RAM, the input embedding on the device, whole MLPs, large head chunks, native
     weights, updates on the host, inputs on the device, small micro-batches, in this order.
     """
-    ways, are_tiles_open = _ways(recipes, cut), recipes[0].offload.mlp_chunk == "auto"
-    if are_tiles_open and all(_may_tile(recipe, facts) for recipe in recipes):
-        ways += [
+    may_tile = recipes[0].offload.mlp_chunk == "auto" and all(map(_may_tile, recipes))
+    ways = with_forms(
+        facts,
+        _ways(recipes, cut),
+        may_tile=may_tile,
+        may_move_embeddings=recipes[0].offload.embeddings == "auto",
+    )
+    return _with_states(recipes[0], ways) if recipes[0].train.is_full else ways
+
+
+def with_forms(
+    facts: ModelFacts, ways: Sequence[PlanRequest], *, may_tile: bool, may_move_embeddings: bool
+) -> list[PlanRequest]:
+    """Return requests, and the same with MLPs in tiles and with the input embedding in RAM.
+
+    MLPs are computed in tiles where these cost no arithmetic, as nothing reads an MLP's output in a
+    recompute, and where formulas of their memory are tested: families whose facts are read from a
+    config.
+
+    Args:
+        facts: The model.
+        ways: Alike in what trains.
+        may_tile: Whether what trains allows tiles.
+        may_move_embeddings: Whether an embedding that may be in RAM is tried there.
+    """
+    found = list(ways)
+    is_unread = all(
+        linear.is_unread for layer in facts.layers for linear in layer.linears if linear.is_down
+    )
+    if may_tile and is_unread and facts.grade == "config" and not facts.has_experts:
+        found += [
             with_mlp_chunk(request, num_tokens)
             for num_tokens in MLP_CHUNKS
             for request in ways
             if num_tokens < request.largest.num_tokens
         ]
-    adapters = [run.typical.adapter for run in cut[0].runs]
-    is_open = recipes[0].offload.embeddings == "auto" and not any(
-        why_on_device(facts, adapter) for adapter in adapters
-    )
-    ways = [*ways, *(with_embeddings(request, "host") for request in ways if is_open)]
-    return _with_states(recipes[0], ways) if recipes[0].train.is_full else ways
+    adapters = [run.typical.adapter for run in ways[0].runs]
+    if may_move_embeddings and not any(why_on_device(facts, adapter) for adapter in adapters):
+        found += [with_embeddings(request, "host") for request in found]
+    return found
 
 
-def _may_tile(recipe: Recipe, facts: ModelFacts) -> bool:
-    """Return whether MLPs may be computed in tiles without being asked to.
-
-    That is where tiles cost no arithmetic, as nothing reads an MLP's output in a recompute, and
-    where formulas of their memory are tested: families whose facts are read from a config.
-    """
-    is_plain = facts.grade == "config" and not facts.has_experts
-    is_plain &= not recipe.train.compile and recipe.adapter.dropout == 0
-    is_plain &= recipe.adapter.method == "lora"
-    return is_plain and all(
-        linear.is_unread for layer in facts.layers for linear in layer.linears if linear.is_down
-    )
+def _may_tile(recipe: Recipe) -> bool:
+    """Return whether a run's MLPs may be computed in tiles without being asked to."""
+    is_lora = recipe.adapter.method == "lora" and recipe.adapter.dropout == 0
+    return is_lora and not recipe.train.compile
 
 
 def _ways(recipes: Sequence[Recipe], cut: Sequence[PlanRequest]) -> list[PlanRequest]:

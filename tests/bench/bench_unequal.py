@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
 from rich.console import Console
 
 from finetune import app
@@ -92,10 +93,9 @@ class Bench:
         run_dir = self.folder / name / "0"
         plan = json.loads((run_dir / "predicted.json").read_text())["calibrated"]
         rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-        recipe = (run_dir / "recipe.yaml").read_text()
-        shares = recipe.partition("\n  shares:\n")[2].split("\n  seed")[0]
+        recipe = yaml.safe_load((run_dir / "recipe.yaml").read_text())
         return {
-            "shares": [int(line.strip(" -")) for line in shares.splitlines()],
+            "shares": recipe["train"]["shares"],
             "predicted_step_s": plan["predicted"]["step_s"],
             "step_s": statistics.median(row["phases_s"]["step"] for row in rows[NUM_WARM:]),
             "losses": [row["loss"] for row in rows],

@@ -10,11 +10,13 @@ from datasets import Dataset
 from torch.utils.data import IterableDataset
 from transformers import DataCollatorWithFlattening, Trainer, TrainerCallback
 
+from finetune.adapter.linear_lora import Linear
 from finetune.errors import ConfigError, DataError
-from finetune.integrations.trainer import SluiceTrainer
+from finetune.integrations.trainer import SluiceTrainer, Streaming
 from offload.errors import OffloadError
 from tests.parity.steps import MODELS, NUM_LAYERS, tiny
 from tests.parity.trainers import (
+    STREAMING,
     Differences,
     Heard,
     adapter,
@@ -113,6 +115,50 @@ def test_weights_stay_on_the_host_and_come_back_at_the_end(tmp_path: Path) -> No
         trainer.model.eval()
     losses = [one.model(**batch).loss.item() for one in (plain, ours)]
     assert losses[1] == pytest.approx(losses[0], rel=ROUNDING)
+
+
+@pytest.mark.thorough
+def test_what_layers_keep_and_where_embeddings_are_changes_no_bit(tmp_path: Path) -> None:
+    kept = Streaming(
+        num_slots=2,
+        kept_graphs=1,
+        kept_outputs=1,
+        sent_outputs=1,
+        sent_graphs=1,
+        embeddings="host",
+    )
+    plainest, other = (
+        made(SluiceTrainer, tmp_path / str(number), streaming=streaming, max_steps=4, eval_steps=3)
+        for number, streaming in enumerate((STREAMING, kept))
+    )
+    for one in (plainest, other):
+        one.train()
+        one.detach()
+    for name in ("loss", "grad_norm", "eval_loss"):
+        assert history(other, name) == history(plainest, name)
+    for name, value in adapter(plainest.model).items():
+        assert torch.equal(value, adapter(other.model)[name])
+
+
+@pytest.mark.thorough
+def test_mlps_in_tiles_and_branches_in_the_base_dtype_differ_by_rounding(tmp_path: Path) -> None:
+    plain = made(Trainer, tmp_path, num_train_epochs=1)
+    streaming = Streaming(num_slots=2, mlp_chunk_tokens=5, compute_dtype="auto")
+    ours = made(SluiceTrainer, tmp_path, streaming=streaming, num_train_epochs=1)
+    assert any(isinstance(module, Linear) for module in ours.model.modules())
+    plain.train()
+    ours.train()
+    found = differences(plain, ours)
+    assert max(found.losses, found.grad_norms, found.eval_losses) <= ROUNDING
+    assert found.adapter <= 10 * ROUNDING  # AdamW makes steps of rounding near zero
+    ours.detach()
+    assert not any(isinstance(module, Linear) for module in ours.model.modules())
+    batch = collate(rows(2))
+    for one in (plain, ours):
+        one.model.eval()
+    assert ours.model(**batch).loss.item() == pytest.approx(
+        plain.model(**batch).loss.item(), rel=ROUNDING
+    )
 
 
 SETTINGS: dict[str, dict[str, Any]] = {

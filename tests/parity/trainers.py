@@ -74,7 +74,7 @@ def made(
     }
     options |= {name: changes.pop(name) for name in names if name in changes}
     if issubclass(kind, SluiceTrainer):
-        options["streaming"] = STREAMING
+        options["streaming"] = changes.pop("streaming", STREAMING)
     arguments = TrainingArguments(output_dir=str(folder / kind.__name__), **ARGUMENTS | changes)
     return kind(model=tiny("llama") if model is None else model, args=arguments, **options)
 

@@ -1,24 +1,34 @@
 """Plans of a Trainer's steps: what is read off its model and arguments."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from peft import IA3Config, LoraConfig, get_peft_model
-from transformers import TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from finetune.errors import ConfigError
+from finetune.integrations import stream
 from finetune.integrations.planned import plan_steps
 from finetune.integrations.trainer import SluiceTrainer, Streaming
 from offload.errors import DoesNotFitError
-from offload.plan.machine.machine import GIB, Machine, named_machine
+from offload.plan.machine.machine import GIB, MIB, Machine, named_machine
 from tests.parity.steps import MODELS, NUM_LAYERS, tiny
 
 CARD = named_machine("rtx3060", dtype="float32")
 
 
-def planned(folder: Path, model: Any, *, machine: Machine = CARD, **changes: Any) -> Any:
+def planned(
+    folder: Path,
+    model: Any,
+    *,
+    machine: Machine = CARD,
+    seq_len=64,
+    compute_dtype="float32",
+    **changes: Any,
+) -> Any:
     settings: dict[str, Any] = {
         "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": 3,
@@ -26,7 +36,7 @@ def planned(folder: Path, model: Any, *, machine: Machine = CARD, **changes: Any
         "use_cpu": True,
     }
     args = TrainingArguments(output_dir=str(folder), report_to="none", **settings | changes)
-    return plan_steps(model, args, seq_len=64, machine=machine)
+    return plan_steps(model, args, seq_len=seq_len, compute_dtype=compute_dtype, machine=machine)
 
 
 def test_the_request_is_what_model_and_arguments_say(tmp_path: Path) -> None:
@@ -46,13 +56,80 @@ def test_adapters_on_experts_are_counted(tmp_path: Path) -> None:
     assert (spec.experts, spec.targets) == (True, ("q_proj",))
 
 
-def test_streaming_is_as_planned(tmp_path: Path) -> None:
-    plan = planned(tmp_path, tiny("llama"))
-    streaming = Streaming.of(plan)
-    assert streaming.num_slots == plan.num_slots
-    assert streaming.kept_graphs == plan.num_kept_graphs
-    assert streaming.stash == ("host" if plan.request.is_stashed else "device")
-    assert streaming.head_chunk_tokens == plan.request.typical.head_chunk_tokens
+def wide(**changes: Any) -> Any:
+    """Return a model whose MLPs take most of the memory of a visit, if rows are long."""
+    config = LlamaConfig(
+        hidden_size=512,
+        intermediate_size=8192,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        vocab_size=32000,
+        max_position_embeddings=8192,
+    )
+    with torch.device("meta"):
+        return get_peft_model(LlamaForCausalLM(config), LoraConfig(r=4, **changes))
+
+
+@pytest.mark.parametrize("compute_dtype", ["float32", "auto"])
+def test_streaming_is_as_planned(tmp_path: Path, compute_dtype: str) -> None:
+    plan = planned(tmp_path, tiny("llama"), compute_dtype=compute_dtype)
+    assert asdict(Streaming.of(plan)) == {
+        "num_slots": plan.residency.num_slots,
+        "codec": "native",
+        "stash": "host" if plan.request.is_stashed else "device",
+        "head_chunk_tokens": plan.request.typical.head_chunk_tokens,
+        "kept_graphs": plan.residency.num_kept_graphs,
+        "kept_outputs": plan.residency.num_kept_outputs,
+        "sent_outputs": plan.residency.num_sent_outputs,
+        "sent_graphs": plan.residency.num_sent_graphs,
+        "mlp_chunk_tokens": plan.request.typical.mlp_chunk_tokens,
+        "layer_kernels": "plain",
+        "embeddings": plan.request.typical.embeddings,
+        "compute_dtype": compute_dtype,
+    }
+
+
+def test_all_settings_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings: dict[str, Any] = {
+        "num_slots": 3,
+        "codec": "int8",
+        "stash": "host",
+        "head_chunk_tokens": 5,
+        "kept_graphs": 1,
+        "kept_outputs": 2,
+        "sent_outputs": 3,
+        "sent_graphs": 4,
+        "mlp_chunk_tokens": 6,
+        "layer_kernels": "fused",
+        "embeddings": "host",
+    }
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(stream, "attach", lambda _model, **asked: given.update(asked))
+    Streaming(**settings).attach(tiny("llama"), device=torch.device("cpu"))
+    assert given == settings | {"device": "cpu"}
+
+
+def test_outputs_of_attention_are_kept_where_torchs_kernel_computes_it(tmp_path: Path) -> None:
+    card = replace(CARD, vram_bytes=1500 * MIB)
+    residency = planned(tmp_path, wide(), machine=card, seq_len=2048).residency
+    assert residency.num_kept_outputs + residency.num_sent_outputs == 8
+    model = wide()
+    model.set_attn_implementation("eager")
+    residency = planned(tmp_path, model, machine=card, seq_len=2048).residency
+    assert residency.num_kept_outputs + residency.num_sent_outputs == 0
+
+
+def test_where_a_step_does_not_fit_tiles_of_mlps_are_tried(tmp_path: Path) -> None:
+    card = replace(CARD, vram_bytes=1400 * MIB)
+    plan = planned(tmp_path, wide(), machine=card, seq_len=2048)
+    assert plan.request.typical.mlp_chunk_tokens == 512
+    with pytest.raises(DoesNotFitError):  # dropout is drawn for whole micro-batches
+        planned(tmp_path, wide(lora_dropout=0.1), machine=card, seq_len=2048)
+
+
+def test_where_weights_do_not_fit_the_embedding_is_in_ram(tmp_path: Path) -> None:
+    card = replace(CARD, vram_bytes=1060 * MIB)
+    assert planned(tmp_path, wide(), machine=card).request.typical.embeddings == "host"
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
