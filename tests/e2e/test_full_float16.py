@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from offload.plan.machine.machine import Machine
 from tests.e2e.runs import rows_of, run
+from tests.tiers import mostly_slow
 
 NUM_STEPS = 6
 
@@ -84,6 +85,21 @@ def test_overflows_are_survived_and_a_resume_keeps_factor_and_masters_to_the_bit
     shutil.rmtree(run_dir / "model")
     assert run(*words, "--resume") == 0
     assert_same(left_by(run_dir), whole)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("what", mostly_slow(["all", "adapter"], "all"))
+def test_a_forward_that_overflows_ends_the_run_and_names_the_module(
+    what, tmp_path, words, capsys
+) -> None:
+    file = tmp_path / "steep" / "model.safetensors"
+    weights = load_file(file)
+    weights["model.layers.2.self_attn.o_proj.weight"] *= 3e5
+    weights["model.layers.2.self_attn.v_proj.weight"] *= 1e3
+    save_file(weights, file, metadata={"format": "pt"})
+    assert run(*words, f"train.what={what}") == 1
+    said = capsys.readouterr().err
+    assert "overflows in float16, first in model.layers.2.self_attn.o_proj" in said
 
 
 WAYS = {

@@ -35,3 +35,12 @@ def test_other_models_are_not_looked_at() -> None:
     with first_overflow(model()) as found:
         run(model(), 60000.0)
     assert found == []
+
+
+def test_a_module_that_was_given_what_is_not_finite_is_left_out() -> None:
+    made = model()
+    with first_overflow(made) as found:
+        run(made, float("nan"))
+        assert found == []
+        run(made, 30000.0)
+    assert found == ["inner.second"]
