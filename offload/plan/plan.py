@@ -253,6 +253,7 @@ def costs_of(facts: ModelFacts, machine: Machine, request: PlanRequest) -> Costs
             whole.num_outer,
             dtype_bytes=typical.dtype_bytes,
             optimizer=outer_optimizer(typical.optimizer),
+            low_bytes=whole.low_bytes,
         )
         costs = with_owners(
             costs,

@@ -23,7 +23,6 @@ from offload.plan.facts.trainable import (
     module_parameters,
     outer_module_sizes,
     trained_tensor_shapes,
-    trains_head,
     whole_linears,
 )
 from offload.plan.facts.workload import Workload
@@ -34,19 +33,17 @@ from offload.plan.time.adapters import branches, dora_norm
 from offload.plan.time.attention import attention_backward, attention_work
 from offload.plan.time.expert_passes import Launches, RowPasses
 from offload.plan.time.optimizer import outer_update_s, rounding_work, update_work
-from offload.plan.time.pointwise import NORM, NORM_WEIGHT, pointwise_work
+from offload.plan.time.pointwise import pointwise_work
 from offload.plan.time.pricer import Pricer
+from offload.plan.time.tail import has_fused_loss, score_work, tail_work
 from offload.plan.time.tiles import tiling
 from offload.plan.time.work import Bound, Work
 
 Grade = Literal["spec", "probed", "calibrated"]
 
 GRADIENT_PASSES = 4  # a new gradient is written and read, the sum so far read and written
-FRONT_OPS, TAIL_OPS, TAIL_LOGIT_PASSES = 60, 40, 9
-# One operator reads the logits twice and writes their gradient, in place of TAIL_LOSS_OPS others.
-FUSED_LOGIT_PASSES, TAIL_LOSS_OPS = 3, 8
-# As of the tail, of what runs without a gradient; of a loss of pairs and its gradient.
-SCORE_OPS, SCORE_LOGIT_PASSES, FUSED_SCORE_PASSES, OBJECTIVE_OPS = 24, 4, 1, 20
+FRONT_OPS = 60
+OBJECTIVE_OPS = 20  # of a loss of pairs and its gradient
 H2D_LATENCY_S = 2e-5
 # Of a router besides its product: a softmax, the highest scores and their sum, and their gradients.
 ROUTER_OPS, ROUTER_BACKWARD_OPS = 5, 9
@@ -443,57 +440,6 @@ def _layer_cost(layer: LayerFacts, at: Pricer, graph_bytes: int) -> LayerCost:
     )
 
 
-def _loss(at: Pricer, *, num_chunks: int, is_fused: bool) -> Work:
-    """The passes over logits, and the operators of all chunks that are no product."""
-    tokens, vocab = at.workload.label_tokens, at.facts.num_outputs
-    if is_fused:
-        num_bytes = FUSED_LOGIT_PASSES * at.workload.dtype_bytes * tokens * vocab
-        num_ops = (TAIL_OPS - TAIL_LOSS_OPS) * num_chunks
-        calls = Work(num_calls=num_chunks)
-        return at.traffic(num_bytes, num_ops=num_ops, is_fused=True) + calls
-    return at.new_memory(
-        TAIL_LOGIT_PASSES * FP32_BYTES * tokens * vocab,
-        num_ops=TAIL_OPS * num_chunks,
-        tensor_bytes=FP32_BYTES * min(tokens, at.workload.head_chunk_tokens) * vocab,
-    )
-
-
-def _is_fused(at: Pricer) -> bool:
-    return at.workload.code_on(at.machine.device) == "fused"
-
-
-def _tail(at: Pricer, *, is_fused: bool) -> Work:
-    tokens, hidden, vocab = at.workload.label_tokens, at.facts.hidden_size, at.facts.num_outputs
-    num_chunks = math.ceil(tokens / at.workload.head_chunk_tokens)
-    head = at.gemm(tokens, hidden, vocab) + at.gemm(tokens, vocab, hidden)
-    norm_passes = NORM.forward + NORM.backward + NORM_WEIGHT.forward + NORM_WEIGHT.backward
-    norm = at.traffic(norm_passes * FP32_BYTES * tokens * hidden, num_ops=0)
-    tail = head + norm + _loss(at, num_chunks=num_chunks, is_fused=is_fused)
-    trained = outer_module_sizes(at.facts, at.workload.adapter)
-    if trains_head(at.facts, trained):
-        sums = at.added_up(at.facts.num_outputs * hidden, num_tensors=1)
-        tail = tail + at.gemm(hidden, tokens, vocab) + sums.times(num_chunks)
-    return tail
-
-
-def _score(at: Pricer, *, is_fused: bool) -> Work:
-    """The forward of the tail, and the log-probabilities of the labels."""
-    tokens, hidden, vocab = at.workload.label_tokens, at.facts.hidden_size, at.facts.num_outputs
-    num_chunks = math.ceil(tokens / at.workload.head_chunk_tokens)
-    norm_passes = NORM.forward + NORM_WEIGHT.forward
-    norm = at.traffic(norm_passes * FP32_BYTES * tokens * hidden, num_ops=0)
-    products = at.gemm(tokens, hidden, vocab) + norm
-    if is_fused:
-        num_bytes = FUSED_SCORE_PASSES * at.workload.dtype_bytes * tokens * vocab
-        calls = Work(num_calls=num_chunks)
-        return products + at.traffic(num_bytes, num_ops=SCORE_OPS * num_chunks) + calls
-    return products + at.new_memory(
-        SCORE_LOGIT_PASSES * FP32_BYTES * tokens * vocab,
-        num_ops=SCORE_OPS * num_chunks,
-        tensor_bytes=FP32_BYTES * min(tokens, at.workload.head_chunk_tokens) * vocab,
-    )
-
-
 def with_objective(
     costs: Costs,
     facts: ModelFacts,
@@ -517,13 +463,13 @@ def with_objective(
             operator does.
     """
     at = Pricer(machine=machine, facts=facts, workload=workload)
-    is_fused = _is_fused(at) and not has_top
-    tail_s = _tail(at, is_fused=is_fused).seconds(machine)
+    is_fused = has_fused_loss(at) and not has_top
+    tail_s = tail_work(at, is_fused=is_fused).seconds(machine)
     return replace(
         costs,
         tail_s=tail_s,
         top_s=tail_s - costs.tail_s,
-        score_s=_score(at, is_fused=is_fused).seconds(machine),
+        score_s=score_work(at, is_fused=is_fused).seconds(machine),
         objective_s=at.traffic(0, num_ops=OBJECTIVE_OPS).seconds(machine),
         num_scored=num_scored,
         num_references=num_references,
@@ -596,7 +542,7 @@ def price(
         layers=tuple(shapes[layer] for layer in facts.layers),
         front_s=at.traffic(embedded_bytes, num_ops=front_ops).seconds(machine),
         front_backward_s=_front_backward(at).seconds(machine),
-        tail_s=_tail(at, is_fused=_is_fused(at)).seconds(machine),
+        tail_s=tail_work(at, is_fused=has_fused_loss(at)).seconds(machine),
         optimizer_s=_optimizer(at).seconds(machine),
         h2d_bytes_per_s=load_bytes_per_s,
         h2d_latency_s=H2D_LATENCY_S,
