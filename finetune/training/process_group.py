@@ -46,7 +46,7 @@ from finetune.exits import end_at_once
 from finetune.training.ranks import Ranks
 from finetune.training.world.heartbeat import BEAT_S, STOPPED_S, Heartbeat
 from finetune.training.world.meeting import meet, opened_store
-from finetune.training.world.parcel import memory_of, packed, unpacked
+from finetune.training.world.parcel import memory_of, packed, parts_of, unpacked
 from finetune.training.world.surroundings import surroundings
 from offload.errors import SluiceError
 from offload.plan.facts.linears import FP32_BYTES
@@ -256,7 +256,7 @@ class ProcessGroup(Ranks):
         # All memory is allocated: from here on no rank can fail alone and leave others waiting.
         gathered = self._exchange(missing, limit_s=self._step_timeout_s())
         with self._connected():
-            for part in _parts(gradients, max_elements=num_elements):
+            for part in parts_of(gradients, max_elements=num_elements):
                 if is_ordered:
                     self._sum_in_order(part, bucket, dtype)
                 else:
@@ -270,7 +270,7 @@ class ProcessGroup(Ranks):
         bucket = self._bucket_for(num_elements, like=tensors[0])
         self._exchange(None, limit_s=self._step_timeout_s())  # see `sum_gradients`
         with self._connected():
-            for part in _parts(tensors, max_elements=num_elements):
+            for part in parts_of(tensors, max_elements=num_elements):
                 sizes = [piece.numel() for piece in part]
                 flat = bucket[: sum(sizes)]
                 if self.is_main:
@@ -589,19 +589,6 @@ def _rank_error(what: str) -> RankError:
         hint="see what the others and the launcher show; `--resume` continues from the newest"
         " checkpoint",
     )
-
-
-def _parts(gradients: Sequence[torch.Tensor], *, max_elements: int) -> Iterator[list[torch.Tensor]]:
-    """Cut tensors, as flat views, into parts that fit the bucket."""
-    part: list[torch.Tensor] = []
-    num_elements = 0
-    for piece in (piece for g in gradients for piece in g.view(-1).split(max_elements)):
-        if num_elements + piece.numel() > max_elements:
-            yield part
-            part, num_elements = [], 0
-        part.append(piece)
-        num_elements += piece.numel()
-    yield part
 
 
 def _digest(parameters: Mapping[str, torch.Tensor]) -> str:

@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from offload.plan.machine.machine import Machine
 from tests.e2e.broken_rank import FAILS_AT
 from tests.e2e.forked import Forked
+from tests.e2e.full_runs import assert_same_runs, full_recipe, weights
 from tests.e2e.runs import losses, rows_of, run
-from tests.e2e.test_full_training import assert_same_runs, full_recipe, weights
 
 REORDER = 1e-5  # sums are made in another order
 KINDS = ("gradient", "update", "await", "reduce")

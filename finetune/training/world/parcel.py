@@ -6,6 +6,7 @@ GB, in which a process gives no sign of life. So tensors in host memory travel a
 
 import io
 import pickle
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +33,21 @@ def unpacked(content: bytes | memoryview) -> tuple[Any, list[torch.Tensor]]:
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bytes of a contiguous tensor, (N,), in its own memory."""
     return tensor.view(-1).view(torch.uint8)
+
+
+def parts_of(
+    gradients: Sequence[torch.Tensor], *, max_elements: int
+) -> Iterator[list[torch.Tensor]]:
+    """Cut tensors, as flat views, into parts that fit the bucket."""
+    part: list[torch.Tensor] = []
+    num_elements = 0
+    for piece in (piece for g in gradients for piece in g.view(-1).split(max_elements)):
+        if num_elements + piece.numel() > max_elements:
+            yield part
+            part, num_elements = [], 0
+        part.append(piece)
+        num_elements += piece.numel()
+    yield part
 
 
 class _Pickler(pickle.Pickler):
