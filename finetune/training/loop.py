@@ -434,10 +434,7 @@ class Loop:
 
     @contextmanager
     def _evaluated(self) -> Iterator[None]:
-        """Compute with this run's adapter, in evaluation mode.
-
-        Updates are made first: other ranks wait for this one's, even if it has no row to compute.
-        """
+        """Compute with this run's adapter, in evaluation mode, once all ranks' updates are made."""
         if isinstance(self._engine, Engine):
             self._engine.updates.flush()
         self._model.eval()

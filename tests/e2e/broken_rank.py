@@ -129,21 +129,21 @@ def in_update(act: Callable[[], None]) -> None:
 
     It has one of them, and the other rank waits for both.
     """
-    update, deferred, updated = LateUpdates.run, LateUpdates.defer, list[int]()
+    run, deferred, updated = LateUpdates.run, LateUpdates.defer, list[int]()
     steps: list[int] = []
 
     def begun() -> None:
         steps.append(FAILING_STEP)
 
-    def deferring(self: LateUpdates, how: Callable[[LayerUpdate], None]) -> None:
-        deferred(self, how)
+    def deferring(self: LateUpdates, update: Callable[[LayerUpdate], None]) -> None:
+        deferred(self, update)
         updated[:] = []
 
     def broken(self: LateUpdates, layer: int) -> None:
         updated.append(layer)
         if steps and len(updated) == 2:
             act()
-        update(self, layer)
+        run(self, layer)
 
     in_step(begun)
     LateUpdates.run = broken  # type: ignore[method-assign]

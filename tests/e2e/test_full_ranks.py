@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from offload.plan.machine.machine import Machine
 from tests.e2e.broken_rank import FAILS_AT
 from tests.e2e.forked import Forked
+from tests.e2e.full_runs import assert_same_runs, full_recipe, weights
 from tests.e2e.runs import losses, rows_of, run
-from tests.e2e.test_full_training import assert_same_runs, full_recipe, weights
 
 REORDER = 1e-5  # sums are made in another order
 KINDS = ("gradient", "update", "await", "reduce")
@@ -154,14 +154,14 @@ def test_two_ranks_train_as_one_process_does_and_twice_to_the_bit(
 def test_a_killed_rank_ends_the_other_and_the_run_resumes_to_the_bit(
     seed, tmp_path, write_recipe, machine_file, forked
 ) -> None:
-    recipe, whole = full_recipe(write_recipe), tmp_path / "whole"
+    recipe, whole = full_recipe(write_recipe, steps=16), tmp_path / "whole"
     words = ("finetune", recipe, "--machine", machine_file)
     start_two(forked, *words, f"output.dir={whole}")
     metrics, chance = tmp_path / "run" / "metrics.jsonl", random.Random(seed)
     main, other = forked.start_ranks(*words)
     goal = chance.randrange(2, 6)
     other.wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= goal)
-    time.sleep(chance.random() * 0.3)
+    time.sleep(chance.random() * 0.1)
     assert other.end(signal.SIGKILL) == -signal.SIGKILL
     killed_s = time.monotonic()
     assert main.end() == 1
@@ -169,7 +169,7 @@ def test_a_killed_rank_ends_the_other_and_the_run_resumes_to_the_bit(
     assert "rank 1 is gone or does not answer" in " ".join(main.shown.split()), main.shown
     start_two(forked, *words, "--resume")
     assert_same_runs(tmp_path / "run", whole)
-    found, expected = checkpoint(tmp_path / "run", 6), checkpoint(whole, 6)
+    found, expected = checkpoint(tmp_path / "run", 16), checkpoint(whole, 16)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
@@ -209,6 +209,12 @@ def test_machines_train_with_owners_each_and_the_same_weights(
     ranks = forked.start_machines(*words, sizes=sizes, more=more)
     assert [rank.end() for rank in ranks] == [0] * len(ranks), [rank.shown for rank in ranks]
     assert_as_one(tmp_path / "run", tmp_path / "one")
+    before = checkpoint(tmp_path / "run", 6)
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-0000006")
+    ranks = forked.start_machines(*words, "--resume", sizes=sizes, more=more)
+    assert [rank.end() for rank in ranks] == [0] * len(ranks), [rank.shown for rank in ranks]
+    after = checkpoint(tmp_path / "run", 6)
+    assert all(torch.equal(after[name], before[name]) for name in before)
 
 
 @pytest.mark.slow

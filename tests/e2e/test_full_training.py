@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -20,43 +19,15 @@ from offload.plan import endurance
 from offload.plan.facts.optimizer import HOST_STATES
 from offload.plan.machine.machine import Machine
 from offload.plan.memory.host import STATE_RING
+from tests.e2e.full_runs import assert_same_runs, full_recipe
 from tests.e2e.runs import losses, rows_of, run
 from tests.tiers import mostly_slow
-
-
-def full_recipe(
-    write_recipe: Any, *, dtype: str = "float32", what: object = "all", **train: object
-) -> Path:
-    recipe: Path = write_recipe(
-        model={"dtype": dtype},
-        train={"what": what, "lr": 0.003, "max_grad_norm": 0.5, **train},
-        output={"eval_every": 3},
-    )
-    content = yaml.safe_load(recipe.read_text())
-    del content["adapter"]
-    recipe.write_text(yaml.safe_dump(content))
-    return recipe
-
-
-def weights(run_dir: Path) -> dict[str, torch.Tensor]:
-    return {
-        name: tensor
-        for file in (run_dir / "model").glob("*.safetensors")
-        for name, tensor in load_file(file).items()
-    }
 
 
 def load_whole(folder: Path) -> tuple[Any, dict[str, Any]]:
     """Return what plain transformers loads, and what it says about it."""
     found: Any = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     return found[0], found[1]
-
-
-def assert_same_runs(one: Path, other: Path) -> None:
-    assert losses(one) == losses(other)
-    a, b = weights(one), weights(other)
-    assert a.keys() == b.keys()
-    assert all(torch.equal(a[name], b[name]) for name in a)
 
 
 @pytest.mark.thorough

@@ -129,7 +129,10 @@ class StepBound:
             graph_back_s=tuple(cost.back_s(has_graph=True) for cost in costs.layers),
             decodes_s=tuple(cost.decode_s for cost in costs.layers),
             device_updates_s=tuple(cost.device_update_s for cost in costs.layers),
-            host_updates_s=tuple(cost.host_update_s for cost in costs.layers),
+            host_updates_s=tuple(
+                cost.update_s - cost.device_update_s if cost.await_s is None else 0.0
+                for cost in costs.layers
+            ),
             first_loads_s=tuple(_first_load_s(costs, layer) for layer in range(len(costs.layers))),
             fetch_s=costs.h2d_latency_s + stashed_bytes / costs.fetch_bytes_per_s,
         )

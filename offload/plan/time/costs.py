@@ -60,18 +60,15 @@ class LayerCost:
         backward_s: Recompute, and backward to the layer's input and its adapters.
         recompute_s: The part of `backward_s` that is saved if the layer is not checkpointed.
         recompute_frac: What a recompute takes of a forward's time: it leaves out what is not read.
-        attention_s: The part of `recompute_s` that is saved if the recompute is given the output of
-            its attention; 0 where no fused kernel computes it.
+        attention_s: What of `recompute_s` its attention's output saves; 0 without a fused kernel.
         pack_s: Copying that output to the buffer that it is sent from.
         output_bytes: Of that output and its log-sum-exp.
         graph_bytes: Of all that autograd saves of a visit; 0 if no graph is to be sent.
         graph_pack_s: Copying that to the buffer that it is sent from.
         reference_s: Forward without adapters, as a reference computes it.
         update_s: Updating its weights, once per step; 0 if they are frozen.
-        await_s: Waiting for its update by another rank of the machine, from the end of the wait
-            before; None if this rank makes it.
-        brought_bytes: Gradients and states that come to the device for that; 0 if it is made on
-            the host.
+        await_s: Waiting for another rank's update, after the wait before; None if it is made here.
+        brought_bytes: Gradients and states that come to the device for that; 0 if none do.
         decode_s: Decoding: once per visit, whatever the number of micro-batches.
         weight_bytes: What one load moves.
         forward_flops: Of the forward.
@@ -102,11 +99,6 @@ class LayerCost:
     def device_update_s(self) -> float:
         """Updating its weights on the device; 0 if that is done on the host."""
         return self.update_s if self.brought_bytes else 0.0
-
-    @property
-    def host_update_s(self) -> float:
-        """Updating its weights on the host; 0 if the device or another rank does that."""
-        return self.update_s - self.device_update_s if self.await_s is None else 0.0
 
     def forth_s(self, *, is_sent: bool, has_graph: bool = False) -> float:
         """Return the seconds of a forward visit, with a copy of what is sent."""

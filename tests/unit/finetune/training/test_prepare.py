@@ -8,7 +8,6 @@ import pytest
 import torch
 from rich.console import Console
 
-from finetune.errors import ConfigError
 from finetune.planning.subject import subject_of
 from finetune.report.screen import Screen
 from finetune.run.run_dir import RunDir
@@ -55,8 +54,7 @@ def test_what_is_left_open_is_what_the_plan_says_is_faster_and_why() -> None:
 
 def test_processes_on_a_cpu_stream_unless_they_are_told_otherwise(desk: Machine) -> None:
     assert way_of(AUTO, ranks=EightRanks(), machine=desk) == ("stream", "")
-    with pytest.raises(ConfigError, match=r"`train\.parallel: fsdp2`"):
-        way_of(AUTO, "train.what=all", ranks=EightRanks(), machine=desk)
+    assert way_of(AUTO, "train.what=all", ranks=EightRanks(), machine=desk) == ("stream", "")
 
 
 @pytest.fixture

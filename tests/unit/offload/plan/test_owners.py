@@ -44,12 +44,12 @@ def test_a_layer_is_loaded_once_its_owner_has_updated_it_while_all_share_the_mem
         kind: {s.layer: s for s in timeline.spans if s.kind is kind}
         for kind in (Kind.UPDATE, Kind.AWAIT)
     }
-    assert sorted(spans[Kind.UPDATE]) == [*range(0, 36, 2)]
-    assert sorted(spans[Kind.AWAIT]) == [*range(1, 36, 2)]
+    assert [*spans[Kind.UPDATE]] == [*range(0, 36, 2)]
+    assert [*spans[Kind.AWAIT]] == [*range(1, 36, 2)]
     for span in spans[Kind.AWAIT].values():
         assert span.lane is Lane.NETWORK
     one_s = alone.costs.layers[0].update_s
-    first_loads = {}
+    first_loads: dict[int | None, float] = {}
     for span in timeline.spans:
         if span.kind is Kind.LOAD:
             first_loads.setdefault(span.layer, span.start_s)

@@ -40,7 +40,7 @@ class Threads(Ranks):
 
 
 def on_all(make: Callable[[Threads], object]) -> list:
-    barrier, values = threading.Barrier(NUM), [None] * NUM
+    barrier, values = threading.Barrier(NUM), list[object]([None] * NUM)
     ranks = [Threads(index, barrier, values) for index in range(NUM)]
     with ThreadPoolExecutor(NUM) as pool:
         return list(pool.map(make, ranks))
