@@ -53,8 +53,7 @@ def add_prefix(model: PreTrainedModel, adapter: AdapterSection, *, seed: int) ->
         prefix_projection=adapter.method == "prefix_mlp",
         task_type="CAUSAL_LM",
     )
-    if why_not := _why_not(model):
-        raise _refusal(model, adapter, why_not)
+    require_plain_cache(model, adapter)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
@@ -104,6 +103,16 @@ def _refusal(model: PreTrainedModel, adapter: AdapterSection, why_not: str) -> C
         limit=f"{why_not}, and a prefix is plain keys and values of each layer",
         hint="`adapter.method: lora`",
     )
+
+
+def require_plain_cache(model: PreTrainedModel, adapter: AdapterSection) -> None:
+    """Refuse a model, with or without weights, whose layers keep no plain keys and values.
+
+    Raises:
+        ConfigError: They keep something else.
+    """
+    if why_not := _why_not(model):
+        raise _refusal(model, adapter, why_not)
 
 
 def _why_not(model: Any) -> str:

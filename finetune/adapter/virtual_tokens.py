@@ -25,6 +25,7 @@ from finetune.recipe.sections import AdapterSection
 
 ENCODER = "virtual_tokens"
 """Name of peft's encoder within the embedding."""
+_VIRTUAL = ("prompt", "p", "prefix", "prefix_mlp", "multitask_prompt")
 
 
 def add_virtual_tokens(model: PreTrainedModel, adapter: AdapterSection, *, seed: int) -> PeftModel:
@@ -70,7 +71,7 @@ def refuse_virtual(method: str) -> None:
     Raises:
         ConfigError: It is one.
     """
-    if method.lower().removesuffix("_tuning") in ("prompt", "p", "prefix", "multitask_prompt"):
+    if method.lower().removesuffix("_tuning") in _VIRTUAL:
         raise ConfigError(
             f"an adapter of the method {method}, and rows without virtual tokens",
             limit="only a run that trains puts them in front, and `chat` and `generate` a prefix",

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from peft import LoraConfig, PeftModel
 from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.variants import DoraLinearVariant
 from torch import nn
 from transformers import TrainingArguments
 
@@ -74,7 +75,10 @@ def plan_steps(
         seq_len=seq_len,
         label_tokens=num_rows * seq_len,
         head_chunk_tokens=HEAD_CHUNK_TOKENS,
-        adapter=replace(_adapter_spec(model, facts), is_in_base_dtype=compute_dtype == "auto"),
+        adapter=replace(
+            _adapter_spec(model, facts),
+            is_in_base_dtype=compute_dtype == "auto" and _has_plain_branches(model),
+        ),
         optimizer=_STATES.get(str(getattr(args.optim, "value", args.optim)), "adamw"),
         dtype_bytes=dtype.itemsize,
         codec=codec,
@@ -119,6 +123,15 @@ def _dtype(base: nn.Module) -> torch.dtype:
             hint=f"`from_pretrained(..., dtype=torch.bfloat16)`, or {_SLOTS}",
         )
     return found.pop()
+
+
+def _has_plain_branches(model: PeftModel) -> bool:
+    """Return whether no adapter has a bias, or a variant of LoRA that peft alone computes."""
+    layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    kinds = {type(kind) for layer in layers for kind in layer.lora_variant.values()}
+    configs: list[Any] = list(model.peft_config.values())
+    has_bias = any(config.lora_bias or config.bias != "none" for config in configs)
+    return not has_bias and kinds <= {DoraLinearVariant}
 
 
 def _adapter_spec(model: PeftModel, facts: ModelFacts) -> AdapterSpec:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from peft import PeftModel
 
-from finetune.adapter.linear_lora import compute_in_base_dtype
+from finetune.adapter.linear_lora import compute_by_peft, compute_in_base_dtype
 from finetune.errors import ConfigError, DataError
 from offload import attach
 from offload.engine.batch import IGNORED, ROW_LENS, Batch
@@ -101,9 +101,14 @@ class Streaming:
                 " `train.what: all` trains all weights",
             )
         settings = asdict(self)
+        compute_by_peft(model)  # an engine that was detached by itself has left it as it was
         if settings.pop("compute_dtype") == "auto":
             compute_in_base_dtype(model)
-        return attach(model, device=str(device), **settings)
+        try:
+            return attach(model, device=str(device), **settings)
+        except BaseException:
+            compute_by_peft(model)
+            raise
 
 
 @dataclass(kw_only=True)

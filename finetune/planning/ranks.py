@@ -132,7 +132,7 @@ def require_owners(recipe: Recipe, *, num_ranks: int) -> None:
             raise ConfigError(
                 f"{what} and train.what: {train.what}, with {num_ranks} processes",
                 limit=limit,
-                hint=f"{hint}, or one process",
+                hint=f"{hint}, from the start of a run; or one process",
             )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.adapter.targets import chosen_targets
+from finetune.adapter.virtual_tokens import refuse_virtual
 from finetune.errors import CheckpointError, ConfigError
 from finetune.files.adapter import WEIGHTS_FILE, read_adapter_config, refuse_classifier
 from finetune.files.tensors import read_known_header
@@ -104,6 +105,7 @@ def _checkpoints_of(run: RunDir, recipe: Recipe, notes: list[str]) -> list[Conte
             limit="adapters share the base that is loaded, other weights cannot",
             hint=f"`sluice score {run.model} ROWS` scores the trained model, by itself",
         )
+    refuse_virtual(begun.adapter.method)
     steps = run.checkpoints.steps()
     if not steps:
         raise CheckpointError(

@@ -198,9 +198,15 @@ def require_ready(recipe: Recipe, facts: ModelFacts, machine: Machine, *, num_ra
 
     Raises:
         UnsupportedModelError: The recipe asks for a router loss of another kind than is known.
+        ConfigError: It asks for a prefix, and layers keep anything but plain keys and values.
         ModelError: The weights are not here and cannot be fetched.
     """
     _require_router_loss(recipe)
+    if recipe.adapter.is_prefix:
+        from finetune.adapter.prefix import require_plain_cache
+        from finetune.model.empty import empty_of
+
+        require_plain_cache(empty_of(recipe.model), recipe.adapter)
     path = recipe.model.path
     if recipe.model.init == "random" or path is None or has_weights(path):
         return

@@ -65,3 +65,6 @@ def test_a_run_is_evaluated_answers_resumes_and_chats_as_plain_peft(
         capsys.readouterr()
         assert run(*command) != 0, command
         assert "PREFIX_TUNING" in capsys.readouterr().err
+    scored = ("score", words[1], rows_file, "--checkpoints", run_dir, "--machine", machine_file)
+    assert run(*scored) != 0
+    assert "an adapter of the method prefix" in capsys.readouterr().err

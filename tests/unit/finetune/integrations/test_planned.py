@@ -89,6 +89,16 @@ def test_streaming_is_as_planned(tmp_path: Path, compute_dtype: str) -> None:
     }
 
 
+@pytest.mark.parametrize("own", [{"lora_bias": True}, {"bias": "lora_only"}])
+def test_branches_with_a_bias_are_planned_as_peft_computes_them(
+    tmp_path: Path, own: dict[str, Any]
+) -> None:
+    config = LoraConfig(r=4, target_modules=["q_proj"], **own)
+    model = get_peft_model(MODELS["gpt_oss"](), config)
+    plan = planned(tmp_path, model, compute_dtype="auto")
+    assert not plan.request.typical.adapter.is_in_base_dtype
+
+
 def test_all_settings_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     settings: dict[str, Any] = {
         "num_slots": 3,

@@ -1,11 +1,14 @@
 """What virtual tokens in front of rows cannot be combined with is refused, with the fix."""
 
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, get_args
 
 import pytest
 
+from finetune.adapter.virtual_tokens import refuse_virtual
+from finetune.errors import ConfigError
 from finetune.recipe.adapter_rules import broken_method_rules
-from finetune.recipe.sections import Settings
+from finetune.recipe.sections import AdapterSection, Settings
 
 
 def settings(**sections: dict[str, Any]) -> Settings:
@@ -28,6 +31,17 @@ def test_virtual_tokens_are_in_front_of_rows_of_one_objective(method: str) -> No
     assert found.adapter.num_in_front == 8
     assert found.adapter.num_in_rows == (0 if method.startswith("prefix") else 8)
     assert settings(adapter={"method": "lora"}).adapter.num_in_front == 0
+
+
+METHODS = get_args(AdapterSection.model_fields["method"].annotation)
+
+
+@pytest.mark.parametrize("method", [*METHODS, "PREFIX_TUNING", "P_TUNING", "LORA"])
+def test_virtual_tokens_are_refused_where_rows_have_none(method: str) -> None:
+    words = {"prompt", "p_tuning", "prefix", "prefix_mlp", "PREFIX_TUNING", "P_TUNING"}
+    refused = pytest.raises(ConfigError, match=f"an adapter of the method {method}, and rows")
+    with refused if method in words else nullcontext():
+        refuse_virtual(method)
 
 
 @pytest.mark.parametrize(
