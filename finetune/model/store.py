@@ -79,7 +79,11 @@ def weights_digest(section: ModelSection, codec: CodecName, *, on_file: Callable
 
 
 def layer_store(
-    section: ModelSection, codec: CodecName, device: str, on_put: "OnPut"
+    section: ModelSection,
+    codec: CodecName,
+    device: str,
+    on_put: "OnPut",
+    on_wait: Callable[[], None] = lambda: None,
 ) -> "tuple[Store, tuple[str, ...]]":
     """Open the store of a model's weights, which is written first if necessary.
 
@@ -88,6 +92,7 @@ def layer_store(
         codec: Of the layers in the store.
         device: What encodes them.
         on_put: Called with the progress of writing.
+        on_wait: Called now and then while another process writes it.
 
     Returns:
         The store, and what the user should know about it.
@@ -103,7 +108,7 @@ def layer_store(
     path, dtype = section.path, section.dtype
     assert path is not None
     file = store_path(path, dtype, codec)
-    with sole_builder(file):
+    with sole_builder(file, on_wait):
         try:
             return _open_store(path, dtype, codec, file)
         except StoreError as error:

@@ -323,6 +323,7 @@ def load_adapted(runs: Sequence[Run], plan: Plan) -> Adapted:
             experts_implementation=plan.experts_implementation,
             make_slab=_shared_slab(ranks, run.device, place.node, is_trained=recipe.train.is_full),
             on_put=on_put,
+            on_wait=ranks.mark,
         )
     set_router_loss(loaded.model, recipe.train.router_loss_coef)
     shared = None

@@ -111,6 +111,7 @@ class Engine(Attached):
             device = open_device(
                 device,
                 is_staged=self._host.is_staged or options.uses_host_lane,
+                returns_sums=options.owned_layers is not None,
                 prepare_thread=self._host.prepare_thread,
             )
         self._device = device
@@ -558,23 +559,20 @@ class Engine(Attached):
         executor = self._bound.executor
         layers = self._options.residency.sent_graphs(len(self.layer_bytes))
         for batch in sorted(batches, key=lambda batch: -batch.inputs["input_ids"].numel()):
-            shape = batch.shape
-            if all(executor.found().graph_sizes.of(layer, shape) is not None for layer in layers):
-                continue
-            with self._pass() as schedule:
-                executor.measure(schedule, batch.inputs, layers)
+            known = executor.found().graph_sizes
+            if any(known.of(layer, batch.shape) is None for layer in layers):
+                with self._pass() as schedule:
+                    executor.measure(schedule, batch.inputs, layers)
 
     @contextmanager
     def _consistent(self, ring_after: Ring) -> Iterator[None]:
-        """Open the parameters for a pass, and record what the ring holds afterwards.
-
-        If the pass fails, the ring's contents are unknown.
-        """
+        """Open the parameters for a pass, and record what the ring holds; nothing if it fails."""
         with self._seal.opened():
             try:
                 yield
             except BaseException:
                 self._ring = cold_ring(len(self._ring))
+                self.updates.give_up()
                 self._device.abort()
                 raise
             finally:

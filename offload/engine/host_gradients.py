@@ -57,6 +57,9 @@ class OtherOwners(Protocol):
     def await_updated(self, layer: int, number: int) -> None:
         """Wait until the process that has a layer has updated it."""
 
+    def give_up(self) -> None:
+        """End the waits of this process with an error: it fails, and others may wait for it."""
+
 
 class HostGradients:
     """The masters of all layers, and the memory of their gradients on both sides."""
@@ -381,6 +384,11 @@ class LateUpdates:
                 self.file.write(layer)
         for layer in sorted(self._layers):
             self.wait_for(layer)
+
+    def give_up(self) -> None:
+        """Wait for no other process any more: a pass has failed, and cannot be made up for."""
+        if self._others is not None:
+            self._others.give_up()
 
     def close(self) -> None:
         """Flush, unless processes share the memory: then those that read it have flushed.

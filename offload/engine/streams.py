@@ -172,6 +172,7 @@ class CudaDevice:
         torch_device: torch.device,
         *,
         is_staged: bool,
+        returns_sums: bool = False,
         prepare_thread: Callable[[], object] = stay_put,
     ) -> None:
         """Create the streams of this device.
@@ -180,6 +181,8 @@ class CudaDevice:
             torch_device: The GPU.
             is_staged: Whether a thread issues the loads: they pass a staging ring or wait for
                 updates on the host, or the driver makes it wait for each.
+            returns_sums: Whether a thread issues the d2h lane: gradients leave once they are added
+                up over ranks, and the caller would wait for that before the next visit.
             prepare_thread: Called first on each thread that reads or issues.
         """
         self.torch_device = torch_device
@@ -192,7 +195,8 @@ class CudaDevice:
         self._base = torch.cuda.Event(enable_timing=True)
         self._start_s = time.perf_counter()
         loading = (Lane.HOST, Lane.H2D, Lane.DISK) if is_staged else ()
-        self._issued_by_thread = (*loading, Lane.NETWORK)
+        returning = (Lane.D2H,) if returns_sums else ()
+        self._issued_by_thread = (*loading, *returning, Lane.NETWORK)
         self._workers = Workers(
             self._issued_by_thread,
             clock_s=lambda: time.perf_counter() - self._start_s,
@@ -320,11 +324,20 @@ def _no_device(name: str, limit: str) -> OffloadError:
 
 
 def open_device(
-    torch_device: torch.device, *, is_staged: bool, prepare_thread: Callable[[], object] = stay_put
+    torch_device: torch.device,
+    *,
+    is_staged: bool,
+    returns_sums: bool = False,
+    prepare_thread: Callable[[], object] = stay_put,
 ) -> Device:
-    """Return the lanes for a `cpu` or `cuda` device."""
+    """Return the lanes for a `cpu` or `cuda` device; arguments as of `CudaDevice`."""
     if torch_device.type == "cuda":
         # With its index: for a lane's own thread, "cuda" alone is always the first one.
         torch_device = torch.empty(0, device=torch_device).device
-        return CudaDevice(torch_device, is_staged=is_staged, prepare_thread=prepare_thread)
+        return CudaDevice(
+            torch_device,
+            is_staged=is_staged,
+            returns_sums=returns_sums,
+            prepare_thread=prepare_thread,
+        )
     return CpuDevice(prepare_thread=prepare_thread)

@@ -146,7 +146,7 @@ def open_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
     """Return what opens CUDA lanes over a made-up `torch.cuda`."""
     opened: list[FakeCuda] = []
 
-    def opening(*, seed: int, is_staged: bool) -> FakeCudaDevice:
+    def opening(*, seed: int, is_staged: bool, returns_sums: bool = False) -> FakeCudaDevice:
         cuda = FakeCuda(seed)
         opened.append(cuda)
         monkeypatch.setattr(torch.cuda, "Stream", lambda _device: FakeStream(cuda))
@@ -154,7 +154,7 @@ def open_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
         monkeypatch.setattr(torch.cuda, "current_stream", cuda.current_stream)
         monkeypatch.setattr(torch.cuda, "stream", cuda.stream)
         monkeypatch.setattr(torch.cuda, "device", lambda _device: nullcontext())
-        device = FakeCudaDevice(torch.device("cpu"), is_staged=is_staged)
+        device = FakeCudaDevice(torch.device("cpu"), is_staged=is_staged, returns_sums=returns_sums)
         device.cuda = cuda
         return device
 
@@ -183,23 +183,30 @@ def attached(
 
 
 @pytest.mark.parametrize(
-    ("seed", "is_staged", "num_staging"),
+    ("seed", "is_staged", "num_staging", "returns_sums"),
     mostly_slow(
         [
             (seed, *staging)
             for seed in range(2)
-            for staging in ((False, 0), (True, 0), (True, 1), (True, 3))
+            for staging in (
+                (False, 0, False),
+                (True, 0, False),
+                (True, 1, False),
+                (True, 3, False),
+                (True, 0, True),
+                (True, 3, True),
+            )
         ],
-        (1, True, 3),
+        (1, True, 3, True),
     ),
 )
 def test_move_streams_that_run_apart_give_the_bits_of_the_resident_step(
-    open_device: Open, seed: int, *, is_staged: bool, num_staging: int
+    open_device: Open, seed: int, *, is_staged: bool, num_staging: int, returns_sums: bool
 ) -> None:
     """Staged without buffers is for pageable memory: a thread waits for the driver."""
     model = tiny("qwen3")
     expected = resident("qwen3")
-    device = open_device(seed=seed, is_staged=is_staged)
+    device = open_device(seed=seed, is_staged=is_staged, returns_sums=returns_sums)
     engine = attached(model, device, num_staging=num_staging)
     first = engine.forward_backward(micro_batches(), dropout_seed=0)
     assert_equal((first.loss, gradients(model)), expected)

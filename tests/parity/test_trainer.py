@@ -163,14 +163,11 @@ def test_mlps_in_tiles_and_branches_in_the_base_dtype_differ_by_rounding(tmp_pat
 
 @pytest.mark.thorough
 def test_a_model_that_cannot_be_attached_is_left_to_peft(tmp_path: Path) -> None:
-    for streaming, error in (
-        (Streaming(num_slots=1, compute_dtype="auto"), OffloadError),
-        (Streaming(num_slots=2, kept_graphs=9, compute_dtype="auto"), OffloadError),
-    ):
-        model = tiny("llama")
-        with pytest.raises(error):
-            made(SluiceTrainer, tmp_path, model=model, streaming=streaming)
-        assert not any(isinstance(module, Linear) for module in model.modules())
+    model = tiny("llama")
+    refused = Streaming(num_slots=2, kept_graphs=9, compute_dtype="auto")
+    with pytest.raises(OffloadError):
+        made(SluiceTrainer, tmp_path, model=model, streaming=refused)
+    assert not any(isinstance(module, Linear) for module in model.modules())
     streaming = Streaming(num_slots=2, compute_dtype="auto")
     made(SluiceTrainer, tmp_path, model=model, streaming=streaming).engine.detach()
     assert any(isinstance(module, Linear) for module in model.modules())

@@ -46,7 +46,7 @@ class Owners:
         node = ranks.nodes[ranks.index]
         every = enumerate(ranks.exchange(owned))
         self._owner = {i: r for r, layers in every if ranks.nodes[r] == node for i in layers}
-        self._ranks = ranks
+        self._ranks, self._gives_up = ranks, False
         offsets = [*accumulate(state_bytes, initial=aligned(NUMBER_BYTES * len(state_bytes)))]
         memory = _shared(offsets[-1], ranks)
         numbers = memory[: NUMBER_BYTES * len(state_bytes)].view(torch.int64)
@@ -62,9 +62,24 @@ class Owners:
 
         Raises:
             RankError: The owner is gone, or does not come to it.
+            FinetuneError: This process has given up.
         """
         numbers = self._numbers
-        self._ranks.wait_until(lambda: bool(numbers[layer] >= number), rank=self._owner[layer])
+
+        def is_updated() -> bool:
+            return bool(numbers[layer] >= number)
+
+        self._ranks.wait_until(lambda: self._gives_up or is_updated(), rank=self._owner[layer])
+        if not is_updated():
+            raise FinetuneError(
+                f"layer {layer} has not been updated by the process that has it",
+                limit="this one has failed and waits for no other",
+                hint="see its error; `--resume` continues from the newest checkpoint",
+            )
+
+    def give_up(self) -> None:
+        """See `OtherOwners`."""
+        self._gives_up = True
 
 
 def _shared(num_bytes: int, ranks: Ranks) -> torch.Tensor:
@@ -79,9 +94,12 @@ def _shared(num_bytes: int, ranks: Ranks) -> torch.Tensor:
         )
 
     found = ranks.from_first_here(handle)
-    if found is None:
+    if own is not None and ranks.nodes.count(ranks.nodes[ranks.index]) == 1:
+        block = own
+    elif found is None:
         raise no_shared_memory()
-    block = own if own is not None else open_block(found, is_writable=True)
+    else:
+        block = own if own is not None else open_block(found, is_writable=True)
     ranks.exchange(None)  # all have mapped it
     if block.descriptor is not None:
         os.close(block.descriptor)

@@ -76,6 +76,8 @@ class FullUpdate:
         states: dict[str, States] = {}
         if ranks.num > 1:
             assert engine.updates.owned is not None, "as it was attached"
+            cpu = f"{torch.get_num_threads()}, {torch.backends.cpu.get_cpu_capability()}"
+            ranks.require_same("torch's threads and CPU code, by which updates round,", lambda: cpu)
             assert train.update != "device", "a rule of ranks"
             self._layouts = self._laid_out(train, matrices)
             sizes = [layout.num_bytes for layout in self._layouts]

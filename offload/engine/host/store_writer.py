@@ -7,11 +7,13 @@ full disk is found at once and not after an hour. No failure leaves a partial fi
 import errno
 import fcntl
 import os
+import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
+from typing import IO
 
 import torch
 from torch import nn
@@ -31,15 +33,20 @@ from offload.errors import TransferError
 from offload.plan.facts.layer_layout import PAGE_BYTES
 from offload.plan.machine.machine import GIB
 
+LOOK_S = 0.1  # between looks at another process's lock
 _DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextmanager
-def sole_builder(path: Path) -> Iterator[None]:
+def sole_builder(path: Path, on_wait: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Wait until no other process builds this store, and lock others out.
 
     After a wait, look again: the store may exist now. The lock ends with the process that holds it,
     so a kill leaves no lock.
+
+    Args:
+        path: Of the store.
+        on_wait: Called now and then while another process builds it.
 
     Raises:
         TransferError: The directory cannot be written.
@@ -47,11 +54,22 @@ def sole_builder(path: Path) -> Iterator[None]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = path.with_name(path.name + ".lock").open("w")
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        while not _is_locked(lock):
+            on_wait()
+            time.sleep(LOOK_S)
     except OSError as error:
         raise _failed(path, error, needed_bytes=0) from error
     with lock:
         yield
+
+
+def _is_locked(file: IO[str]) -> bool:
+    """Lock a file unless another process has it; return whether this one has it now."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 class StoreWriter:

@@ -51,6 +51,13 @@ def made(ranks: Threads) -> tuple[Threads, Owners]:
     return ranks, Owners(owned, state_bytes=(64, 0, 128), ranks=ranks)
 
 
+def test_a_rank_that_gives_up_waits_for_no_other_and_takes_nothing_for_updated() -> None:
+    ours = on_all(made)[1][1]
+    ours.give_up()
+    with pytest.raises(FinetuneError, match="layer 0 has not been updated by the process"):
+        ours.await_updated(0, 1)
+
+
 def test_ranks_of_a_machine_have_the_same_states_and_wait_for_the_owner() -> None:
     every = on_all(made)
     for (_, first), (ranks, second) in (every[:2], every[2:]):

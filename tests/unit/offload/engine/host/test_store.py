@@ -337,6 +337,20 @@ def test_a_directory_that_cannot_be_written_is_a_named_error(tmp_path: Path) -> 
         pass
 
 
+def test_who_waits_for_another_builder_is_called_until_it_has_ended(tmp_path: Path) -> None:
+    waits: list[int] = []
+
+    def on_wait() -> None:
+        waits.append(len(waits))
+        if len(waits) == 3:
+            builder.__exit__(None, None, None)
+
+    builder = sole_builder(tmp_path / "a.store")
+    builder.__enter__()
+    with sole_builder(tmp_path / "a.store", on_wait):
+        assert waits == [0, 1, 2]
+
+
 # ------------------------------------------------------------------------------------------ reading
 
 
