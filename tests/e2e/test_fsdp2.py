@@ -10,10 +10,10 @@ import pytest
 import torch
 import yaml
 from peft import PeftModel
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.e2e.faults import SECTIONS
+from tests.e2e.full_runs import weights
 from tests.e2e.runs import (
     LOSS_TOLERANCE,
     WEIGHT_TOLERANCE,
@@ -37,14 +37,6 @@ def recipe_of(write_recipe: Any, *, is_full: bool = False, **output: object) -> 
         content["train"] |= {"what": "all", "lr": 0.003, "max_grad_norm": 0.5}
         recipe.write_text(yaml.safe_dump(content))
     return recipe
-
-
-def weights(run_dir: Path) -> dict[str, torch.Tensor]:
-    return {
-        name: tensor
-        for file in (run_dir / "model").glob("*.safetensors")
-        for name, tensor in load_file(file).items()
-    }
 
 
 def assert_close_runs(one: Path, other: Path) -> None:
