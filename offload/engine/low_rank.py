@@ -203,7 +203,7 @@ def _scale(one: AdaptedLinear, key: object) -> Scale | None:
         a_RK, b_MR = branch.a_RK, branch.b_MR
         return row_norms(one.weight_MK, a_RK=a_RK, b_MR=b_MR, scaling=branch.scaling)
 
-    # B, which the cache holds, tells adapters and linears apart: a key may stand for several
+    # a key may be that of several linears and adapters, so B, which the cache holds, is part of it
     norm_M = norms() if key is None else VISIT_CACHE.once_in_pass((key, branch.b_MR), norms)
     return Scale.of(one.magnitude_M, norm_M)
 

@@ -172,7 +172,7 @@ def _joined(store: Store, own: str, index: int, end_s: float) -> tuple[str, bool
 
 
 def _require_one_number(store: Store, name: str, *, index: int, num: int) -> None:
-    """Check that all have been told of as many ranks.
+    """Check that the launchers of all ranks have the same number of ranks.
 
     Raises:
         FinetuneError: They have not.

@@ -20,7 +20,7 @@ def require_same_settings(ranks: Ranks, recipes: Mapping[str, Recipe], *, is_res
     Args:
         ranks: The processes.
         recipes: By the name of the run, as this rank was given them; of a single one by any.
-        is_resume: Whether it was told to continue a run.
+        is_resume: Whether its command continues a run.
 
     Raises:
         FinetuneError: They were not.

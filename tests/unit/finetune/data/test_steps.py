@@ -193,7 +193,7 @@ def test_the_loader_gives_the_collated_rows_of_each_step(examples: ExampleSet) -
 
 
 @pytest.mark.parametrize("is_masked", [True, False])
-def test_a_model_is_told_of_padding_only_where_its_loss_counts_tokens(
+def test_a_model_gets_a_padding_mask_only_where_its_loss_counts_tokens(
     is_masked: bool, examples: ExampleSet
 ) -> None:
     steps = replace(steps_of(examples), is_masked=is_masked)
