@@ -355,7 +355,7 @@ def plain_gradients(model: Any) -> dict[str, torch.Tensor]:
 @pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(3))
 def test_gradients_that_a_thread_sends_back_are_those_of_plain_pytorch(
-    open_device: Open, seed: int
+    open_device: Open, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
     model = MODELS["qwen3"]()
@@ -366,6 +366,14 @@ def test_gradients_that_a_thread_sends_back_are_those_of_plain_pytorch(
     options = replace(OPTIONS, stash="host", trained_weights="host", owned_layers=owned)
     device = open_device(seed=seed, is_staged=True, returns_sums=True)
     engine = Engine(model, device=device, options=options)
+    copies: Any = device._streams[Lane.D2H]
+    put = copies.put
+
+    def put_late(work: Callable[[], Any]) -> None:
+        put(lambda: time.sleep(0.05))  # until the next layer's backward has begun
+        put(work)
+
+    monkeypatch.setattr(copies, "put", put_late)
     for _ in range(2):  # the second step's gradients pass through buffers that the first has used
         engine.forward_backward(micro_batches(), dropout_seed=0)
         found = {n: p.grad for n, p in engine.trained_parameters.items() if p.grad is not None}
