@@ -36,6 +36,12 @@ CASES = (
     Case(name="profile", module="kernels", limit_s=75.0, what="where a warm step's time goes"),
     Case(name="dense", module="dense", what="Qwen3-8B and Qwen3-32B likewise"),
     Case(name="tests", module="suite", what="the tests that need a card"),
+    Case(
+        name="launches",
+        module="launches",
+        limit_s=180.0,
+        what="visits as CUDA graphs, and compiled",
+    ),
     Case(name="packed", module="packed", what="packed rows by one call of attention, and by rows"),
     Case(name="ablate", module="ablate", what="what each part of the engine is worth"),
     Case(name="grouped", module="existing", what="experts by each way, and by tile"),

@@ -129,7 +129,7 @@ def _words(rows: Sequence[Row]) -> Iterator[str]:
             steps = f"{row['joined_step_s']:.3g} s in one call, {row['rows_step_s']:.3g} s by rows"
             counts = f"{row['num_packed_rows']} rows, {row['joined_num_joined_layers']} layers"
             yield f"{name}: {counts}; {steps}; gradients {row['gradients_apart']:.2g} apart"
-        elif "is_compared" in row:
+        elif "is_compared" in row or "down_s" in row:
             yield f"{name}: {row['note']}"
         elif "num_rows" in row:
             said = [line for line in row["last_lines"] if any(map(str.isalnum, line))]
