@@ -137,6 +137,21 @@ def test_choices_that_rounding_would_move_are_held_and_keep_their_gradient() -> 
     assert torch.equal(moved.grad.nonzero()[:, 1:], first)
 
 
+def test_sides_of_a_relu_that_rounding_would_move_are_held_and_keep_their_gradient() -> None:
+    with HeldChoices() as noted:
+        torch.relu(torch.tensor([0.001, -0.001, 0.5, -0.5], dtype=torch.float64))
+    moved = torch.tensor([-0.001, 0.001, 0.5, -0.5], requires_grad=True)
+    with HeldChoices(noted) as held:
+        values = nn.ReLU()(moved)
+        other = torch.relu(-moved)  # values of which there is no note
+    assert held.num_moved == 2
+    assert torch.equal(values, moved.detach() * torch.tensor([1.0, 0.0, 1.0, 0.0]))
+    assert torch.equal(other, (-moved).clamp(min=0))
+    values.sum().backward()
+    assert moved.grad is not None
+    assert moved.grad.tolist() == [1.0, 0.0, 1.0, 0.0]
+
+
 @pytest.mark.parametrize("settings", [{"lora_dropout": 0.3}, {"use_rslora": True}])
 def test_reorder_dropout_and_scaling_are_those_of_peft(settings: dict[str, Any]) -> None:
     model, batches = adapted("qwen3", **settings).train(), micro_batches()
