@@ -47,7 +47,7 @@ PACKED = 1e-6  # the same for packed rows, against each alone
 PACKED_FP64 = 2e-7  # the same in float64, with norms, routers and the loss in float32
 DRAWS = 2  # how much further from float64 one draw of rounding may be than another
 ROW_LENS = ((12, 5, 17), (3, 12))  # of two packed sequences; windows and chunks are shorter
-LIMIT_S = 60
+LIMIT_S = 60  # of processor time, for one type
 
 Gradients = Mapping[str, torch.Tensor]
 
@@ -339,7 +339,7 @@ def write_table(verdicts: Sequence[Verdict]) -> str:
         "",
         "*Packs*: rows of several lengths packed into one sequence have the loss and gradients of"
         f" each row alone in plain transformers, within {PACKED:g} relative in float32; *within"
-        " rounding*, they are further apart, as this processor rounded when the table was written:"
+        " rounding*, they were further apart on the processor that wrote the table:"
         f" in float64 they are within {PACKED_FP64:g}, and in float32 no more than {DRAWS} times as"
         " far from that as plain transformers itself. *Together*:"
         f" all layers compute all rows at once, but for attention ({num_packed[TOGETHER]} types);"
@@ -405,7 +405,7 @@ def _verdict_in_child(model_type: str) -> Verdict | None:
     child = os.fork()
     if child == 0:
         os.close(reader)
-        signal.alarm(LIMIT_S)
+        signal.setitimer(signal.ITIMER_PROF, LIMIT_S)
         try:
             verdict = verdict_of(model_type)
             words = (str(int(verdict.is_exact)), verdict.packs, verdict.reason)
