@@ -3,6 +3,14 @@
 import torch
 
 
+def rounding_of(dtype: torch.dtype) -> float:
+    """Return the relative rounding of results of a dtype, at least that of float32.
+
+    Models of float64 compute norms, rotations and routers in float32 as well.
+    """
+    return max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
+
+
 def are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether all values are the same; a NaN equals a NaN."""
     return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
@@ -15,7 +23,7 @@ def are_close(one: torch.Tensor, other: torch.Tensor, *, steps: int = 8) -> bool
     one, other = one.detach(), other.detach()
     finite = one[one.isfinite()]
     largest = float(finite.abs().max()) if finite.numel() else 0.0
-    slack = steps * torch.finfo(one.dtype).eps * largest
+    slack = steps * rounding_of(one.dtype) * largest
     return torch.allclose(one, other, rtol=0, atol=slack, equal_nan=True)
 
 

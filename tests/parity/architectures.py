@@ -10,7 +10,8 @@ float64 truth where a type can compute one); the loss is also that of the model 
 exact, or refused with the engine's reason; anything else is a failure of the engine.
 
 Each exact type also trains rows of unequal length packed into two sequences, and must have the loss
-and gradients that plain transformers gives for each row alone, within `PACKED` in float32.
+and gradients that plain transformers gives for each row alone, within `PACKED` in float32; where it
+is beyond that, within `PACKED_FP64` in float64.
 """
 
 import argparse
@@ -43,8 +44,10 @@ SEEDS = range(12)  # for one model the ratio of two roundings is 1 +- 0.1, so a 
 CLOSE = 1e-5  # relative, to the plain library in float32, whatever the truth says
 TRUTHLESS = 2e-6  # the same where no float64 truth can be computed
 PACKED = 1e-6  # the same for packed rows, against each alone
+PACKED_FP64 = 2e-7  # the same in float64, with norms, routers and the loss in float32
+DRAWS = 2  # how much further from float64 one draw of rounding may be than another
 ROW_LENS = ((12, 5, 17), (3, 12))  # of two packed sequences; windows and chunks are shorter
-LIMIT_S = 60
+LIMIT_S = 60  # of processor time, for one type
 
 Gradients = Mapping[str, torch.Tensor]
 
@@ -106,16 +109,19 @@ def streamed(
         engine.detach()
 
 
-def plain(model: nn.Module, batches: Sequence[Batch]) -> tuple[float, Gradients]:
-    """Return loss and gradients of ordinary accumulation, normalised over the whole step."""
+def plain(
+    model: nn.Module, batches: Sequence[Batch], *, loss_dtype: torch.dtype = torch.float32
+) -> tuple[float, Gradients]:
+    """Return loss and gradients of ordinary accumulation, normalised over the whole step.
+
+    Transformers computes the loss in float32, of float64 too.
+    """
     model = copy.deepcopy(model)
     num_label_tokens = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
     loss = 0.0
     for batch in batches:
         inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
-        logits_BTV = model(**inputs, use_cache=False).logits
-        if logits_BTV.dtype is not torch.float64:
-            logits_BTV = logits_BTV.float()  # as transformers does before its loss
+        logits_BTV = model(**inputs, use_cache=False).logits.to(loss_dtype)
         part = nn.functional.cross_entropy(
             logits_BTV[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum"
         )
@@ -136,13 +142,18 @@ def own_loss(model: nn.Module, batches: Sequence[Batch]) -> float:
 
 def truth(model: nn.Module, batches: Sequence[Batch]) -> Gradients | None:
     """Return the plain gradients in float64, or None for types that mix in other dtypes."""
+    try:
+        return plain(in_float64(model), batches, loss_dtype=torch.float64)[1]
+    except (RuntimeError, TypeError):
+        return None
+
+
+def in_float64(model: nn.Module) -> nn.Module:
+    """Return a copy in float64, whose experts are computed one by one."""
     model = copy.deepcopy(model).double()
     config: Any = model.config
     config._experts_implementation = "eager"  # grouped products know no float64
-    try:
-        return plain(model, batches)[1]
-    except (RuntimeError, TypeError):
-        return None
+    return model
 
 
 def rel_error(ours: Gradients, true: Gradients) -> float:
@@ -189,10 +200,8 @@ def packs_of(model_type: str) -> tuple[str, float]:
         expected_loss, expected = plain(model, alone)
         loss, found, num_together = _packed(copy.deepcopy(model), packed)
         error, suffix = rel_error(found, expected), ""
-        true = truth(model, alone) if error > PACKED else None
-        if true and error <= rel_error(expected, true):
-            double = copy.deepcopy(model).double()
-            suffix = ROUNDED if rel_error(_packed(double, packed)[1], true) <= PACKED else ""
+        if error > PACKED and is_rounding(model, alone, packed):
+            suffix = ROUNDED
     if not (error <= PACKED or suffix) or not math.isclose(loss, expected_loss, rel_tol=PACKED):
         raise InexactError(f"{model_type}: packed {loss}, alone {expected_loss}, error {error}")
     if not num_together:
@@ -202,6 +211,23 @@ def packs_of(model_type: str) -> tuple[str, float]:
 
 TOGETHER, PARTLY, BY_ROW = "together", "partly together", "row by row"
 ROUNDED = ", within rounding"
+
+
+def is_rounding(model: nn.Module, alone: Sequence[Batch], packed: Sequence[Batch]) -> bool:
+    """Return whether packed rows are apart from rows alone by no more than rounding.
+
+    In float64 they must be together, with as many layers that compute all rows at once, and in
+    float32 about as near to that as the plain library is.
+    """
+    double = in_float64(model)
+    true = plain(double, alone)[1]
+    _, found, num_together = _packed(copy.deepcopy(model), packed)
+    _, found_in_float64, num_in_float64 = _packed(double, packed)
+    return (
+        num_in_float64 == num_together
+        and rel_error(found_in_float64, true) <= PACKED_FP64
+        and rel_error(found, true) <= DRAWS * rel_error(plain(model, alone)[1], true)
+    )
 
 
 def _packed(model: nn.Module, packed: Sequence[Batch]) -> tuple[float, Gradients, int]:
@@ -313,8 +339,9 @@ def write_table(verdicts: Sequence[Verdict]) -> str:
         "",
         "*Packs*: rows of several lengths packed into one sequence have the loss and gradients of"
         f" each row alone in plain transformers, within {PACKED:g} relative in float32; *within"
-        " rounding*, they are further apart, by no more than plain transformers itself is from"
-        f" float64, in which packed rows are within {PACKED:g} of it. *Together*:"
+        " rounding*, they were further apart on the processor that wrote the table:"
+        f" in float64 they are within {PACKED_FP64:g}, and in float32 no more than {DRAWS} times as"
+        " far from that as plain transformers itself. *Together*:"
         f" all layers compute all rows at once, but for attention ({num_packed[TOGETHER]} types);"
         f" *partly together*: some of its layers do, the others take one row after the other"
         f" ({num_packed[PARTLY]}); *row by row*: none does ({num_packed[BY_ROW]}). No exact type is"
@@ -378,7 +405,7 @@ def _verdict_in_child(model_type: str) -> Verdict | None:
     child = os.fork()
     if child == 0:
         os.close(reader)
-        signal.alarm(LIMIT_S)
+        signal.setitimer(signal.ITIMER_PROF, LIMIT_S)
         try:
             verdict = verdict_of(model_type)
             words = (str(int(verdict.is_exact)), verdict.packs, verdict.reason)

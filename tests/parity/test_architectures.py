@@ -1,21 +1,27 @@
 """Every causal language model type is exact or refused, as the committed table says."""
 
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
 
+from offload.engine.model.layers import LayeredModel
 from tests.parity.architectures import (
-    LIMIT_S,
     ROUNDED,
+    ROW_LENS,
     TOGETHER,
     Verdict,
     causal_types,
+    is_rounding,
     read_table,
+    rows_alone_and_packed,
     verdict_of,
     write_table,
 )
+from tests.parity.tiny_models import tiny_model, with_adapters
 from tests.tiers import mostly_slow
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -53,7 +59,6 @@ def _limit_aside(verdict: Verdict) -> Verdict:
     return replace(verdict, packs=verdict.packs.removesuffix(ROUNDED))
 
 
-@pytest.mark.timeout(LIMIT_S)
 @pytest.mark.parametrize(
     "model_type",
     mostly_slow(
@@ -66,10 +71,24 @@ def test_reorder_a_sample_of_types_is_exact_or_refused_as_committed(model_type: 
 
 
 @pytest.mark.exhaustive
-@pytest.mark.timeout(LIMIT_S)
 @pytest.mark.parametrize("model_type", causal_types())
 def test_reorder_each_type_is_exact_or_refused_as_committed(model_type: str) -> None:
     check(model_type)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["glm4", "gemma4_unified_text", "deepseek_v4"])
+def test_packed_rows_are_apart_by_rounding_and_not_if_a_row_sees_another(model_type: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        base = tiny_model(model_type)
+        model = with_adapters(base, LayeredModel(base).layers)
+        alone, packed = rows_alone_and_packed()
+        assert is_rounding(model, alone, packed)
+        first, second, third = ROW_LENS[0]
+        packed[0]["row_lens"] = torch.tensor([first, second + third])
+        packed[0]["labels"][0, first + second] = -100  # as many labels, but another context
+        assert not is_rounding(model, alone, packed)
 
 
 def test_the_table_lists_every_type_of_its_version() -> None:

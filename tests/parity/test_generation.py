@@ -10,7 +10,7 @@ from torch import nn
 
 import offload
 from offload.engine.model.layers import LayeredModel
-from tests.parity.architectures import LIMIT_S, read_table
+from tests.parity.architectures import read_table
 from tests.parity.generations import NUM_TOKENS, Answers, attached, generated, plain, prompts
 from tests.parity.steps import MODELS, micro_batches, tiny
 from tests.parity.tiny_models import tiny_model, with_adapters
@@ -107,7 +107,6 @@ TABLE = read_table(Path(__file__).parents[2] / "docs" / "architectures.md")
 EXACT = [name for name, verdict in TABLE.verdicts.items() if verdict.is_exact]
 
 
-@pytest.mark.timeout(LIMIT_S)
 @pytest.mark.parametrize(
     "model_type",
     tiered(

@@ -31,7 +31,7 @@ from offload.plan.facts.embedding import rows_bytes
 from offload.plan.memory.memory import EMBEDDINGS, ROWS
 from offload.plan.schedule.op import Kind, Lane
 from offload.plan.schedule.schedule import Order
-from tests.parity.architectures import LIMIT_S, read_table
+from tests.parity.architectures import read_table
 from tests.parity.objectives import ByRow, against_scored, pairs
 from tests.parity.runs import assert_same, rows, together
 from tests.parity.steps import (
@@ -372,7 +372,6 @@ def untied(model_type: str) -> nn.Module:
     return with_adapters(model, LayeredModel(model).layers)
 
 
-@pytest.mark.timeout(LIMIT_S)
 @pytest.mark.parametrize(
     "model_type", tiered(EXACT, default=(), slow=("bloom", "gemma4_text", "opt", "rwkv"))
 )

@@ -4,6 +4,7 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from tests.tiers import mostly_slow
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 NAMES = ("qwen3", "llama", "qwen3_moe", "gemma3_text", "gpt_oss")
+ROW_LEN = 9  # longer than any that is tried, shorter than all that are tried together
 
 
 def batches() -> list[dict[str, torch.Tensor]]:
@@ -249,6 +251,54 @@ def test_one_layer_of_each_kind_of_a_model_of_16_bits_is_tried_in_float32(name: 
     engine.forward(packed(*rows_of(9, 4)))
     assert (2 in engine.rows_together) == (name != "qwen3")
     assert engine.rows_together >= {0, 1, 3}
+    engine.detach()
+    after = model.state_dict()
+    assert all(x.dtype == before[n].dtype and torch.equal(x, before[n]) for n, x in after.items())
+
+
+class Coarse(nn.Module):
+    """An MLP whose products of many tokens are larger, the layer's output by 15 to 26 roundings."""
+
+    def __init__(self, mlp: nn.Module, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.mlp, self.dtype = mlp, dtype
+
+    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        own = x_BTD.dtype if x_BTD.dtype.itemsize >= torch.float32.itemsize else torch.float32
+        is_larger = x_BTD.shape[1] > ROW_LEN
+        larger = 1 + is_larger * 2000 * torch.finfo(self.dtype or own).eps
+        return larger * self.mlp(x_BTD)
+
+
+class CoarseOnly(Coarse):
+    """The same without a kernel for float64."""
+
+    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        if x_BTD.dtype is torch.float64:
+            raise RuntimeError("no kernel for float64")
+        return super().forward(x_BTD)
+
+
+DOUBTFUL: dict[str, tuple[Callable[[nn.Module], nn.Module], bool]] = {
+    "rounding": (Coarse, True),
+    "error": (partial(Coarse, dtype=torch.float32), False),
+    "no float64": (CoarseOnly, False),
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("changed", "is_together"), DOUBTFUL.values(), ids=DOUBTFUL)
+def test_more_roundings_of_float32_than_usual_are_allowed_if_float64_takes_them_away(
+    changed: Callable[[nn.Module], nn.Module], is_together: bool, dtype: torch.dtype
+) -> None:
+    model = tiny("qwen3").eval().to(dtype)
+    layers = model.get_base_model().model.layers  # type: ignore[union-attr]
+    layers[2].mlp = changed(layers[2].mlp)  # type: ignore[union-attr, index]
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    engine = offload.attach(model, num_slots=2, device="cpu")
+    engine.forward(packed(*rows_of(ROW_LEN, 4)))
+    assert engine.rows_together == ({0, 1, 2, 3} if is_together else {0, 1, 3})
     engine.detach()
     after = model.state_dict()
     assert all(x.dtype == before[n].dtype and torch.equal(x, before[n]) for n, x in after.items())

@@ -13,7 +13,7 @@ from torch.nn import functional
 from finetune.adapter.prefix import add_prefix
 from finetune.errors import ConfigError
 from finetune.recipe.sections import AdapterSection
-from tests.parity.architectures import LIMIT_S, read_table
+from tests.parity.architectures import read_table
 from tests.parity.generations import attached, generated, plain, prompts
 from tests.parity.tiny_models import tiny_model
 from tests.tiers import mostly_slow, tiered
@@ -225,7 +225,6 @@ def test_layers_of_other_heads_are_refused_before_a_gradient(model_type: str) ->
     assert encoder_gradients(ours) == [None]
 
 
-@pytest.mark.timeout(LIMIT_S)
 @pytest.mark.parametrize(
     "model_type",
     tiered(EXACT, default=("phi3",), slow=("bloom", "falcon", "gemma2", "llama4_text", "opt")),

@@ -8,12 +8,13 @@ A layer may if, on a few rows,
 3. other tokens in all other rows change a row by no more than rounding.
 
 A rounding of 16 bits hides much, so one layer of each kind is tried in float32 as well, by the
-model's own code, with its weights widened for the time.
+model's own code, with its weights widened for the time. Where float32 is a little beyond the limit,
+as it is for some layers on some processors only, float64 says whether that is rounding.
 
 Any other layer is called once for each row, where each of these holds by construction.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
@@ -22,7 +23,7 @@ from warnings import warn
 import torch
 from torch import nn
 
-from offload.engine.closeness import is_near
+from offload.engine.closeness import is_near, rounding_of
 from offload.engine.packing.calls import PackedCall
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 LENS = (5, 3, 7, 2)  # tokens of the rows that are tried
 ROUNDINGS, ROUNDINGS_FP32 = 1, 8  # of a norm; 8 of float32 are 1e-6
 JOINED_ROUNDINGS = 2  # another kernel may compute each row alone
-Forward = Callable[[torch.Tensor, PackedCall], torch.Tensor]
+DOUBTFUL_FP32 = 64  # beyond 8 and within these, float64 decides
 FLOAT32_BYTES, EXPERTS = 4, "_experts_implementation_internal"
 _ERRORS = (TypeError, ValueError, LookupError, AttributeError, RuntimeError)
 
@@ -59,12 +60,11 @@ class PackedTrial:
         Where attention in one call is not the same, it is tried row by row.
         """
         model, call = self._model, self._calls[layer]
-        alone, together = (partial(f, layer) for f in (model.rows_alone, model.rows_together))
         hidden_BTD = self._hidden_BTD
         with _without_dropout(model.layers[layer]):
-            self._hidden_BTD = alone(hidden_BTD, call)
+            self._hidden_BTD = model.rows_alone(layer, hidden_BTD, call)
             model.unjoined.discard(layer)
-            is_exact_for = partial(_is_exact, hidden_BTD, call, alone=alone, together=together)
+            is_exact_for = partial(_is_exact, model, layer, hidden_BTD, call)
             is_exact = call.joined is not None and is_exact_for(roundings=JOINED_ROUNDINGS)
             if not (is_exact and layer in model.joined):
                 model.unjoined.add(layer)
@@ -79,17 +79,12 @@ class PackedTrial:
         model, call = self._model, self._calls[layer]
         module = model.layers[layer]
         kind = repr(module), tuple((x.shape, x.dtype) for x in module.state_dict().values())
-        if hidden_BTD.dtype.itemsize >= torch.float32.itemsize:
+        if hidden_BTD.dtype.itemsize >= FLOAT32_BYTES:
             return True
         if kind not in self._kinds:
             try:
-                with _in_float32(model, layer):
-                    self._kinds[kind] = is_exact_together(
-                        hidden_BTD.float(),
-                        call.changed(_widened),
-                        alone=partial(model.rows_alone, layer),
-                        together=partial(model.rows_together, layer),
-                    )
+                with _widened(model, layer, call, torch.float32) as wide_call:
+                    self._kinds[kind] = _is_exact_wide(model, layer, hidden_BTD.float(), wide_call)
             except _ERRORS as error:  # torch's lack of memory is one
                 self._kinds[kind] = True
                 warn(
@@ -101,32 +96,54 @@ class PackedTrial:
 
 
 def _is_exact(
+    model: "LayeredModel",
+    layer: int,
     hidden_BTD: torch.Tensor,
     call: PackedCall,
     *,
-    alone: Forward,
-    together: Forward,
     roundings: int,
 ) -> bool:
     """Return whether rows may be computed together; not if the layer cannot take several."""
     try:
-        return is_exact_together(
-            hidden_BTD, call, alone=alone, together=together, roundings=roundings
-        )
+        if hidden_BTD.dtype.itemsize >= FLOAT32_BYTES:
+            return _is_exact_wide(model, layer, hidden_BTD, call)
+        return is_exact_together(model, layer, hidden_BTD, call, roundings=roundings)
     except torch.OutOfMemoryError:
         raise
     except _ERRORS:
         return False
 
 
-def _widened(x: torch.Tensor) -> torch.Tensor:
-    return x.float() if x.is_floating_point() and x.dtype.itemsize < FLOAT32_BYTES else x
+def _is_exact_wide(
+    model: "LayeredModel", layer: int, hidden_BTD: torch.Tensor, call: PackedCall
+) -> bool:
+    """Return whether rows may be computed together, by float32, and by float64 where in doubt."""
+    if is_exact_together(model, layer, hidden_BTD, call, roundings=ROUNDINGS_FP32):
+        return True
+    if not is_exact_together(model, layer, hidden_BTD, call, roundings=DOUBTFUL_FP32):
+        return False
+    try:
+        with _widened(model, layer, call, torch.float64) as wide_call:
+            return is_exact_together(
+                model, layer, hidden_BTD.double(), wide_call, roundings=ROUNDINGS_FP32
+            )
+    except _ERRORS:  # no memory for it, or no kernel
+        return False
 
 
 @contextmanager
-def _in_float32(model: "LayeredModel", layer: int) -> Iterator[None]:
-    """Widen what a layer holds, and compute it by the model's own code meanwhile."""
+def _widened(
+    model: "LayeredModel", layer: int, call: PackedCall, dtype: torch.dtype
+) -> Iterator[PackedCall]:
+    """Widen what a layer holds, and compute it by the model's own code meanwhile.
+
+    Yields:
+        Its call, whose tensors are widened too.
+    """
     from offload.engine.experts.lora import SUFFIX  # imports transformers
+
+    def widen(x: torch.Tensor) -> torch.Tensor:
+        return x.to(dtype) if x.is_floating_point() and x.dtype.itemsize < dtype.itemsize else x
 
     module, fused = model.layers[layer], model.fused
     held = [*module.parameters(), *module.buffers()]
@@ -138,8 +155,8 @@ def _in_float32(model: "LayeredModel", layer: int) -> Iterator[None]:
         for config, own in experts:
             setattr(config, EXPERTS, "eager" + SUFFIX * str(own).endswith(SUFFIX))
         for x in held:
-            x.data = _widened(x.data)
-        yield
+            x.data = widen(x.data)
+        yield call.changed(widen)
     finally:
         for x, data in zip(held, before, strict=True):
             x.data = data
@@ -162,24 +179,25 @@ def _without_dropout(layer: nn.Module) -> Iterator[None]:
 
 
 def is_exact_together(
+    model: "LayeredModel",
+    layer: int,
     hidden_BTD: torch.Tensor,
     call: PackedCall,
     *,
-    alone: Forward,
-    together: Forward,
-    roundings: int = ROUNDINGS,
+    roundings: int,
 ) -> bool:
     """Return whether a layer computes packed rows together as it does each alone.
 
     Args:
+        model: The model.
+        layer: The layer, whose weights are in place.
         hidden_BTD: The layer's input, of all rows.
         call: Its other arguments.
-        alone: Computes the layer row by row.
-        together: Computes it for all rows at once.
-        roundings: How many of 16 bits apart may be.
+        roundings: How many of them results may be apart, of a norm.
     """
     if call.together is None:
         return False
+    alone, together = (partial(f, layer) for f in (model.rows_alone, model.rows_together))
     expected_BTD = alone(hidden_BTD, call)
     rows = zip(call.split(expected_BTD), call.split(together(hidden_BTD, call)), strict=True)
     if not all(_is_near(*row, roundings=roundings) for row in rows):
@@ -201,5 +219,4 @@ def is_exact_together(
 
 def _is_near(one: torch.Tensor, other: torch.Tensor, *, roundings: int) -> bool:
     """Return whether two results of a row differ by rounding."""
-    num = ROUNDINGS_FP32 if one.dtype.itemsize >= torch.float32.itemsize else roundings
-    return is_near(other.float(), one.float(), num * torch.finfo(one.dtype).eps)
+    return is_near(other.float(), one.float(), roundings * rounding_of(one.dtype))
