@@ -108,11 +108,11 @@ def without_memory(x: torch.Tensor) -> torch.Tensor:
 
 class _WithoutMemory(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # noqa: ARG004 - torch's signature
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         return x.new_empty(()).expand(x.shape)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
         return gradients[0]
 
 

@@ -59,7 +59,7 @@ class Work:
         return max(work_s, host_s) if machine.device == "cuda" else work_s + host_s
 
     def bound(self, machine: Machine) -> Bound:
-        """Return what most of their time goes to; on a GPU, where launches overlap, what sets it."""
+        """Return what most of their time goes to; a GPU overlaps its work with launches."""
         larger_s = max(self.compute_s, self.memory_s)
         work_s = self.compute_s + self.memory_s if machine.device == "cuda" else larger_s
         if self.host_s(machine) > work_s:
