@@ -88,6 +88,8 @@ def generate(
             note=warn,
         )
         print_text(answer)
+        if not answer:
+            warn("The answer is empty: the first token that the model chose ends it.")
 
 
 def chat(

@@ -375,8 +375,8 @@ def no_rows(path: str) -> DataError:
     """Return the error for a source without rows."""
     return DataError(
         f"{path} holds no rows",
-        limit="training needs at least one row",
-        hint="set `data.path` to a file with rows",
+        limit="there must be at least one",
+        hint="name a file with rows: `data.path`, or `data.eval_path` for held-out ones",
     )
 
 

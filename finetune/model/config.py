@@ -28,6 +28,12 @@ def read_config(section: ModelSection) -> dict[str, Any]:
         return load_shape(section.config)
     path = section.path
     assert path is not None
+    if Path(path).is_dir() and not (Path(path) / "config.json").exists():
+        raise ModelError(
+            f"model.path: {path} holds no config.json",
+            limit="a model's directory is as `save_pretrained` writes it",
+            hint="`model.path: DIR` with a downloaded model",
+        )
     if Path(path).exists():
         return load_shape(path)
     found = cached_file(path, "config.json")

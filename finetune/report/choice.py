@@ -224,5 +224,10 @@ def _change(what_if: WhatIf, choice: Choice) -> str:
         return "a link of twice the rate"
     if what_if.change == "tokens":
         return f"{2 * choice.plan.tokens_per_step:,} tokens per step"
+    if what_if.change == "micro_batch":
+        then = what_if.best.request
+        size = f"`train.micro_batch_size: {then.typical.micro_batch_size}`"
+        is_same = then.tokens_per_step == choice.plan.tokens_per_step
+        return size if is_same else f"{size}, {then.tokens_per_step:,} tokens per step"
     rounding = ROUNDING[what_if.change]
     return f"offload.codec: {what_if.change}, which rounds each weight, by {rounding:.1%} RMS"

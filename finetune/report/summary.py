@@ -165,6 +165,8 @@ def _limit_line(plan: Plan) -> str:
     if wait_frac >= LEAST_WAIT_FRAC:
         return f"{copies}: the {device} waits for weights {wait_frac:.0%} of the step; {computing}"
     hidden = f"; {shown_time(copy_s)} of {copies} hide behind it" if copy_s else ""
+    if device == "GPU" and plan.costs.bound == "launch":
+        return f"launches: the GPU waits for the host to start its kernels; {computing}{hidden}"
     return f"{device} compute: {computing}{hidden}"
 
 

@@ -232,8 +232,7 @@ class Executor:
 
         def enter(op: Op) -> None:
             m = op.micro_batch_index
-            state.fronts[m] = front(m)
-            state.inputs[0, m] = state.fronts[m].hidden_BTD.contiguous()
+            state.enter(m, front(m))
 
         def leave(op: Op) -> None:
             m = op.micro_batch_index
@@ -391,8 +390,7 @@ class Executor:
         m = op.micro_batch_index
         with self._rows(op):
             front = self._model.front(inputs)
-        state.fronts[m] = front
-        state.inputs[0, m] = front.hidden_BTD.detach().contiguous()
+        state.enter(m, front)
 
     def _rows(self, op: Op) -> AbstractContextManager[None]:
         """Look tokens up in the rows that were brought for a front, if any were."""
@@ -433,8 +431,7 @@ class Executor:
         VISIT_CACHE.enter((op.kind, number))
         with torch.no_grad(), scored.of_pass(number).around_layers(), self._rows(op):
             front = self._model.front(scored.batch(number).inputs)
-        state.fronts[number] = front
-        state.inputs[0, number] = front.hidden_BTD.contiguous()
+        state.enter(number, front)
 
     def _forward_to_score(
         self, state: PassState, op: Op, part: Part, scored: Scoring | ScoredPasses

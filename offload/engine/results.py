@@ -1,8 +1,8 @@
 """What passes work with, what their ops exchange, and their results."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -69,7 +69,7 @@ class PassState:
     """What the ops of one pass exchange; lists are indexed by micro-batch.
 
     Attributes:
-        fronts: What the model passes to its layers.
+        fronts: What the model passes to its layers; of hidden states the shape alone.
         inputs: Layer inputs (B, T, D) on the device, by layer and micro-batch; the entry of
             layer L is the input of the tail.
         fetched: Inputs that came back from the stash.
@@ -94,6 +94,26 @@ class PassState:
     draws: dict[tuple[int, int], bytes | None] = field(default_factory=dict)
     gradient: dict[int, torch.Tensor | None] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
+
+    def enter(self, m: int, front: Front) -> None:
+        """Keep a front, and the first layer's input, whose memory is then not the front's too."""
+        self.inputs[0, m] = front.hidden_BTD.detach().contiguous()
+        self.fronts[m] = replace(front, hidden_BTD=without_memory(front.hidden_BTD))
+
+
+def without_memory(x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of this shape and type that passes gradients on, and has no memory."""
+    return cast("torch.Tensor", _WithoutMemory.apply(x))
+
+
+class _WithoutMemory(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.new_empty(()).expand(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0]
 
 
 @dataclass(kw_only=True, slots=True)

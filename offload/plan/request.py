@@ -293,6 +293,32 @@ def with_micro_batches(request: PlanRequest, factor: int) -> PlanRequest:
     )
 
 
+def with_larger_micro_batches(request: PlanRequest, factor: int) -> PlanRequest:
+    """Return the step of one run in so many times fewer micro-batches, each so many times larger.
+
+    Micro-batches that are fewer than the factor are as many, and then the step has more tokens.
+    """
+    own, num = request.own_micro_batches, request.num_micro_batches
+    return replace(
+        request,
+        typical=_larger(request.typical, factor),
+        largest=_larger(request.largest, factor),
+        num_micro_batches=num // factor or num,
+        own_micro_batches=None if own is None else own // factor or own,
+        traced=None,
+    )
+
+
+def _larger(workload: Workload, factor: int) -> Workload:
+    packed = workload.packed_tokens
+    return replace(
+        workload,
+        micro_batch_size=factor * workload.micro_batch_size,
+        label_tokens=factor * workload.label_tokens,
+        packed_tokens=None if packed is None else factor * packed,
+    )
+
+
 def _with_workload(request: PlanRequest, **changes: Any) -> PlanRequest:
     """Return the same request with other settings of all its micro-batches."""
     return replace(

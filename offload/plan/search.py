@@ -32,11 +32,17 @@ from offload.plan.fit import MemoryNeeds, Shortage
 from offload.plan.machine.machine import GIB, Machine
 from offload.plan.plan import Plan, costs_of, laid_out
 from offload.plan.refusal import refusal
-from offload.plan.request import PlanRequest, with_codec, with_micro_batches
+from offload.plan.request import (
+    PlanRequest,
+    with_codec,
+    with_larger_micro_batches,
+    with_micro_batches,
+)
 from offload.plan.schedule.residency import Residency
 from offload.plan.split import SAME_FRAC, Split, bound_of, draft_step_s
 from offload.plan.time.costs import Costs
 
+Change = Literal["memory", "link", "tokens", "micro_batch"] | CodecName
 NUM_REJECTED = 3
 NO_SLOWER = ("memory", "link")  # changes that cannot make the chosen plan slower
 ROUNDING_ERROR_FRAC = 1e-9  # between a bound and a simulated time that equals it
@@ -110,13 +116,14 @@ class WhatIf:
 
     Attributes:
         change: `memory`: one more GiB where the model computes; `link`: twice its rate; `tokens`:
-            twice the micro-batches of a step; or a codec that rounds.
+            twice the micro-batches of a step; `micro_batch`: larger ones, where launches or memory
+            take longer than a GPU's arithmetic; or a codec that rounds.
         best: The candidate that would be chosen then; if none fits, the one that is nearest to it.
         tokens_per_s: Its predicted rate, with tokens counted as in the chosen plan; None if
             nothing fits.
     """
 
-    change: Literal["memory", "link", "tokens"] | CodecName
+    change: Change
     best: Candidate
     tokens_per_s: float | None
 
@@ -320,7 +327,7 @@ def _what_ifs(
     tokens = request.tokens_per_step
 
     def what_if(
-        change: Literal["memory", "link", "tokens"] | CodecName, others: Iterable[Candidate]
+        change: Change, others: Iterable[Candidate], *, num_tokens: int = tokens
     ) -> WhatIf:
         found = list(others)
         least_s = min((c.bound_s for c in found if not c.shortages), default=math.inf)
@@ -329,8 +336,8 @@ def _what_ifs(
         best = fastest(found)
         if best is None:
             return WhatIf(change=change, best=_nearest(found), tokens_per_s=None)
-        num = 2 * tokens if change == "tokens" else tokens
-        return WhatIf(change=change, best=found[best], tokens_per_s=num / found[best].least_s)
+        rate = num_tokens / found[best].least_s
+        return WhatIf(change=change, best=found[best], tokens_per_s=rate)
 
     yield what_if("memory", map(_with_more_memory, candidates))
     yield what_if("link", map(_with_faster_link, candidates))
@@ -340,12 +347,34 @@ def _what_ifs(
         if c.request.typical.micro_batch_size == request.typical.micro_batch_size
     ]
     doubled = [with_micro_batches(r, 2) for r in same_size]
-    yield what_if("tokens", (_weighed(MemoryNeeds.of(facts, machine, r)) for r in doubled))
+    each = (_weighed(MemoryNeeds.of(facts, machine, r)) for r in doubled)
+    yield what_if("tokens", each, num_tokens=2 * tokens)
+    larger = _in_larger_micro_batches(chosen)
+    if larger:
+        each = (_weighed(MemoryNeeds.of(facts, machine, r)) for r in larger)
+        yield what_if("micro_batch", each, num_tokens=larger[0].tokens_per_step)
     for codec in rounding:
         coded = dict.fromkeys(with_codec(r, codec) for r in same_size)
         found = what_if(codec, (_weighed(MemoryNeeds.of(facts, machine, r)) for r in coded))
         if found.tokens_per_s and found.best.least_s < chosen.least_s * (1 - SAME_FRAC):
             yield found
+
+
+def _in_larger_micro_batches(chosen: Candidate) -> list[PlanRequest]:
+    """Return the same step, or twice its tokens, with fewer launches and reads of the weights.
+
+    None where a GPU's time is its arithmetic, or the size of a micro-batch part of the training.
+    """
+    request, machine = chosen.request, chosen.needs.machine
+    is_fixed = request.typical.router_loss == "micro_batch" or request.is_on_features
+    if machine.device == "cpu" or is_fixed or request.others or request.is_sharded:
+        return []
+    if chosen.costs.bound == "compute":
+        return []
+    num, own = request.num_micro_batches, request.own_micro_batches or 0
+    most = own or num // request.num_ranks
+    cuts = [n for n in range(2, most + 1) if num % n == 0 and own % n == 0]
+    return [with_larger_micro_batches(request, n) for n in cuts or [2]]
 
 
 def _with_more_memory(candidate: Candidate) -> Candidate:

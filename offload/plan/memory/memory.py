@@ -41,7 +41,7 @@ from offload.plan.memory.traced import TracedBytes
 from offload.plan.memory.updates import device_update_bytes
 from offload.plan.memory.visit import VisitBytes, is_masked, visit_bytes
 from offload.plan.schedule.residency import Residency, Saved
-from offload.plan.schedule.schedule import NUM_CARRIED, NUM_FETCHED, NUM_KEPT
+from offload.plan.schedule.schedule import NUM_CARRIED, NUM_FETCHED
 from offload.plan.schedule.updates import NUM_GRADIENT_BUFFERS
 
 # Terms that are looked up by name.
@@ -379,7 +379,8 @@ def device_needs(
 ) -> DeviceNeeds:
     """Add up the memory of a step on each device; for the arguments see `device_terms`."""
     num_layers = facts.num_layers
-    num_kept = min(NUM_KEPT + NUM_FETCHED, num_layers) if is_stashed else num_layers
+    # of stashed ones: those that come back, and the last layer's, which do not leave
+    num_kept = min(NUM_FETCHED + 1, num_layers) if is_stashed else num_layers
     recorded = traced.recorded if traced else recorded_bytes(facts, workload, is_padded=is_padded)
     kept = _kept_terms(
         facts,
@@ -411,8 +412,8 @@ def device_needs(
         forward = (MemoryTerm(name=VISIT, num_bytes=bytes_of_one),)
     graph_bytes = [0]
     for number, layer in enumerate(reversed(facts.layers), start=1):
-        # plus the last layer's output, and inputs that would otherwise be stashed on the host
-        num_hidden = (number == 1) + (number + num_kept <= num_layers)
+        # plus the last layer's output, and of others the inputs that would otherwise be stashed
+        num_hidden = (number == 1) + (1 < number <= num_layers + 1 - num_kept)
         # the largest traced visit, gradients included, exceeds any graph
         graph = max(traced.visits) if traced else visits[layer].graph + routers[layer]
         one_bytes = graph + num_hidden * input_bytes(facts, workload)

@@ -165,6 +165,14 @@ class Costs:
     runs: tuple["RunCosts", ...] = ()
 
     @property
+    def bound(self) -> Bound:
+        """What sets most of the time of all layers' forward."""
+        times: dict[Bound, float] = {"compute": 0.0, "memory": 0.0, "launch": 0.0}
+        for layer in self.layers:
+            times[layer.bound] += layer.forward_s
+        return max(times, key=lambda bound: times[bound])
+
+    @property
     def num_passes(self) -> float:
         """Micro-batches that a layer is visited with upwards, for each that is trained on."""
         return 1 + self.num_scored + self.num_references

@@ -208,7 +208,7 @@ def test_a_missing_folder_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
 def test_an_empty_data_set_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("[]" if name.endswith("json") else "\n")
-    with pytest.raises(DataError, match=rf"{name} holds no rows; training needs at least one row"):
+    with pytest.raises(DataError, match=rf"{name} holds no rows; there must be at least one"):
         read(tmp_path / name)
 
 

@@ -26,6 +26,11 @@ def test_a_hub_id_without_a_network_is_an_error_that_says_so(offline: None) -> N
         read_config(ModelSection(path="nobody/nothing"))
 
 
+def test_a_directory_without_a_config_is_named_as_the_setting_that_it_is(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=rf"model\.path: {tmp_path} holds no config\.json"):
+        read_config(ModelSection(path=str(tmp_path)))
+
+
 def test_a_config_that_is_cut_off_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"')
     with pytest.raises(ConfigError, match=r"config\.json"):

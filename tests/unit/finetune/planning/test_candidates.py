@@ -7,6 +7,7 @@ import pytest
 
 from finetune.errors import ConfigError
 from finetune.planning.candidates import (
+    SUGGESTED_ROUNDING,
     choose,
     chooser,
     full_requests,
@@ -177,7 +178,7 @@ def test_rounding_is_suggested_only_where_the_run_could_have_it() -> None:
     def suggested(asked: Recipe) -> set[str]:
         facts: ModelFacts = facts_of(asked.model)
         found = choose(facts, slow, full_requests(asked, facts, num_ranks=1))
-        return {str(what_if.change) for what_if in found.what_ifs} - {"memory", "link", "tokens"}
+        return {str(what_if.change) for what_if in found.what_ifs} & set(SUGGESTED_ROUNDING)
 
     few_slots = {"offload__num_slots": 2, "train__seq_len": 8}
     assert suggested(recipe(**few_slots)) == {"int8", "nf4"}

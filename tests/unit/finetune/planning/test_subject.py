@@ -124,6 +124,12 @@ def test_a_hub_id_that_is_nowhere_says_what_to_do_offline(
     assert "qwen3-8b" in err
 
 
+def test_a_mistyped_shape_is_told_the_nearest_ones() -> None:
+    with pytest.raises(ConfigError, match=r"no model and no recipe qwen9-8b") as error:
+        subject_of("qwen9-8b", [])
+    assert "qwen3-8b" in error.value.hint
+
+
 def test_a_mistyped_recipe_is_still_taken_for_one(capsys) -> None:
     assert run("plan", "recipes/quikstart.yaml", "--machine", "rtx5090") == 1
     assert "there is no recipe recipes/quikstart.yaml" in capsys.readouterr().err

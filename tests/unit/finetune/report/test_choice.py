@@ -55,7 +55,7 @@ def test_the_json_holds_what_is_shown() -> None:
         assert one["is_simulated"] == (rejected.step_s is not None)
         assert bool(one["short_bytes"]) == bool(rejected.shortages)
     what_ifs = {one["change"]: one for one in values["what_if"]}
-    assert set(what_ifs) == {"memory", "link", "tokens", "nf4"}
+    assert set(what_ifs) == {"memory", "link", "tokens", "micro_batch", "nf4"}
     assert what_ifs["nf4"]["weight_rounding"] == 0.092
     assert what_ifs["link"]["weight_rounding"] == 0
     assert what_ifs["link"]["tokens_per_s"] > 256 / choice.plan.step_s

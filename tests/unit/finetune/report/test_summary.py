@@ -46,6 +46,35 @@ def test_a_step_that_computes_is_limited_by_the_gpu_and_its_copies_are_hidden() 
     assert f"streaming adds less than 1% from N* = {plan.break_even_tokens:,}" in found["tokens"][0]
 
 
+@pytest.mark.parametrize(
+    ("num_micro_batches", "hint"),
+    [(8, "`train.micro_batch_size: 8`"), (1, "`train.micro_batch_size: 2`, 512 tokens per step")],
+)
+def test_launches_limit_a_small_micro_batch_and_a_larger_one_is_named(
+    num_micro_batches: int, hint: str
+) -> None:
+    slow_host = replace(CARD, vram_bytes=80 * GIB, launch_s=Rate(value=1e-4, source="a test"))
+    asked = replace(SHORT, num_micro_batches=num_micro_batches)
+    choice = search(FACTS, slow_host, [asked], rounding=())
+    found = rows(choice)
+    (limit,) = found["limited by"]
+    assert limit.startswith("launches: the GPU waits for the host to start its kernels; backward ")
+    name, gain = found["faster with"][0].rsplit(": +", 1)
+    assert name == hint
+    size = int(hint.split("`")[1].split()[1])
+    larger = workload(seq_len=256, micro_batch_size=size, label_tokens=256 * size)
+    alone = request(larger, num_micro_batches=1, num_workers=1)
+    then = search(FACTS, slow_host, [alone], rounding=()).plan
+    more = then.tokens_per_step / then.step_s * choice.plan.step_s / choice.plan.tokens_per_step
+    assert gain == f"{more - 1:.1%}"
+
+
+def test_a_step_that_computes_is_told_no_larger_micro_batches() -> None:
+    choice = search(FACTS, CARD, [REQUEST], rounding=())
+    assert choice.chosen.costs.bound == "compute"
+    assert "micro_batch" not in {what_if.change for what_if in choice.what_ifs}
+
+
 def test_a_step_that_waits_is_limited_by_its_copies_and_a_faster_link_comes_first() -> None:
     choice = search(FACTS, slow_link(), ways_of(SHORT), rounding=("nf4",))
     found = rows(choice)

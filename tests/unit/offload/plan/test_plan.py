@@ -37,6 +37,11 @@ def test_a_larger_budget_never_takes_fewer_slots() -> None:
     assert slots[0] < slots[-1]
 
 
+def test_a_budget_in_which_nothing_fits_is_to_be_larger() -> None:
+    with pytest.raises(DoesNotFitError, match=r"hint: a larger `offload\.vram_budget`, or none"):
+        plan(FACTS, CARD, replace(REQUEST, vram_budget_bytes=GIB // 100))
+
+
 def test_what_does_not_fit_names_need_limit_and_the_nearest_fix() -> None:
     request = replace(REQUEST, num_slots=30, vram_budget_bytes=14 * GIB)
     with pytest.raises(

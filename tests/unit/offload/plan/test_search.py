@@ -119,7 +119,12 @@ def test_a_rounding_codec_is_never_chosen_and_named_only_where_it_is_faster() ->
     assert named["nf4"] > named["int8"] > choice.plan.tokens_per_step / choice.plan.step_s
     resident = replace(CARD, vram_bytes=80 * GIB)
     choice = search(FACTS, resident, requests, rounding=("int8", "nf4"))
-    assert {what_if.change for what_if in choice.what_ifs} == {"memory", "link", "tokens"}
+    assert {what_if.change for what_if in choice.what_ifs} == {
+        "memory",
+        "link",
+        "tokens",
+        "micro_batch",
+    }
 
 
 def test_on_a_cpu_layers_are_packed_only_for_want_of_memory() -> None:
