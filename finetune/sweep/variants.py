@@ -73,6 +73,7 @@ def variants_of(source: str, words: Sequence[str], *, is_zipped: bool, max_runs:
     stop: Mapping[str, Any] = {}
     if named is None:
         if not lists:
+            load_recipe(source, [], check_files=False)  # refuses what is no recipe
             raise ConfigError(
                 f"no setting of {' '.join(words) or source} has several values",
                 limit="a sweep is a grid over a recipe, or a file of variants",

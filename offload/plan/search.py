@@ -326,9 +326,7 @@ def _what_ifs(
     request = chosen.request
     tokens = request.tokens_per_step
 
-    def what_if(
-        change: Change, others: Iterable[Candidate], *, num_tokens: int = tokens
-    ) -> WhatIf:
+    def what_if(change: Change, others: Iterable[Candidate], *, num_tokens: int = tokens) -> WhatIf:
         found = list(others)
         least_s = min((c.bound_s for c in found if not c.shortages), default=math.inf)
         if change in NO_SLOWER and chosen.least_s * (1 - SAME_FRAC) <= least_s < math.inf:

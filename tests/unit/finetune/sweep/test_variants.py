@@ -84,6 +84,11 @@ def test_what_is_no_sweep_is_refused(words: list[str], is_zipped: bool, match: s
         variants_of("quickstart", words, is_zipped=is_zipped, max_runs=8)
 
 
+def test_a_recipe_that_is_not_there_is_told_before_what_a_sweep_is() -> None:
+    with pytest.raises(ConfigError, match=r"there is no recipe nowhere\.yaml"):
+        variants_of("nowhere.yaml", [], is_zipped=False, max_runs=8)
+
+
 @pytest.mark.parametrize(
     ("text", "match"),
     [
