@@ -56,12 +56,14 @@ def subject_of(name: str, overrides: Sequence[str]) -> Subject:
     """
     if is_model(name):
         return model_subject(name, overrides)
-    near = difflib.get_close_matches(name.lower(), shipped_shapes(), n=3)
+    known = [*shipped_shapes(), *shipped_recipes()]
+    near = difflib.get_close_matches(name.lower(), known, n=3)
     is_file = expanded(name).exists() or expanded(name).suffix in (".yaml", ".yml")
     if near and name not in shipped_recipes() and not is_file:
         raise ConfigError(
             f"there is no model and no recipe {name}",
-            limit="a model is a shipped shape, a config.json, a directory or a hub id",
+            limit="a model is a shipped shape, a config.json, a directory or a hub id, and a recipe"
+            " a file or a shipped one",
             hint=f"`{near[0]}`" if len(near) == 1 else f"one of {', '.join(near)}",
         )
     recipe = load_recipe(name, overrides, check_files=False)

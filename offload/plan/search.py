@@ -372,7 +372,7 @@ def _in_larger_micro_batches(chosen: Candidate) -> list[PlanRequest]:
     num, own = request.num_micro_batches, request.own_micro_batches or 0
     most = own or num // request.num_ranks
     cuts = [n for n in range(2, most + 1) if num % n == 0 and own % n == 0]
-    return [with_larger_micro_batches(request, n) for n in cuts or [2]]
+    return [with_larger_micro_batches(request, n) for n in cuts or [2] * (num == 1)]
 
 
 def _with_more_memory(candidate: Candidate) -> Candidate:
