@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from offload.engine.host.layer_layout import Field, Record, lay_out
+from offload.engine.host.row_sums import left_over
 from offload.engine.host.stash import Allocate
 from offload.engine.host.state_file import StateFile
 from offload.engine.memory_meter import Arena
@@ -219,13 +220,7 @@ class HostGradients:
             with torch._C.DisableTorchFunctionSubclass():  # it is sealed between passes
                 is_left = field.parameter.grad is not None
             if is_left or self.parameters[name].grad is not None:
-                raise OffloadError(
-                    f"{name} still has the gradient of an earlier step",
-                    limit="gradients of weights on the host are written anew, not added",
-                    hint="`optimizer.zero_grad(set_to_none=True)` after `optimizer.step()`, of an"
-                    " optimizer over `engine.trained_parameters`; `model.zero_grad()` before"
-                    " `offload.attach`",
-                )
+                raise left_over(name)
 
     def let_go(self) -> None:
         """Detach the buffers from the layers' parameters."""

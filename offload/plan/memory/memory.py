@@ -56,6 +56,7 @@ CONTEXT, FRAGMENTATION, OTHER_RANKS = "context", "fragmentation", "other ranks"
 SLOTS, CUBLAS, KEPT_GRAPHS = "slots", "cuBLAS workspaces", "kept graphs"
 UPDATE = "optimizer temporaries"
 OUTER, EMBEDDINGS, ROWS = "embeddings, norm and head", "embeddings", "buffers of embedding rows"
+EMBEDDING_GRADIENTS = "gradients of embeddings"
 SCORES, ROUTER_LOGITS = "one visit: attention scores", "router logits"
 ROUTER_LOSS = "a layer's router loss"
 # Of what trains, and of micro-batches: each run of a shared step has its own.
