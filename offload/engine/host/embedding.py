@@ -76,7 +76,7 @@ class HostEmbedding:
         self._present: _Rows | None = None
         self._leaves: dict[int, torch.Tensor] = {}
         self._is_read = True
-        self.weight = embedding.weight
+        self.weight: nn.Parameter = embedding.weight
         self.name = next(n for n, p in model.named_parameters() if p is self.weight)
         self.weight.data = _alone_on_host(self.weight.data)
         self.sums = RowSums(self.weight.data) if self.weight.requires_grad else None

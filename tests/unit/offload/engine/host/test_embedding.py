@@ -33,7 +33,7 @@ def module() -> nn.Embedding:
 
 @pytest.fixture
 def host(module: nn.Embedding) -> Iterator[HostEmbedding]:
-    held = HostEmbedding(nn.ModuleDict({"table": module}), module, rows=stash())
+    held = HostEmbedding(nn.ModuleDict({"table": module}), module, rows=stash(), may_train=False)
     yield held
     held.let_go()
 
@@ -88,7 +88,7 @@ def test_a_weight_that_ranks_share_is_not_copied(module: nn.Embedding) -> None:
         slab.close()  # both have mapped it
     places = [one.weight.data_ptr() for one in (module, other)]
     for one in (module, other):
-        held = HostEmbedding(nn.ModuleDict({"table": one}), one, rows=stash())
+        held = HostEmbedding(nn.ModuleDict({"table": one}), one, rows=stash(), may_train=False)
         assert torch.equal(one(IDS), expected[IDS])
         held.let_go()
     assert [one.weight.data_ptr() for one in (module, other)] == places
