@@ -447,7 +447,7 @@ def test_no_tensor_on_the_device_is_as_large_as_the_table() -> None:
         choose_weights(model, [TOKENS, "model.layers.*"])
         loop = loop_of(model, embeddings=place)
         memory = LiveBytes()
-        for number in range(2):
+        for _ in range(2):
             memory.reset_peak()
             with Tracer(memory):
                 engine_of(loop).forward_backward(batches)
