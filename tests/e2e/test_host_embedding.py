@@ -4,6 +4,7 @@ import json
 import signal
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -113,12 +114,13 @@ def test_all_weights_train_alike_and_are_what_plain_transformers_loads(
     assert evaluated[0] == evaluated[1]
     samples = [(one / "samples_after.json").read_text() for one in (host, device)]
     assert samples[0] == samples[1]
-    found, info = AutoModelForCausalLM.from_pretrained(host / "model", output_loading_info=True)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(host / "model", output_loading_info=True)
+    found, info = loaded
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     table = found.get_input_embeddings().weight
     assert torch.equal(table, weights(host)["model.embed_tokens.weight"])
-    base = AutoModelForCausalLM.from_pretrained(model_dir, dtype=found.dtype)
+    base: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=found.dtype)
     assert not torch.equal(table, base.get_input_embeddings().weight)
     terms, on_device, in_ram = reported(host)
     assert terms[EMBEDDINGS] == in_ram[EMBEDDINGS] == table.nbytes

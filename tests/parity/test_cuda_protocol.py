@@ -305,8 +305,8 @@ def test_move_gradients_by_rows_are_on_the_host_before_their_buffers_are_used_ag
             assert gradient is not None
             found.append(gradient.clone())
             for weight in engine.trained_parameters.values():
-                with torch.no_grad():
-                    weight -= 0.1 * weight.grad if weight.grad is not None else 0.0
+                assert weight.grad is not None
+                weight.data.sub_(0.1 * weight.grad)
                 weight.grad = None
         engine.detach()
         return found

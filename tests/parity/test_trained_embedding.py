@@ -443,7 +443,8 @@ def test_no_tensor_on_the_device_is_as_large_as_the_table() -> None:
     for place in ("device", "host"):
         torch.manual_seed(0)
         config = Qwen3Config(**SHAPE | {"vocab_size": num_rows})
-        model = Qwen3ForCausalLM(config).to(torch.bfloat16).train()
+        model: Any = Qwen3ForCausalLM(config)
+        model = model.to(torch.bfloat16).train()
         choose_weights(model, [TOKENS, "model.layers.*"])
         loop = loop_of(model, embeddings=place)
         memory = LiveBytes()

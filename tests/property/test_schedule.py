@@ -55,9 +55,8 @@ def steps(draw: st.DrawFn) -> Schedule:
         num_staging=draw(st.integers(0, 3)),
         reduced=draw(st.sampled_from([(), (draw(reduced(num_layers)),)])),
         row_bytes=draw(st.sampled_from([(), tuple(range(20, 20 + num_micro_batches))])),
+        row_gradient_bytes=draw(st.sampled_from([(), tuple(range(10, 10 + num_micro_batches))])),
     )
-    if sizes.row_bytes and draw(st.booleans()):
-        sizes = replace(sizes, row_gradient_bytes=tuple(range(10, 10 + num_micro_batches)))
     ring = draw(st.sampled_from([warm_ring(num_slots), cold_ring(num_slots)]))
     if draw(st.booleans()):
         ring = forward_schedule(sizes, ring=ring, num_micro_batches=1).ring_after

@@ -25,7 +25,7 @@ from the buffer that the rows came to, and are added to `RowSums`.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -76,7 +76,7 @@ class HostEmbedding:
         self._present: _Rows | None = None
         self._leaves: dict[int, torch.Tensor] = {}
         self._is_read = True
-        self.weight: nn.Parameter = embedding.weight
+        self.weight = cast("nn.Parameter", embedding.weight)
         self.name = next(n for n, p in model.named_parameters() if p is self.weight)
         self.weight.data = _alone_on_host(self.weight.data)
         self.sums = RowSums(self.weight.data) if self.weight.requires_grad else None

@@ -65,7 +65,7 @@ def merged_s(
     If the ends of all that they wait for are convex in m, so are their own: a wait delays the m-th
     op most if it is the first or the m-th one. So the ends of the first and the last op of each
     group are enough, and the time is that of the schedule with all micro-batches and pieces. Rows
-    of the embedding, and gradients by them, go through buffers that the next but one needs again, so
+    of the embedding, and gradients by them, go through buffers that the next but one needs again:
     they are simulated one by one.
 
     Args:

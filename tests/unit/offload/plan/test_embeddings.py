@@ -228,7 +228,8 @@ def test_a_draft_of_a_step_that_trains_it_takes_as_long_as_the_step(
     needs = MemoryNeeds.of(FACTS, LARGE, asked)
     found = plan(FACTS, LARGE, asked)
     quick = replace(found.costs, h2d_latency_s=0.0)
-    for costs in (quick, replace(quick, **{slow: 3e8})):
+    late: dict[str, Any] = {slow: 3e8}
+    for costs in (quick, replace(quick, **late)):
         found = with_costs(found, costs)
         drafted_s = draft_step_s(needs, found.costs, found.residency)
         assert drafted_s == pytest.approx(found.step_s, rel=1e-9)
