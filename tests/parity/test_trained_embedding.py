@@ -25,7 +25,7 @@ from finetune.full.chosen_weights import choose_weights
 from finetune.run.loss_scale import LossScale
 from finetune.training.loop import Loop
 from offload.engine.engine import Engine
-from offload.engine.host.row_sums import RowSums
+from offload.engine.host_gradients import RowSums
 from offload.engine.tracing.allocator import LiveBytes
 from offload.engine.tracing.tracer import Tracer
 from offload.errors import OffloadError, TransferError, UnsupportedModelError

@@ -32,8 +32,8 @@ from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from offload.engine.host.row_sums import RowSums, left_over
 from offload.engine.host.stash import Stash
+from offload.engine.host_gradients import RowSums, left_over
 from offload.engine.memory_meter import Arena
 from offload.engine.streams import Device
 from offload.errors import UnsupportedModelError

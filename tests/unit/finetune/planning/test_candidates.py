@@ -370,6 +370,10 @@ def test_a_resumed_run_keeps_the_place_that_was_chosen(tmp_path: Path) -> None:
     assert as_begun(recipe(), run.begun()).offload.embeddings == "host"
     asked = recipe(offload__embeddings="device")
     assert as_begun(asked, run.begun()).offload.embeddings == "device"
+    assert as_begun(recipe(), run.begun(), num_ranks=2).offload.embeddings == "host"
+    begun = full_8b(embeddings="host")
+    assert as_begun(full_8b(), begun).offload.embeddings == "host"
+    assert as_begun(full_8b(), begun, num_ranks=2).offload.embeddings == "auto"
     before = resolved_yaml(recipe()).replace("  embeddings: auto\n", "")
     run.recipe_file.write_text(before)  # of a run that knew no such setting
     assert as_begun(recipe(), run.begun()) == recipe()
