@@ -96,15 +96,20 @@ def reported(run_dir: Path) -> tuple[dict[str, int], dict[str, int], dict[str, i
     return terms, planned["device_memory"], planned["host_memory"]
 
 
+def computing_in(dtype: str, machine_file: Path, folder: Path) -> Path:
+    """Return the file of a machine of this type; a run measures its own step."""
+    here: Any = Machine.from_json(machine_file.read_text())
+    (folder / "here.json").write_text(replace(here, dtype=dtype).to_json())
+    return folder / "here.json"
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("dtype", mostly_slow(["bfloat16", "float32", "float16"], "bfloat16"))
 def test_all_weights_train_alike_and_are_what_plain_transformers_loads(
     dtype, tmp_path, write_recipe, machine_file, model_dir
 ) -> None:
     recipe = full_recipe(write_recipe, dtype=dtype)
-    here = replace(Machine.from_json(machine_file.read_text()), dtype=dtype)
-    machine = tmp_path / "here.json"  # a run measures its own step
-    machine.write_text(here.to_json())
+    machine = computing_in(dtype, machine_file, tmp_path)
     for place in ("device", "host"):
         words = ("--machine", machine, f"offload.embeddings={place}", "report.samples=2")
         assert run("finetune", recipe, *words, f"output.dir={tmp_path / place}") == 0
@@ -139,8 +144,8 @@ def test_a_killed_run_of_all_weights_resumes_to_the_bit(
 ) -> None:
     recipe = full_recipe(write_recipe, dtype="bfloat16", steps=8)
     run_dir, whole = tmp_path / "run", tmp_path / "whole"
-    words = ("--machine", machine_file, ON_HOST)
-    on_device = ("--machine", machine_file, "offload.embeddings=device")
+    machine = ("--machine", computing_in("bfloat16", machine_file, tmp_path))
+    words, on_device = (*machine, ON_HOST), (*machine, "offload.embeddings=device")
     assert run("finetune", recipe, *on_device, f"output.dir={whole}") == 0
     metrics = run_dir / "metrics.jsonl"
     process = forked.start("finetune", recipe, *words)
