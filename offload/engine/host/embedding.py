@@ -119,7 +119,7 @@ class HostEmbedding:
         self._leaves.clear()  # of a step that has failed
         self._tokens = {number: ids.cpu().long().unique() for number, ids in tokens.items()}
         sizes = [self._num_bytes(len(self._tokens[number])) for number in range(len(tokens))]
-        most = max(sizes, default=0)
+        most = -(-max(sizes, default=0) // TOKEN_BYTES) * TOKEN_BYTES  # tokens begin each buffer
         buffers = {(0, buffer): most for buffer in range(NUM_ROW_BUFFERS)}
         self._rows.prepare(buffers, num_buffers=NUM_ROW_BUFFERS)
         return tuple(sizes)
