@@ -269,8 +269,10 @@ def with_forms(
             for request in ways
             if num_tokens < request.largest.num_tokens
         ]
-    adapters = [run.typical.adapter for run in ways[0].runs]
-    if may_move_embeddings and not any(why_on_device(facts, adapter) for adapter in adapters):
+    has_to_stay = any(
+        why_on_device(facts, run.typical.adapter, num_ranks=run.num_ranks) for run in ways[0].runs
+    )
+    if may_move_embeddings and not has_to_stay:
         found += [with_embeddings(request, "host") for request in found]
     return found
 

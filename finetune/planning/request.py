@@ -330,10 +330,12 @@ def _request(
             limit="only a mixture of experts has a router loss",
             hint="`train.router_loss_coef: null`",
         )
-    if typical.embeddings == "host" and (why := why_on_device(facts, typical.adapter)):
+    why = why_on_device(facts, typical.adapter, num_ranks=num_ranks)
+    if typical.embeddings == "host" and why:
         raise ConfigError(
             f"offload.embeddings: host for this {facts.model_type} model: {why}",
-            limit="an embedding in host memory is frozen, and nothing else has its weight",
+            limit="an embedding in host memory is frozen, or trains with weights of the model in"
+            " one process, and nothing else has its weight",
             hint="`offload.embeddings: auto`",
         )
     has_backward = not recipe.train.is_head_alone

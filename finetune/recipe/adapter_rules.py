@@ -143,18 +143,17 @@ def _broken_virtual_rules(recipe: Settings) -> Iterator[Breach]:
 
 
 def broken_embedding_rules(recipe: Settings) -> Iterator[Breach]:
-    """Yield what trains the input embedding, or is looked up with it, where it is on the host."""
+    """Yield what trains with an adapter and is looked up in an embedding on the host."""
     if recipe.offload.embeddings != "host":
         return
     modules = recipe.adapter.modules_to_save
     others = ", ".join(name for name in modules if name != EMBEDDING)
-    frozen = "an embedding in host memory does not train"
     rules = (
         (
             "adapter.modules_to_save",
             ", ".join(modules),
             EMBEDDING not in modules,
-            frozen,
+            "a copy of an embedding trains next to an adapter, on the device",
             f"[{others}]",
         ),
         (
@@ -164,6 +163,5 @@ def broken_embedding_rules(recipe: Settings) -> Iterator[Breach]:
             "virtual tokens train, and the embedding looks them up",
             "lora",
         ),
-        ("train.what", recipe.train.what, recipe.train.what != "all", frozen, "adapter"),
     )
     yield from breaches(rules, setting="offload.embeddings", value="host", instead="auto")

@@ -77,7 +77,8 @@ class OffloadSection(Section):
     embeddings: Literal["auto", "device", "host"] = Field(
         default="auto",
         description="Where the input embedding waits; from `host`, each micro-batch brings the rows"
-        " of its tokens. `auto` takes `host` where a step would not fit otherwise.",
+        " of its tokens, and if it trains, gradients by them go back. `auto` takes `host` where a"
+        " step would not fit otherwise.",
     )
 
     @property

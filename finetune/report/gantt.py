@@ -44,6 +44,8 @@ COLOURS = {
     Kind.BACKWARD: "#4c9ac9",
     Kind.GRADIENT: "#a6761d",
     Kind.FRONT_BACKWARD: "#7570b3",
+    Kind.ROW_GRADIENTS: "#cab2d6",
+    Kind.ADD_ROWS: "#737373",
     Kind.GATHER: "#1b9e77",
     Kind.REDUCE: "#d95f02",
     Kind.OPTIMIZER: "#a6d854",

@@ -16,7 +16,13 @@ from finetune.report.format import (
     table_of,
 )
 from offload.plan.endurance import DRIVE_ENDURANCE_BYTES, DiskWrites
-from offload.plan.facts.embedding import embedding_bytes, row_buffers_bytes
+from offload.plan.facts.embedding import (
+    embedding_bytes,
+    new_row_gradients_bytes,
+    num_trained_on_host,
+    row_buffers_bytes,
+    row_sum_bytes,
+)
 from offload.plan.facts.facts import WholeWeights
 from offload.plan.facts.linears import FP32_BYTES
 from offload.plan.facts.optimizer import HOST_STATES, LOW_HALVES, host_update_bytes
@@ -164,22 +170,31 @@ def has_rows(plan: Plan) -> bool:
 
 
 def _embeddings_json(plan: Plan) -> dict[str, Any]:
-    """Return what an input embedding in host memory saves and costs; nothing on the device."""
+    """Return what an input embedding in host memory saves and costs; nothing on the device.
+
+    One that trains has its gradients there too, of which those by rows come from the device.
+    """
     if not has_rows(plan):
         return {}
-    load, duration_s = plan.request.largest, duration_of(plan.costs)
-    free = simulate(
-        plan.schedule,
-        lambda op: 0.0 if op.kind in (Kind.LOOK_UP, Kind.ROWS) else duration_s(op),
-    )
-    saved = embedding_bytes(plan.facts, load) - row_buffers_bytes(plan.facts, load)
+    facts, load, duration_s = plan.facts, plan.request.largest, duration_of(plan.costs)
+    moved = (Kind.LOOK_UP, Kind.ROWS, Kind.ROW_GRADIENTS, Kind.ADD_ROWS)
+    free = simulate(plan.schedule, lambda op: 0.0 if op.kind in moved else duration_s(op))
+    saved = embedding_bytes(facts, load) + row_sum_bytes(facts, load)
     cost = {
-        "saved_vram_bytes": saved,
+        "saved_vram_bytes": saved - row_buffers_bytes(facts, load),
         "most_h2d_bytes": sum(x.num_bytes for x in plan.schedule.ops if x.kind is Kind.ROWS),
         "look_up_s": plan.predict().busy_s(Kind.LOOK_UP),
         "h2d_s": plan.predict().busy_s(Kind.ROWS),
         "added_s": plan.predict().step_s - free.step_s,
     }
+    if num_trained_on_host(facts, load):
+        timeline, ops = plan.predict(), plan.schedule.ops
+        cost |= {
+            "saved_vram_bytes": cost["saved_vram_bytes"] - new_row_gradients_bytes(facts, load),
+            "most_d2h_bytes": sum(x.num_bytes for x in ops if x.kind is Kind.ROW_GRADIENTS),
+            "d2h_s": timeline.busy_s(Kind.ROW_GRADIENTS),
+            "add_s": timeline.busy_s(Kind.ADD_ROWS),
+        }
     return {"embeddings": cost}
 
 
@@ -188,9 +203,12 @@ def embeddings_line(plan: Plan) -> str:
     cost = _embeddings_json(plan)["embeddings"]
     saved = cost["saved_vram_bytes"]
     size = f"{shown_gib(abs(saved))} {'less' if saved > 0 else 'more'} of device memory"
+    back = ""
+    if "most_d2h_bytes" in cost:
+        back = f" and {shown_mib(cost['most_d2h_bytes'])} of their gradients back,"
     return (
         f"in RAM (`offload.embeddings: host`): {size}, and at most"
-        f" {shown_mib(cost['most_h2d_bytes'])} of rows to it per step, which is"
+        f" {shown_mib(cost['most_h2d_bytes'])} of rows to it{back} per step, which is"
         f" {shown_time(cost['added_s'])} longer"
     )
 

@@ -423,7 +423,8 @@ def as_begun(recipe: Recipe, begun: Recipe | None, *, num_ranks: int = 1) -> Rec
         recipe = with_offload(recipe, head_chunk=begun.offload.head_chunk)
     if recipe.offload.mlp_chunk == "auto" and begun.offload.mlp_chunk != "auto":
         recipe = with_offload(recipe, mlp_chunk=begun.offload.mlp_chunk)
-    if recipe.offload.embeddings == "auto":
+    may_stay = not recipe.train.is_full or num_ranks == 1  # several train it on their devices
+    if recipe.offload.embeddings == "auto" and may_stay:
         recipe = with_offload(recipe, embeddings=begun.offload.embeddings)
     if recipe.adapter.compute_dtype == "auto":
         recipe = with_compute_dtype(recipe, begun.adapter.compute_dtype)

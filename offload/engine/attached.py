@@ -7,6 +7,7 @@ from torch import nn
 
 from offload.engine.bound import Bound
 from offload.engine.host.weights import HostWeights
+from offload.engine.host_gradients import RowSums
 from offload.engine.memory_meter import Arena
 from offload.engine.model.inventory import inventory_of
 from offload.engine.model.layers import LayeredModel
@@ -57,6 +58,40 @@ class Attached:
             self._bound.stash.arena,
             self._bound.sent.arena,
         )
+
+    @property
+    def row_sums(self) -> RowSums | None:
+        """The sums of gradients by the input embedding; None unless it trains on the host."""
+        embedding = self._layered.embedding
+        return None if embedding is None else embedding.sums
+
+    @property
+    def row_weight(self) -> nn.Parameter | None:
+        """The input embedding's weight; None unless it is on the host."""
+        embedding = self._layered.embedding
+        return None if embedding is None else embedding.weight
+
+    def _on_host(self) -> dict[str, nn.Parameter]:
+        """Return by name what trains on the host: masters of layers, and the input embedding."""
+        own = self.row_weight if self.row_sums is not None else None
+        rows = {name: p for name, p in self._model.named_parameters() if p is own}
+        return self._bound.host_gradients.parameters | rows
+
+    def _begin_gradients(self) -> None:
+        """Let a step write gradients on the host anew.
+
+        Raises:
+            OffloadError: A weight still has those of an earlier step.
+        """
+        self._bound.host_gradients.require_clear()
+        if self._layered.embedding is not None:
+            self._layered.embedding.begin_step()
+
+    def _publish_gradients(self) -> None:
+        """Give the weights on the host the gradients that have arrived."""
+        self._bound.host_gradients.publish()
+        if self._layered.embedding is not None:
+            self._layered.embedding.publish()
 
     @property
     def num_issued(self) -> int:

@@ -41,7 +41,8 @@ class EngineOptions:
     for all of a micro-batch. `layer_kernels` is what computes norms, rotary embedding and gated
     activations: the model's own code, or fused operators where that is proven to be the same.
     `joins_rows` is whether attention of packed rows is one call where torch's kernel computes it.
-    `embeddings` is where the input embedding's weight is; of one on the host, rows are brought.
+    `embeddings` is where the input embedding's weight is; of one on the host, rows are brought, and
+    if it trains with other weights on the host, gradients by them go back.
     `owned_layers` are those of trained weights that this process updates, of several that share the
     layers' memory; None for all.
     """
@@ -210,7 +211,12 @@ def bind(
     )
     layered.embedding = None
     if options.embeddings == "host":
-        layered.embedding = host.hold_embedding(layered.model, torch_device, _freeing(host, device))
+        layered.embedding = host.hold_embedding(
+            layered.model,
+            torch_device,
+            _freeing(host, device),
+            may_train=options.trained_weights == "host",
+        )
     on_host = () if layered.embedding is None else (id(layered.embedding.weight),)
     placement.move_the_rest(layered, records, torch_device, on_host=on_host)
     slots = Slots(

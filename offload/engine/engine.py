@@ -135,7 +135,8 @@ class Engine(Attached):
         self._ring = cold_ring(options.num_slots)
         self._num_writes = self._host.num_writes
         self._composition = Composition(model, self._layered.model.config)
-        self._hooks = GradientHooks(model, self._layered, self._bound.host_gradients.parameters)
+        self._masters = self._on_host()
+        self._hooks = GradientHooks(model, self._layered, self._masters)
         self._seal = Seal(
             self._host.records,
             names={id(parameter): name for name, parameter in model.named_parameters()},
@@ -155,7 +156,7 @@ class Engine(Attached):
             self._composition.require_unchanged()
             self.updates.flush()
         return {
-            name: self._bound.host_gradients.parameters.get(name, parameter)
+            name: self._masters.get(name, parameter)
             for name, parameter in self._model.named_parameters()
             if parameter.requires_grad
         }
@@ -272,9 +273,9 @@ class Engine(Attached):
             _, events = executor.step(schedule, parts, is_stashed=is_stashed)
             if schedule.network_bytes:
                 self._device.finish()
-            if self._bound.host_gradients.parameters:
+            if self._masters:
                 self._device.finish()
-                self._bound.host_gradients.publish()
+                self._publish_gradients()
         result = partial(
             StepResult, executor=executor, device=self._device, schedule=schedule, events=events
         )
@@ -370,8 +371,7 @@ class Engine(Attached):
     def _parts(self, runs: Sequence[RunStep], *, is_trained: bool) -> list[Part]:
         """Check what runs are given, and inspect the model as each computes it."""
         if is_trained:
-            are_on_host = bool(self._bound.host_gradients.parameters)
-            require_apart(self._layered, runs, are_on_host=are_on_host)
+            require_apart(self._layered, runs, are_on_host=bool(self._masters))
         where = self._vocabulary, self._device.torch_device
         parts = parts_of(
             self._layered, runs, *where, switched=self._switched, is_trained=is_trained
@@ -585,7 +585,7 @@ class Engine(Attached):
         require_gradients()
         self._composition.require_unchanged()
         self._hooks.require_exact()
-        self._bound.host_gradients.require_clear()
+        self._begin_gradients()
 
     def _require_usable(self) -> None:
         if self._state is not _State.ATTACHED:

@@ -76,13 +76,15 @@ class Steps:
                 hint="`order=Order.LAYER_MAJOR`",
             )
         batches = [batch for part in parts for batch in part.batches]
+        row_bytes, embedding = self._row_bytes(parts), self._layered.embedding
         input_bytes = self.input_bytes(batches) if self._options.stash == "host" else ()
         saved = self._saved(parts)
         schedule = step_schedule(
             replace(
                 self._sizes,
                 reduced=tuple(p.reducer.reduced for p in parts if p.reducer is not None),
-                row_bytes=self._row_bytes(parts),
+                row_bytes=row_bytes,
+                row_gradient_bytes=embedding.gradient_bytes(row_bytes) if embedding else (),
             ),
             ring=ring,
             runs=[part.passes for part in parts],

@@ -365,6 +365,7 @@ def calibrate(
             _rate(measured, Kind.STATES_WRITE, costs.disk_bytes_per_s[1]),
         ),
         look_up_bytes_per_s=_rate(measured, Kind.LOOK_UP, costs.look_up_bytes_per_s),
+        add_rows_bytes_per_s=_rate(measured, Kind.ADD_ROWS, costs.add_rows_bytes_per_s),
     )
 
 

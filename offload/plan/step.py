@@ -5,7 +5,11 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from offload.plan.facts.embedding import most_rows_bytes
+from offload.plan.facts.embedding import (
+    most_row_gradients_bytes,
+    most_rows_bytes,
+    num_trained_on_host,
+)
 from offload.plan.facts.facts import ModelFacts
 from offload.plan.facts.optimizer import moved_state_bytes
 from offload.plan.facts.trainable import outer_module_sizes
@@ -83,7 +87,13 @@ def schedule_of(
     runs = request.runs
     numbers = [1 if is_draft else run.rank_micro_batches for run in runs]
     passes = [run.passes(number) for run, number in zip(runs, numbers, strict=True)]
-    sizes = replace(sizes, row_bytes=_row_bytes(facts, request, passes))
+    sizes = replace(
+        sizes,
+        row_bytes=_row_bytes(facts, request, passes, most_rows_bytes),
+        row_gradient_bytes=_row_bytes(facts, request, passes, most_row_gradients_bytes)
+        if num_trained_on_host(facts, typical)
+        else (),
+    )
     stashed = zip(runs, numbers, strict=True) if request.is_stashed else ()
     return step_schedule(
         sizes,
@@ -99,13 +109,16 @@ def schedule_of(
 
 
 def _row_bytes(
-    facts: ModelFacts, request: PlanRequest, passes: Sequence[Passes]
+    facts: ModelFacts,
+    request: PlanRequest,
+    passes: Sequence[Passes],
+    most_bytes: Callable[[ModelFacts, Workload], int],
 ) -> tuple[int, ...]:
-    """Return what each pass brings of the input embedding at most; nothing if that is there."""
+    """Return what each pass moves of the input embedding at most; nothing if the device has it."""
     if request.typical.embeddings == "device":
         return ()
     each = zip(request.runs, numbered(passes), strict=True)
-    sizes = {n: most_rows_bytes(facts, run.typical) for run, one in each for n in one.all}
+    sizes = {n: most_bytes(facts, run.typical) for run, one in each for n in one.all}
     return tuple(sizes[number] for number in range(len(sizes)))
 
 
@@ -169,6 +182,7 @@ def _duration_of(costs: Costs) -> Callable[[Op], float]:
         Kind.STATES_READ: costs.disk_bytes_per_s[0],
         Kind.STATES_WRITE: costs.disk_bytes_per_s[1],
         Kind.LOOK_UP: costs.look_up_bytes_per_s,
+        Kind.ADD_ROWS: costs.add_rows_bytes_per_s,
     }
 
     def duration_s(op: Op) -> float:

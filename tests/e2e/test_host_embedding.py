@@ -2,12 +2,20 @@
 
 import json
 import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
-from offload.plan.memory.memory import EMBEDDINGS, OUTER, ROWS
+from offload.engine.host_gradients import RowSums
+from offload.plan.machine.machine import Machine
+from offload.plan.memory.memory import EMBEDDING_GRADIENTS, EMBEDDINGS, OUTER, ROWS
+from tests.e2e.full_runs import assert_same_runs, full_recipe, weights
 from tests.e2e.runs import adapter, assert_same_training, losses, rows_of, run
+from tests.tiers import mostly_slow
 
 ON_HOST = "offload.embeddings=host"
 
@@ -73,3 +81,99 @@ def test_two_ranks_have_it_once_and_train_alike(
     assert [rank.end() for rank in ranks] == [0, 0], [rank.shown for rank in ranks]
     assert run(*words, f"output.dir={tmp_path / 'one'}") == 0
     assert_same_training(tmp_path / "two", tmp_path / "one")
+
+
+# ---------------------------------------------------------------------------------- one that trains
+
+
+def reported(run_dir: Path) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
+    """Return memory by name: what was measured, and what was planned on the device and in RAM."""
+    measured, predicted = (
+        json.loads((run_dir / f"{name}.json").read_text()) for name in ("measured", "predicted")
+    )
+    terms = {term["name"]: term["num_bytes"] for term in measured["memory"]}
+    planned = predicted["calibrated"]["predicted"]
+    return terms, planned["device_memory"], planned["host_memory"]
+
+
+def computing_in(dtype: str, machine_file: Path, folder: Path) -> Path:
+    """Return the file of a machine of this type; a run measures its own step."""
+    here: Any = Machine.from_json(machine_file.read_text())
+    (folder / "here.json").write_text(replace(here, dtype=dtype).to_json())
+    return folder / "here.json"
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("dtype", mostly_slow(["bfloat16", "float32", "float16"], "bfloat16"))
+def test_all_weights_train_alike_and_are_what_plain_transformers_loads(
+    dtype, tmp_path, write_recipe, machine_file, model_dir
+) -> None:
+    recipe = full_recipe(write_recipe, dtype=dtype)
+    machine = computing_in(dtype, machine_file, tmp_path)
+    for place in ("device", "host"):
+        words = ("--machine", machine, f"offload.embeddings={place}", "report.samples=2")
+        assert run("finetune", recipe, *words, f"output.dir={tmp_path / place}") == 0
+    host, device = tmp_path / "host", tmp_path / "device"
+    assert_same_runs(host, device)
+    evaluated = [[row.get("eval_loss") for row in rows_of(one)] for one in (host, device)]
+    assert evaluated[0] == evaluated[1]
+    samples = [(one / "samples_after.json").read_text() for one in (host, device)]
+    assert samples[0] == samples[1]
+    loaded: Any = AutoModelForCausalLM.from_pretrained(host / "model", output_loading_info=True)
+    found, info = loaded
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    table = found.get_input_embeddings().weight
+    assert torch.equal(table, weights(host)["model.embed_tokens.weight"])
+    base: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=found.dtype)
+    assert not torch.equal(table, base.get_input_embeddings().weight)
+    terms, on_device, in_ram = reported(host)
+    assert terms[EMBEDDINGS] == in_ram[EMBEDDINGS] == table.nbytes
+    assert in_ram[EMBEDDING_GRADIENTS] == 4 * table.numel()
+    assert 0 < terms[EMBEDDING_GRADIENTS] <= in_ram[EMBEDDING_GRADIENTS]
+    assert 0 < terms[ROWS] <= in_ram[ROWS]
+    others, on_device_before, _ = reported(device)
+    assert others[OUTER] - terms[OUTER] == on_device_before[OUTER] - on_device[OUTER]
+    assert others[OUTER] - terms[OUTER] == table.nbytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [2, 5])
+def test_a_killed_run_of_all_weights_resumes_to_the_bit(
+    step, tmp_path, write_recipe, machine_file, forked
+) -> None:
+    recipe = full_recipe(write_recipe, dtype="bfloat16", steps=8)
+    run_dir, whole = tmp_path / "run", tmp_path / "whole"
+    machine = ("--machine", computing_in("bfloat16", machine_file, tmp_path))
+    words, on_device = (*machine, ON_HOST), (*machine, "offload.embeddings=device")
+    assert run("finetune", recipe, *on_device, f"output.dir={whole}") == 0
+    metrics = run_dir / "metrics.jsonl"
+    process = forked.start("finetune", recipe, *words)
+    process.wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= step)
+    process.end(signal.SIGKILL)
+    assert run("finetune", recipe, *words, "--resume") == 0
+    assert_same_runs(run_dir, whole)
+
+
+@pytest.mark.thorough
+def test_a_run_that_has_ended_between_backward_and_update_resumes_to_the_bit(
+    tmp_path, write_recipe, machine_file, monkeypatch
+) -> None:
+    recipe, whole = full_recipe(write_recipe), tmp_path / "whole"
+    words = ("--machine", machine_file, ON_HOST)
+    assert run("finetune", recipe, *words, f"output.dir={whole}") == 0
+    add, num = RowSums.add, 0
+
+    def add_some(self: RowSums, *args: torch.Tensor) -> None:
+        nonlocal num
+        num += 1
+        if num > 17:  # some micro-batches of a later step are added, others never
+            raise OSError("killed")
+        add(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RowSums, "add", add_some)
+        assert run("finetune", recipe, *words) != 0
+    assert len(losses(tmp_path / "run")) < 6
+    assert run("finetune", recipe, *words, "--resume") == 0
+    assert_same_runs(tmp_path / "run", whole)

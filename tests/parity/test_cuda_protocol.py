@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -172,8 +172,15 @@ def attached(
     num_staging: int,
     codec: CodecName = "native",
     embeddings: EmbeddingPlace = "device",
+    trained_weights: Literal["device", "host"] = "device",
 ) -> Engine:
-    options = replace(OPTIONS, stash="host", codec=codec, embeddings=embeddings)
+    options = replace(
+        OPTIONS,
+        stash="host",
+        codec=codec,
+        embeddings=embeddings,
+        trained_weights=trained_weights,
+    )
     engine = Engine(model, device=device, options=options)
     sizes = replace(engine._bound.sizes, piece_bytes=PIECE_BYTES, num_staging=num_staging)
     engine._bound = replace(engine._bound, sizes=sizes)
@@ -271,6 +278,44 @@ def test_move_rows_of_an_embedding_on_the_host_are_there_when_a_front_looks_them
     assert kinds.count(Kind.LOOK_UP) == kinds.count(Kind.ROWS) == 5
     assert device.cuda.num_waits_for_nothing == 0
     engine.detach()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("seed", "num_staging"), [(0, 0), (1, 2)])
+def test_move_gradients_by_rows_are_on_the_host_before_their_buffers_are_used_again(
+    open_device: Open, seed: int, num_staging: int
+) -> None:
+    """More micro-batches than buffers, and copies that are late; with updates of the layers."""
+    batches, name = micro_batches(5), "model.embed_tokens.weight"
+
+    def trained(device: FakeCudaDevice | None) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model: Any = MODELS["qwen3"]().train()
+        options: dict[str, Any] = {"trained_weights": "host"}
+        if device is None:
+            options |= {"num_slots": 2, "device": "cpu", "head_chunk_tokens": 7}
+            engine = offload.attach(model, **options)
+        else:
+            options |= {"num_staging": num_staging, "embeddings": "host"}
+            engine = attached(model, device, **options)
+        found = []
+        for _ in range(2):
+            engine.forward_backward(batches)
+            gradient = engine.trained_parameters[name].grad
+            assert gradient is not None
+            found.append(gradient.clone())
+            for weight in engine.trained_parameters.values():
+                assert weight.grad is not None
+                weight.data.sub_(0.1 * weight.grad)
+                weight.grad = None
+        engine.detach()
+        return found
+
+    expected = trained(None)
+    device = open_device(seed=seed, is_staged=True)
+    for ours, theirs in zip(trained(device), expected, strict=True):
+        assert torch.equal(ours, theirs)
+    assert device.cuda.num_waits_for_nothing == 0
 
 
 @pytest.mark.thorough

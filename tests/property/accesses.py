@@ -81,7 +81,12 @@ class Accesses:
     def _looked_up(self, op: Op, m: int | None) -> list[Access]:
         if op.kind is Kind.LOOK_UP:
             return [("write", ("gathered", op.buffer), m)]
-        return [("read", ("gathered", op.buffer), m), ("write", ("rows", op.buffer), m)]
+        if op.kind is Kind.ROWS:
+            return [("read", ("gathered", op.buffer), m), ("write", ("rows", op.buffer), m)]
+        if op.kind is Kind.ROW_GRADIENTS:
+            left: Access = ("write", ("gathered", op.buffer), ("gradients", m))
+            return [("read", ("rows", op.buffer), ("gradients", m)), left]
+        return [("read", ("gathered", op.buffer), ("gradients", m)), ("add", "row sums", "of all")]
 
     def _reduced(self, op: Op, layer: int) -> list[Access]:
         layers = [layer] if op.layer is not None else range(-1, self._last_layer + 1)
@@ -95,7 +100,7 @@ class Accesses:
         updating = (Kind.UPDATE, Kind.AWAIT, Kind.STATES, Kind.UPDATED)
         if op.lane is Lane.DISK or op.kind in updating:
             return self._updating(op, layer)
-        if op.kind in (Kind.LOOK_UP, Kind.ROWS):
+        if op.kind in (Kind.LOOK_UP, Kind.ROWS, Kind.ROW_GRADIENTS, Kind.ADD_ROWS):
             return self._looked_up(op, m)
         if op.kind is Kind.READ:
             staged = ("write", ("staging", op.buffer), (layer, op.offset))
@@ -134,8 +139,8 @@ class Accesses:
         if op.kind is Kind.DECODE:
             return [written, ("write", "decoded", layer)]
         if op.kind is Kind.FRONT:
-            rows: list[Access] = [] if op.buffer is None else [("read", ("rows", op.buffer), m)]
-            return [*rows, self._kept("write", 0, m)]
+            read: list[Access] = [] if op.buffer is None else [("read", ("rows", op.buffer), m)]
+            return [*read, self._kept("write", 0, m)]
         if op.kind in (Kind.FORWARD, Kind.REFERENCE):
             graph: list[Access] = [("write", ("graph", layer, m), None)] if op.has_graph else []
             return [
@@ -162,7 +167,9 @@ class Accesses:
             carried = self._carried("read", op)
             final: Access = ("add", ("gradients of the rank", layer), "of a step")
             return [weights, own, *carried, *([gathered] if layer in self._trained else []), final]
-        return [_OUTER] if op.kind is Kind.FRONT_BACKWARD else []
+        left: Access = ("write", ("rows", op.buffer), ("gradients", m))
+        rows = [] if op.buffer is None else [left]
+        return [_OUTER, *rows] if op.kind is Kind.FRONT_BACKWARD else []
 
 
 def check_order(schedule: Schedule) -> None:

@@ -55,6 +55,7 @@ def steps(draw: st.DrawFn) -> Schedule:
         num_staging=draw(st.integers(0, 3)),
         reduced=draw(st.sampled_from([(), (draw(reduced(num_layers)),)])),
         row_bytes=draw(st.sampled_from([(), tuple(range(20, 20 + num_micro_batches))])),
+        row_gradient_bytes=draw(st.sampled_from([(), tuple(range(10, 10 + num_micro_batches))])),
     )
     ring = draw(st.sampled_from([warm_ring(num_slots), cold_ring(num_slots)]))
     if draw(st.booleans()):

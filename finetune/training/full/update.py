@@ -22,7 +22,7 @@ from finetune.training.world.gradient_sums import DTYPES
 from offload.engine.engine import Engine
 from offload.engine.host.mapping import aligned_empty
 from offload.engine.host.state_file import StateFile
-from offload.engine.host_gradients import LayerUpdate
+from offload.engine.host_gradients import LayerUpdate, RowSums
 from offload.plan.schedule.reduced import Reduced
 
 CLIP_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
@@ -33,7 +33,8 @@ class FullUpdate:
 
     Layers are updated in the next step: on the host before their load, or on the device after it.
     Embeddings, norm and head are on the device for the whole run and needed first, so they are
-    updated at once, on the host: their gradients, in fp32, come there, and new weights go back.
+    updated at once, on the host: their gradients, in fp32, come there, and new weights go back. Of
+    an embedding on the host gradients have come there row by row, and nothing goes back.
 
     Of several ranks each updates its own layers for all of its machine, see
     `finetune.training.full.owners`, and what is around the layers for itself: all do the same.
@@ -67,8 +68,9 @@ class FullUpdate:
         trained = engine.trained_parameters
         self._layer_of = engine.updates.layer_of
         self._layers = {name: trained[name] for name in self._layer_of}
-        self._around = {
-            name: _Around(parameter)
+        assert engine.row_sums is None or ranks.num == 1, "a rule of ranks"
+        self._around = {  # in one order wherever they are: the norms are added up in it
+            name: _around(parameter, engine)
             for name, parameter in trained.items()
             if name not in self._layer_of
         }
@@ -320,6 +322,43 @@ class _Around:
         """Copy the weight to the device, unless it is there."""
         if self.on_host.data_ptr() != self._parameter.data_ptr():
             self._parameter.copy_(self.on_host)
+
+
+def _around(parameter: nn.Parameter, engine: Engine) -> "_Around | _InRows":
+    """Return a weight around the layers as it is updated."""
+    sums = engine.row_sums if parameter is engine.row_weight else None
+    return _Around(parameter) if sums is None else _InRows(parameter, sums)
+
+
+class _InRows:
+    """The input embedding on the host: gradients by its rows were added up there, in fp32."""
+
+    def __init__(self, parameter: nn.Parameter, sums: RowSums) -> None:
+        sums.keep_in_fp32()
+        self._parameter, self._sums = parameter, sums
+        self.on_host = parameter.detach()
+
+    @property
+    def gradient(self) -> torch.Tensor:
+        """The gradient of the newest step, with zeros where no token was."""
+        return self._sums.total
+
+    def norm(self) -> torch.Tensor:
+        """Return the gradient's norm."""
+        norm: torch.Tensor = torch.linalg.vector_norm(self.gradient)
+        return norm
+
+    def taken(self) -> torch.Tensor:
+        """Return the gradient, which stays until the next step."""
+        self.let_go()
+        return self.gradient
+
+    def let_go(self) -> None:
+        """Let the next step add up anew."""
+        self._parameter.grad = None
+
+    def publish(self) -> None:
+        """Nothing is to be copied: it is looked up where it is updated."""
 
 
 class _Adder:

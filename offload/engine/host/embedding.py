@@ -15,11 +15,17 @@ changes its tokens, gets the row of NaN: the loss shows it, and nothing waits fo
 
 Passes that wait for their result anyway, such as those of generation, bring no rows ahead of time:
 each lookup gathers its own. Norm and head are run on dummy tokens, whose embeddings nobody reads.
+
+A weight that trains has its gradient on the host too. A front looks tokens up in a leaf over its
+rows. Autograd adds up the gradients of a token's places in these rows as it would in the whole
+weight: in the same order and the same type, since the order of rows is that of tokens. They leave
+from the buffer that the rows came to, and are added to `RowSums`.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -27,50 +33,82 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from offload.engine.host.stash import Stash
+from offload.engine.host_gradients import RowSums, left_over
 from offload.engine.memory_meter import Arena
 from offload.engine.streams import Device
 from offload.errors import UnsupportedModelError
 from offload.plan.facts.codec import aligned
 from offload.plan.facts.embedding import TOKEN_BYTES, rows_bytes
 from offload.plan.facts.layer_layout import to_pages
-from offload.plan.memory.memory import EMBEDDINGS
+from offload.plan.memory.memory import EMBEDDING_GRADIENTS, EMBEDDINGS
 from offload.plan.schedule.lookups import NUM_ROW_BUFFERS
 from offload.plan.schedule.op import Op
 
 
 class HostEmbedding:
-    """A model's input embedding whose weight stays in host memory."""
+    """A model's input embedding whose weight stays in host memory.
 
-    def __init__(self, model: nn.Module, embedding: nn.Module, *, rows: Stash) -> None:
+    Attributes:
+        weight: The parameter.
+        name: Its name in the model.
+        sums: Of gradients by it; None if it is frozen.
+    """
+
+    def __init__(
+        self, model: nn.Module, embedding: nn.Module, *, rows: Stash, may_train: bool
+    ) -> None:
         """Keep the weight in host memory, and take over the lookups in it.
 
         Args:
             model: The model, which may use the weight nowhere else.
             embedding: Its input embedding.
             rows: Room for rows, on the host and on the device.
+            may_train: Whether weights that train are on the host.
 
         Raises:
-            UnsupportedModelError: The weight trains, something else uses it, or it is no plain
-                embedding.
+            UnsupportedModelError: The weight trains and may not, something else uses it, or it is
+                no plain embedding.
         """
-        _require_plain(model, embedding)
+        _require_plain(model, embedding, may_train=may_train)
         assert isinstance(embedding, nn.Embedding)
         self._module, self._rows = embedding, rows
         self._tokens: Mapping[int, torch.Tensor] = {}
-        self._present: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._present: _Rows | None = None
+        self._leaves: dict[int, torch.Tensor] = {}
         self._is_read = True
-        self.weight = embedding.weight
+        self.weight = cast("nn.Parameter", embedding.weight)
+        self.name = next(n for n, p in model.named_parameters() if p is self.weight)
         self.weight.data = _alone_on_host(self.weight.data)
+        self.sums = RowSums(self.weight.data) if self.weight.requires_grad else None
         vars(embedding)["forward"] = self._forward
 
     @property
     def arenas(self) -> tuple[Arena, ...]:
-        """The weight, and the page-locked buffers of rows."""
-        return Arena(name=EMBEDDINGS, blocks=[self.weight.data]), self._rows.arena
+        """The weight, the page-locked buffers of rows, and the sums of its gradients."""
+        held = Arena(name=EMBEDDINGS, blocks=[self.weight.data]), self._rows.arena
+        if self.sums is None:
+            return held
+        return (*held, Arena(name=EMBEDDING_GRADIENTS, blocks=[self.sums.total]))
 
     def let_go(self) -> None:
         """Give the lookups back; the weight stays where it is."""
         vars(self._module).pop("forward", None)
+
+    def begin_step(self) -> None:
+        """Forget the gradients of the step before.
+
+        Raises:
+            OffloadError: The weight still has them.
+        """
+        if self.sums is not None:
+            if self.weight.grad is not None:
+                raise left_over(self.name)
+            self.sums.clear()
+
+    def publish(self) -> None:
+        """Give the weight its gradient, unless that is of another type."""
+        if self.sums is not None and self.sums.total.dtype is self.weight.dtype:
+            self.weight.grad = self.sums.total
 
     def prepare(self, tokens: Mapping[int, torch.Tensor]) -> tuple[int, ...]:
         """Make room for the rows of a step, and return their bytes, by pass.
@@ -78,9 +116,10 @@ class HostEmbedding:
         Args:
             tokens: Of each pass (B, T), numbered from 0; best on the host.
         """
+        self._leaves.clear()  # of a step that has failed
         self._tokens = {number: ids.cpu().long().unique() for number, ids in tokens.items()}
         sizes = [self._num_bytes(len(self._tokens[number])) for number in range(len(tokens))]
-        most = max(sizes, default=0)
+        most = -(-max(sizes, default=0) // TOKEN_BYTES) * TOKEN_BYTES  # tokens begin each buffer
         buffers = {(0, buffer): most for buffer in range(NUM_ROW_BUFFERS)}
         self._rows.prepare(buffers, num_buffers=NUM_ROW_BUFFERS)
         return tuple(sizes)
@@ -102,12 +141,60 @@ class HostEmbedding:
     @contextmanager
     def present(self, op: Op) -> Iterator[None]:
         """Look up tokens in the rows that a front's pass has brought, in a block."""
-        num = len(self._tokens[op.micro_batch_index])
-        self._present = self._views(self._rows.buffer(op.buffer_index, self._num_bytes(num)), num)
+        number = op.micro_batch_index
+        tokens_N = self._tokens[number]
+        memory = self._rows.buffer(op.buffer_index, self._num_bytes(len(tokens_N)))
+        ids_N, rows_ND = self._views(memory, len(tokens_N))
+        if self.sums is not None and torch.is_grad_enabled():
+            self._leaves[number] = rows_ND = rows_ND.detach().requires_grad_()
+        self._present = _Rows(tokens_N=tokens_N, ids_N=ids_N, rows_ND=rows_ND)
         try:
             yield
         finally:
             self._present = None
+
+    def take_gradients(self, op: Op) -> None:
+        """Put a micro-batch's gradients by its rows into the buffer of these, after its backward.
+
+        Raises:
+            UnsupportedModelError: The weight got a gradient in another way than by lookups.
+        """
+        if self.weight.grad is not None:
+            raise _refused(
+                f"`{self.name}` is read by something else than lookups in it",
+                "only gradients by rows of a micro-batch's tokens come to the host",
+            )
+        number = op.micro_batch_index
+        num, leaf = len(self._tokens[number]), self._leaves.pop(number)
+        with torch.no_grad():
+            _, rows_ND = self._views(self._rows.buffer(op.buffer_index, self._num_bytes(num)), num)
+            rows_ND.zero_() if leaf.grad is None else rows_ND.copy_(leaf.grad)
+
+    def send_back(self, op: Op, device: Device) -> None:
+        """Copy them to host memory, on the running lane."""
+        num = len(self._tokens[op.micro_batch_index])
+        at = slice(self._num_bytes(num) - op.num_bytes, self._num_bytes(num))
+        source = self._rows.buffer(op.buffer_index, self._num_bytes(num))
+        device.copy(self._rows.place(0, op.buffer_index)[at], source[at])
+
+    def add(self, op: Op) -> None:
+        """Add them to the sums, on the running thread."""
+        assert self.sums is not None
+        tokens_N = self._tokens[op.micro_batch_index]
+        _, rows_ND = self._views(self._rows.place(0, op.buffer_index), len(tokens_N))
+        self.sums.add(tokens_N, rows_ND[1:])
+
+    def gradient_bytes(self, row_bytes: Sequence[int]) -> tuple[int, ...]:
+        """Return the bytes of gradients that each pass sends back if it trains; none if frozen.
+
+        Args:
+            row_bytes: As `prepare` returned them.
+        """
+        if self.sums is None:
+            return ()
+        return tuple(
+            len(self._tokens[number]) * self._row_bytes for number in range(len(row_bytes))
+        )
 
     @contextmanager
     def unread(self) -> Iterator[None]:
@@ -118,11 +205,15 @@ class HostEmbedding:
         finally:
             self._is_read = before
 
-    def found(self, ids: torch.Tensor) -> torch.Tensor:
+    def found(
+        self, ids: torch.Tensor, *, padding: int | None = None, is_scaled: bool = False
+    ) -> torch.Tensor:
         """Return the rows of some tokens (..., D), where the tokens are.
 
         Args:
             ids: The tokens (...).
+            padding: A token whose row gets no gradient by this lookup.
+            is_scaled: Whether gradients are divided by how often a token is there.
         """
         if not self._is_read:
             return torch.zeros(
@@ -130,13 +221,21 @@ class HostEmbedding:
             )
         if self._present is None:
             return functional.embedding(ids.to(self.weight.device), self.weight.data).to(ids.device)
-        ids_N, rows_ND = self._present
-        ids = ids.long()
+        ids_N, ids = self._present.ids_N, ids.long()
         places = torch.searchsorted(ids_N, ids).clamp_(max=len(ids_N) - 1)
-        return functional.embedding((places + 1).where(ids_N[places] == ids, 0), rows_ND)
+        return functional.embedding(
+            (places + 1).where(ids_N[places] == ids, 0),
+            self._present.rows_ND,
+            None if padding is None else self._present.place_of(padding % len(self.weight)),
+            scale_grad_by_freq=is_scaled,
+        )
+
+    @property
+    def _row_bytes(self) -> int:
+        return self.weight.shape[1] * self.weight.dtype.itemsize
 
     def _num_bytes(self, num: int) -> int:
-        return rows_bytes(num, self.weight.shape[1] * self.weight.dtype.itemsize)
+        return rows_bytes(num, self._row_bytes)
 
     def _views(self, memory: torch.Tensor, num: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the tokens (N,) and the rows (1 + N, D) in a buffer, uint8."""
@@ -149,6 +248,27 @@ class HostEmbedding:
             return type(self._module).forward(self._module, *args, **kwargs)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Rows:
+    """The rows that a front looks tokens up in.
+
+    Attributes:
+        tokens_N: Their tokens, ascending, on the host.
+        ids_N: The same on the device.
+        rows_ND: A row of NaN, and those of the tokens, on the device: (1 + N, D).
+    """
+
+    tokens_N: torch.Tensor
+    ids_N: torch.Tensor
+    rows_ND: torch.Tensor
+
+    def place_of(self, token: int) -> int | None:
+        """Return the row of a token; None if there is none."""
+        place = int(torch.searchsorted(self.tokens_N, token))
+        is_there = place < len(self.tokens_N) and int(self.tokens_N[place]) == token
+        return place + 1 if is_there else None
+
+
 class _Lookups(TorchFunctionMode):
     """Answers lookups in the weight of an embedding, while its own code runs."""
 
@@ -159,9 +279,12 @@ class _Lookups(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        kwargs = kwargs or {}
         if func is functional.embedding and args[1] is self._embedding.weight:
-            return self._embedding.found(args[0])
-        return func(*args, **(kwargs or {}))
+            return self._embedding.found(
+                args[0], padding=kwargs["padding_idx"], is_scaled=kwargs["scale_grad_by_freq"]
+            )
+        return func(*args, **kwargs)
 
 
 def _alone_on_host(weight: torch.Tensor) -> torch.Tensor:
@@ -170,7 +293,7 @@ def _alone_on_host(weight: torch.Tensor) -> torch.Tensor:
     return weight if weight.device.type == "cpu" and is_alone else weight.to("cpu", copy=True)
 
 
-def _require_plain(model: nn.Module, embedding: nn.Module) -> None:
+def _require_plain(model: nn.Module, embedding: nn.Module, *, may_train: bool) -> None:
     """Check that an embedding can be looked up in rows of it.
 
     Raises:
@@ -184,9 +307,12 @@ def _require_plain(model: nn.Module, embedding: nn.Module) -> None:
         )
     if embedding.max_norm is not None:
         raise _refused(f"`{name}` has a max_norm", "a lookup would write to its weight")
-    if any(parameter.requires_grad for parameter in embedding.parameters()):
-        raise _refused(f"`{name}` trains", "a weight that trains is on the device")
     weight = embedding.weight
+    trained = [parameter for parameter in embedding.parameters() if parameter.requires_grad]
+    if trained and not may_train:
+        raise _refused(f"`{name}` trains", 'it may if `trained_weights` is "host" too')
+    if any(parameter is not weight for parameter in trained):
+        raise _refused(f"`{name}` trains more than its weight", "rows have gradients by that alone")
     users = [
         path
         for path, module in model.named_modules()

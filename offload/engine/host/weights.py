@@ -131,6 +131,8 @@ class HostWeights:
         model: "PreTrainedModel",
         torch_device: torch.device,
         free: Callable[[torch.Tensor], None],
+        *,
+        may_train: bool,
     ) -> HostEmbedding:
         """Keep the input embedding's weight on the host until `give_back` or `close`.
 
@@ -138,6 +140,7 @@ class HostWeights:
             model: The model.
             torch_device: Where rows of it are looked up.
             free: Frees a block of host memory once no copy uses it.
+            may_train: Whether weights that train are on the host.
 
         Raises:
             UnsupportedModelError: The embedding cannot be looked up in rows of it.
@@ -145,7 +148,9 @@ class HostWeights:
         rows = Stash(
             ROWS, allocate_host=self.blocks.allocate, free_host=free, torch_device=torch_device
         )
-        self._embedding = HostEmbedding(model, model.get_input_embeddings(), rows=rows)
+        self._embedding = HostEmbedding(
+            model, model.get_input_embeddings(), rows=rows, may_train=may_train
+        )
         return self._embedding
 
     @property

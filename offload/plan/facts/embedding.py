@@ -1,7 +1,8 @@
-"""The input embedding: whether it may be in host memory, and what a micro-batch reads of it."""
+"""The input embedding: whether it may be in host memory, and what a micro-batch moves of it."""
 
 from offload.plan.facts.codec import aligned
 from offload.plan.facts.facts import AdapterSpec, ModelFacts
+from offload.plan.facts.linears import FP32_BYTES
 from offload.plan.facts.trainable import EMBEDDING, VIRTUAL, outer_module_sizes
 from offload.plan.facts.workload import Workload
 from offload.plan.schedule.lookups import NUM_ROW_BUFFERS
@@ -19,8 +20,20 @@ def rows_bytes(num_rows: int, row_bytes: int) -> int:
 
 def most_rows_bytes(facts: ModelFacts, workload: Workload) -> int:
     """Return what the rows of a micro-batch take at most: if no token of it is there twice."""
-    row_bytes = facts.embedding_parameters // facts.vocab_size * workload.dtype_bytes
-    return rows_bytes(min(workload.num_tokens, facts.vocab_size), row_bytes)
+    return rows_bytes(_most_rows(facts, workload), _row_bytes(facts, workload))
+
+
+def most_row_gradients_bytes(facts: ModelFacts, workload: Workload) -> int:
+    """Return what gradients by these rows take at most."""
+    return _most_rows(facts, workload) * _row_bytes(facts, workload)
+
+
+def _most_rows(facts: ModelFacts, workload: Workload) -> int:
+    return min(workload.num_tokens, facts.vocab_size)
+
+
+def _row_bytes(facts: ModelFacts, workload: Workload) -> int:
+    return facts.embedding_parameters // facts.vocab_size * workload.dtype_bytes
 
 
 def row_buffers_bytes(facts: ModelFacts, workload: Workload) -> int:
@@ -35,13 +48,44 @@ def embedding_bytes(facts: ModelFacts, workload: Workload) -> int:
     return facts.embedding_parameters * workload.dtype_bytes if is_on_host else 0
 
 
-def why_on_device(facts: ModelFacts, adapter: AdapterSpec) -> str:
-    """Return why the embedding has to be on the device; nothing if it may be in host memory."""
+def num_trained_on_host(facts: ModelFacts, workload: Workload) -> int:
+    """Return how many weights of the embedding train in host memory; 0 if it does not."""
+    is_on_host = workload.embeddings == "host"
+    return outer_module_sizes(facts, workload.adapter).get(EMBEDDING, 0) if is_on_host else 0
+
+
+def row_sum_bytes(facts: ModelFacts, workload: Workload) -> int:
+    """Return what the sums of its gradients take there, in fp32."""
+    return FP32_BYTES * num_trained_on_host(facts, workload)
+
+
+def new_row_gradients_bytes(facts: ModelFacts, workload: Workload) -> int:
+    """Return what a micro-batch's new gradients by rows take on the device, if it trains."""
+    if not num_trained_on_host(facts, workload):
+        return 0
+    return most_row_gradients_bytes(facts, workload) + _row_bytes(facts, workload)
+
+
+def places_bytes(facts: ModelFacts, workload: Workload) -> int:
+    """Return what a micro-batch keeps for them: the row of each token."""
+    return TOKEN_BYTES * workload.num_tokens if num_trained_on_host(facts, workload) else 0
+
+
+def why_on_device(facts: ModelFacts, adapter: AdapterSpec, *, num_ranks: int) -> str:
+    """Return why the embedding has to be on the device; nothing if it may be in host memory.
+
+    Args:
+        facts: The model.
+        adapter: What trains.
+        num_ranks: Processes that share a step.
+    """
     if facts.tie_word_embeddings:
         return "the head has the same weight, and is on the device"
     outer = outer_module_sizes(facts, adapter)
     if VIRTUAL in outer and not adapter.num_past:
         return "virtual tokens train, which it looks up"
-    if outer.get(EMBEDDING):
-        return "it trains, and gradients of it are added up on the device"
+    if outer.get(EMBEDDING) and adapter.whole is None:
+        return "a copy of it trains next to an adapter, on the device"
+    if outer.get(EMBEDDING) and num_ranks > 1:
+        return f"it trains, and {num_ranks} processes add up its gradients on their devices"
     return ""

@@ -5,7 +5,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from offload.plan.facts.embedding import embedding_bytes, row_buffers_bytes
+from offload.plan.facts.embedding import (
+    embedding_bytes,
+    num_trained_on_host,
+    row_buffers_bytes,
+    row_sum_bytes,
+)
 from offload.plan.facts.facts import ModelFacts, WholeWeights
 from offload.plan.facts.linears import FP32_BYTES
 from offload.plan.facts.optimizer import (
@@ -22,6 +27,7 @@ from offload.plan.facts.workload import Workload
 from offload.plan.machine.machine import MIB, Machine
 from offload.plan.memory.memory import (
     DATA_WORKERS,
+    EMBEDDING_GRADIENTS,
     EMBEDDINGS,
     HOST_TEMPORARIES,
     OTHER_RANKS,
@@ -102,6 +108,7 @@ def host_terms(
         MemoryTerm(name=SLAB, num_bytes=slab),
         *_whole_host_terms(facts, workload, num_ranks=num_ranks, is_cuda=is_cuda),
         MemoryTerm(name=EMBEDDINGS, num_bytes=embedding),
+        MemoryTerm(name=EMBEDDING_GRADIENTS, num_bytes=row_sum_bytes(facts, workload)),
         MemoryTerm(name=ROWS, num_bytes=rows),
         MemoryTerm(name=STASH, num_bytes=stash),
         MemoryTerm(name=STAGING, num_bytes=staging),
@@ -155,7 +162,7 @@ def _whole_host_terms(
     """List what weights that train take in RAM in addition to themselves.
 
     Of several ranks it is the first one's, with what all share. Gradients around the layers are
-    there too, in fp32, if they come from a device.
+    there too, in fp32, if they come from a device; not those of an embedding that is there.
     """
     whole = workload.adapter.whole
     if whole is None:
@@ -163,8 +170,9 @@ def _whole_host_terms(
     b, low_bytes = workload.dtype_bytes, whole.low_bytes
     each = host_update_bytes(b, workload.optimizer, low_bytes)
     gradients = each[HOST_GRADIENTS] * _num_owned(whole, num_ranks)
-    gradients += FP32_BYTES * whole.num_outer if is_cuda else 0
-    copies = each[WEIGHTS] * whole.num_outer if is_cuda else 0
+    num_around = whole.num_outer - num_trained_on_host(facts, workload)
+    gradients += FP32_BYTES * num_around if is_cuda else 0
+    copies = each[WEIGHTS] * num_around if is_cuda else 0
     in_layers = [linear.num_weights for layer in facts.layers for linear in layer.linears]
     largest = max(*in_layers, facts.embedding_parameters if whole.num_outer else 0)
     temporaries = ADAFACTOR_COPIES * FP32_BYTES * largest

@@ -13,7 +13,13 @@ from functools import cache, cached_property
 
 from offload.plan.facts.attention import SoftmaxAttention
 from offload.plan.facts.codec import decode_workspace_bytes
-from offload.plan.facts.embedding import embedding_bytes, row_buffers_bytes
+from offload.plan.facts.embedding import (
+    embedding_bytes,
+    new_row_gradients_bytes,
+    num_trained_on_host,
+    places_bytes,
+    row_buffers_bytes,
+)
 from offload.plan.facts.facts import LayerFacts, ModelFacts
 from offload.plan.facts.layer_layout import record_bytes
 from offload.plan.facts.linears import FP32_BYTES
@@ -56,6 +62,7 @@ CONTEXT, FRAGMENTATION, OTHER_RANKS = "context", "fragmentation", "other ranks"
 SLOTS, CUBLAS, KEPT_GRAPHS = "slots", "cuBLAS workspaces", "kept graphs"
 UPDATE = "optimizer temporaries"
 OUTER, EMBEDDINGS, ROWS = "embeddings, norm and head", "embeddings", "buffers of embedding rows"
+EMBEDDING_GRADIENTS = "gradients of embeddings"
 SCORES, ROUTER_LOGITS = "one visit: attention scores", "router logits"
 ROUTER_LOSS = "a layer's router loss"
 # Of what trains, and of micro-batches: each run of a shared step has its own.
@@ -387,7 +394,8 @@ def device_needs(
         workload,
         num_kept=num_kept,
         num_micro_batches=num_micro_batches,
-        recorded=recorded + workload.adapter.past_bytes,  # and gradients by a prefix
+        # and gradients by a prefix
+        recorded=recorded + workload.adapter.past_bytes + places_bytes(facts, workload),
     )
     kinds = set(facts.layers)
     visits = {x: visit_bytes(facts, machine, x, workload, is_padded=is_padded) for x in kinds}
@@ -466,11 +474,13 @@ def _standing_terms(
     outside = outer_module_sizes(facts, workload.adapter)
     layer_gradients = 0
     if (whole := workload.adapter.whole) is not None:
-        gradients, modules = FP32_BYTES * whole.num_outer, ()
+        num_on_device = whole.num_outer - num_trained_on_host(facts, workload)
+        gradients, modules = FP32_BYTES * num_on_device, ()
         each = brought_bytes(b, workload.optimizer, whole.low_bytes)
         each = b if workload.updates == "host" else each
         layer_gradients = math.ceil(NUM_GRADIENT_BUFFERS * each * max(whole.layers))
-    new_gradient = outside.get(EMBEDDING, 0) if is_traced else max(modules, default=0)
+    new_gradient = b * (outside.get(EMBEDDING, 0) if is_traced else max(modules, default=0))
+    new_gradient = new_row_gradients_bytes(facts, workload) or new_gradient
     copy_bytes = FP32_BYTES + (0 if b == FP32_BYTES or workload.adapter.num_past else b)
     shapes = trained_tensor_shapes(facts, workload.adapter)
     states = state_bytes(shapes, workload.optimizer)
@@ -486,7 +496,7 @@ def _standing_terms(
         MemoryTerm(name=ROWS, num_bytes=row_buffers_bytes(facts, workload)),
         MemoryTerm(name=ADAPTERS, num_bytes=adapter_bytes(facts, workload.adapter)),
         MemoryTerm(name=TRAINED_MODULES, num_bytes=copy_bytes * sum(modules)),
-        MemoryTerm(name="a module's new gradient", num_bytes=b * new_gradient),
+        MemoryTerm(name="a module's new gradient", num_bytes=new_gradient),
         MemoryTerm(name=GRADIENTS, num_bytes=gradients),
         MemoryTerm(name=LAYER_GRADIENTS, num_bytes=layer_gradients),
         MemoryTerm(name=STATES, num_bytes=states),

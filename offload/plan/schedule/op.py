@@ -45,6 +45,9 @@ class Kind(StrEnum):
     BACKWARD: compute a layer's gradients, after a recompute unless its graph was kept or sent.
     GRADIENT: copy a piece of the gradients of a layer's own weights to host memory (d2h).
     FRONT_BACKWARD: compute the gradients of the modules before the layers.
+    ROW_GRADIENTS: copy a micro-batch's gradients by rows of the input embedding to host memory, if
+        it trains there (d2h).
+    ADD_ROWS: add them to the sums for the whole embedding (host).
     GATHER: collect a layer, or all else, from the ranks that each hold a part of it (network).
     REDUCE: add up the gradients of a layer, or of all else that trains, over the ranks (network).
     OPTIMIZER: the update after the pass. Appears in timelines, never in a schedule.
@@ -74,6 +77,8 @@ class Kind(StrEnum):
     BACKWARD = "backward"
     GRADIENT = "gradient"
     FRONT_BACKWARD = "front_backward"
+    ROW_GRADIENTS = "row_gradients"
+    ADD_ROWS = "add_rows"
     GATHER = "gather"
     REDUCE = "reduce"
     OPTIMIZER = "optimizer"
@@ -95,7 +100,8 @@ class Op(NamedTuple):
         buffer: For READ and LOAD the staging buffer, for FETCH and BACKWARD the buffer of the
             fetched layer input, for GRADIENT the buffer that is copied to the host, for STATES,
             UPDATE and UPDATED that of gradients and states, for STATES_READ and STATES_WRITE that
-            of states in host memory, for LOOK_UP, ROWS and FRONT that of the embedding's rows.
+            of states in host memory, for LOOK_UP, ROWS, FRONT, FRONT_BACKWARD, ROW_GRADIENTS and
+            ADD_ROWS that of the embedding's rows, or of gradients by them.
         offset: First byte of a piece within its layer.
         num_bytes: Bytes that are moved; for DECODE, bytes that are written; for GATHER and
             REDUCE, bytes that this rank sends.

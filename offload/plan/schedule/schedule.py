@@ -61,7 +61,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from offload.plan.schedule.hazards import Line, Resource, parallel
-from offload.plan.schedule.lookups import looked_up
+from offload.plan.schedule.lookups import looked_up, sent_back
 from offload.plan.schedule.op import Kind, Lane, Op
 from offload.plan.schedule.passes import Passes, numbered
 from offload.plan.schedule.reduced import Reduced
@@ -116,6 +116,7 @@ class TransferSizes:
         disk_bytes: Of states in a file that an update on the host moves, by layer; none in memory.
         reduced: What of each run's gradients crosses the network; none with a single rank.
         row_bytes: Of the input embedding's rows, by pass; empty if the device has all of them.
+        row_gradient_bytes: Of gradients by these rows, by pass; empty if none go to the host.
     """
 
     layer_bytes: tuple[int, ...]
@@ -128,6 +129,7 @@ class TransferSizes:
     reduced: tuple[Reduced, ...] = ()
     disk_bytes: tuple[int, ...] = ()
     row_bytes: tuple[int, ...] = ()
+    row_gradient_bytes: tuple[int, ...] = ()
     owned: frozenset[int] | None = None
 
     def is_owned(self, layer: int) -> bool:
@@ -355,11 +357,18 @@ class _Program:
             self._add(Line(ops=(Op(lane=Lane.COMPUTE, kind=kind, micro_batch=m),)))
 
     def _add(self, line: Line) -> None:
-        """Write a line outside the layers; a front's after those that bring its rows, if any."""
+        """Write a line outside the layers, with those that move rows of the embedding for it.
+
+        A front's rows are brought ahead of it, and gradients by them are sent back after its
+        backward.
+        """
         (op,) = line.ops
-        is_looked_up = op.kind is Kind.FRONT and self.sizes.row_bytes
-        row_bytes = self.sizes.row_bytes[op.micro_batch_index] if is_looked_up else 0
-        self.lines += looked_up(line, row_bytes) if is_looked_up else (line,)
+        lines: tuple[Line, ...] = (line,)
+        if op.kind is Kind.FRONT and self.sizes.row_bytes:
+            lines = looked_up(line, self.sizes.row_bytes[op.micro_batch_index])
+        elif op.kind is Kind.FRONT_BACKWARD and self.sizes.row_gradient_bytes:
+            lines = sent_back(line, self.sizes.row_gradient_bytes[op.micro_batch_index])
+        self.lines += lines
 
     def tail(self, number: int, run: Passes, group: Sequence[int]) -> None:
         """Write what comes after the last layer for micro-batches of a run."""

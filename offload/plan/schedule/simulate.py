@@ -65,8 +65,8 @@ def merged_s(
     If the ends of all that they wait for are convex in m, so are their own: a wait delays the m-th
     op most if it is the first or the m-th one. So the ends of the first and the last op of each
     group are enough, and the time is that of the schedule with all micro-batches and pieces. Rows
-    of the embedding go through buffers that the next but one needs again, so they are simulated one
-    by one.
+    of the embedding, and gradients by them, go through buffers that the next but one needs again:
+    they are simulated one by one.
 
     Args:
         schedule: The ops of one micro-batch; each copy is one op, without its read.
@@ -78,6 +78,7 @@ def merged_s(
     firsts_s: list[float] = []
     lasts_s: list[float] = []
     fronts_s = _looked_up_s(schedule, durations_s, num_micro_batches)
+    backwards = _sent_back(schedule)
     for number, (op, one_s) in enumerate(zip(schedule.ops, durations_s, strict=True)):
         first_s = last_s = lane_free_s[op.lane]
         is_group = op.micro_batch is not None
@@ -85,6 +86,10 @@ def merged_s(
             is_paired = is_group and schedule.ops[other].micro_batch is not None
             first_s = max(first_s, firsts_s[other] if is_paired else lasts_s[other])
             last_s = max(last_s, lasts_s[other])
+        if number in backwards:
+            fronts_s |= _sent_back_s(
+                backwards[number], durations_s, num_micro_batches, last_s, lane_free_s
+            )
         if number in fronts_s:
             first_s, last_s = fronts_s[number]
         elif isinstance(one_s, tuple):
@@ -129,6 +134,46 @@ def _looked_up_s(
             free_s.append((arrived_s, computed_s))
             for number, end_s in zip(numbers, (gathered_s, arrived_s, computed_s), strict=True):
                 ends_s[number] = (end_s if not turn else ends_s[number][0], end_s)
+    return ends_s
+
+
+def _sent_back(schedule: Schedule) -> dict[int, tuple[int, int, int]]:
+    """Return the backwards of fronts whose gradients by rows leave, with what moves and adds these.
+
+    All are positions in the schedule; keys are those of the backwards.
+    """
+    kinds = (Kind.FRONT_BACKWARD, Kind.ROW_GRADIENTS, Kind.ADD_ROWS)
+    found: dict[int, dict[Kind, int]] = {}
+    for number, op in enumerate(schedule.ops):
+        if op.kind in kinds and op.buffer is not None:
+            found.setdefault(op.micro_batch_index, {})[op.kind] = number
+    each = (tuple(ops[kind] for kind in kinds) for ops in found.values())
+    return {backward: (backward, leaves, added) for backward, leaves, added in each}
+
+
+def _sent_back_s(
+    numbers: tuple[int, int, int],
+    durations_s: Sequence[float | Pieces],
+    num_micro_batches: int,
+    start_s: float,
+    lane_free_s: dict[Lane, float],
+) -> dict[int, tuple[float, float]]:
+    """Return the ends of the first and the last micro-batch of what these ops stand for.
+
+    They are the last ops of their lanes.
+    """
+    backward_s, leaves_s, add_s = (_seconds(durations_s[number]) for number in numbers)
+    computed_s, left_s, added_s = start_s, lane_free_s[Lane.D2H], lane_free_s[Lane.HOST]
+    free_s = deque([(0.0, 0.0)] * NUM_ROW_BUFFERS)  # the next buffer on the device, and the host
+    ends_s: dict[int, tuple[float, float]] = {}
+    for turn in range(num_micro_batches):
+        on_device_s, on_host_s = free_s.popleft()
+        computed_s = max(computed_s, on_device_s) + backward_s
+        left_s = max(left_s, computed_s, on_host_s) + leaves_s
+        added_s = max(added_s, left_s) + add_s
+        free_s.append((left_s, added_s))
+        for number, end_s in zip(numbers, (computed_s, left_s, added_s), strict=True):
+            ends_s[number] = (end_s if not turn else ends_s[number][0], end_s)
     return ends_s
 
 

@@ -114,8 +114,10 @@ class Timeline:
             "head and loss": self.busy_s(Kind.SCORE, Kind.OBJECTIVE, Kind.TAIL),
             "backward": self.busy_s(Kind.BACKWARD, Kind.FRONT_BACKWARD),
             "h2d": self.busy_s(Kind.ROWS, Kind.LOAD, Kind.STATES, Kind.FETCH, Kind.RETURN),
-            "d2h": self.busy_s(Kind.STASH, Kind.SEND, Kind.GRADIENT, Kind.UPDATED),
-            "reads": self.busy_s(Kind.LOOK_UP, Kind.READ),
+            "d2h": self.busy_s(
+                Kind.STASH, Kind.SEND, Kind.GRADIENT, Kind.ROW_GRADIENTS, Kind.UPDATED
+            ),
+            "reads": self.busy_s(Kind.LOOK_UP, Kind.ADD_ROWS, Kind.READ),
             "updates": self.busy_s(Kind.UPDATE),
             "exposed updates": self.exposed_s(Kind.UPDATE),
             "stall": self.stall_s,

@@ -101,11 +101,24 @@ def host_update_s(
 
 
 def outer_update_s(
-    machine: Machine, whole: WholeWeights, *, dtype_bytes: int, optimizer: Optimizer
+    machine: Machine,
+    whole: WholeWeights,
+    *,
+    dtype_bytes: int,
+    optimizer: Optimizer,
+    num_on_host: int,
 ) -> float:
     """Return the seconds of the update of weights around the layers, which nothing overlaps with.
 
-    On CUDA their gradients cross the link in fp32, and the weights cross it back.
+    On CUDA their gradients cross the link in fp32, and the weights cross it back. Of those on the
+    host nothing crosses, and the norm of their gradients is computed there.
+
+    Args:
+        machine: Its rates.
+        whole: What trains.
+        dtype_bytes: Of a weight.
+        optimizer: What updates them.
+        num_on_host: How many of them are on the host, as an embedding's.
     """
     num_weights = whole.num_outer
     update_s = host_update_s(
@@ -117,8 +130,10 @@ def outer_update_s(
     )
     if machine.device == "cpu":
         return update_s
-    sent_s = num_weights * FP32_BYTES / machine.d2h_bytes_per_s.value
-    return sent_s + update_s + num_weights * dtype_bytes / machine.h2d_bytes_per_s.value
+    update_s += num_on_host * FP32_BYTES / machine.host_memory_bytes_per_s.value
+    num_sent = num_weights - num_on_host
+    sent_s = num_sent * FP32_BYTES / machine.d2h_bytes_per_s.value
+    return sent_s + update_s + num_sent * dtype_bytes / machine.h2d_bytes_per_s.value
 
 
 def update_work(machine: Machine, shapes: Sequence[Shape], optimizer: Optimizer) -> Work:

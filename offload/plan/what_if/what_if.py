@@ -114,8 +114,9 @@ def _offload_weights(plan: Plan) -> Option:
 
 def _move_embeddings(plan: Plan) -> tuple[Option, ...]:
     """Price the input embedding in the other place, where a device has memory of its own."""
-    facts, typical = plan.facts, plan.request.typical
-    if plan.machine.device == "cpu" or why_on_device(facts, typical.adapter):
+    typical, num_ranks = plan.request.typical, plan.request.num_ranks
+    why = why_on_device(plan.facts, typical.adapter, num_ranks=num_ranks)
+    if plan.machine.device == "cpu" or why:
         return ()
     is_done = typical.embeddings == "host"
     wanted: EmbeddingPlace = "device" if is_done else "host"

@@ -18,6 +18,7 @@ from finetune.planning.request import facts_of
 from finetune.planning.subject import model_subject
 from finetune.recipe.recipe import Recipe, resolved_yaml, with_offload, with_parallel
 from finetune.recipe.rules import broken_rules
+from finetune.recipe.sections import ModelSection
 from finetune.recipe.shipped import load_shape
 from finetune.run.run_dir import RunDir, as_begun
 from finetune.training.prepare import with_chosen
@@ -370,6 +371,10 @@ def test_a_resumed_run_keeps_the_place_that_was_chosen(tmp_path: Path) -> None:
     assert as_begun(recipe(), run.begun()).offload.embeddings == "host"
     asked = recipe(offload__embeddings="device")
     assert as_begun(asked, run.begun()).offload.embeddings == "device"
+    assert as_begun(recipe(), run.begun(), num_ranks=2).offload.embeddings == "host"
+    begun = full_8b(embeddings="host")
+    assert as_begun(full_8b(), begun).offload.embeddings == "host"
+    assert as_begun(full_8b(), begun, num_ranks=2).offload.embeddings == "auto"
     before = resolved_yaml(recipe()).replace("  embeddings: auto\n", "")
     run.recipe_file.write_text(before)  # of a run that knew no such setting
     assert as_begun(recipe(), run.begun()) == recipe()
@@ -384,11 +389,37 @@ def test_what_a_plan_has_chosen_is_written_down() -> None:
 
 
 @pytest.mark.thorough
-def test_weights_that_train_by_name_are_looked_up_on_the_device() -> None:
+def test_weights_that_train_by_name_are_looked_up_in_ram() -> None:
     words = ["offload.embeddings=host", "train.steps=3"]
-    trained = model_subject("qwen3-8b", [*words, 'train.what=["*embed_tokens*", "*q_proj*"]'])
-    with pytest.raises(ConfigError, match="it trains, and gradients of it are added up"):
-        full_requests(trained.recipe, trained.facts, num_ranks=1)
-    frozen = model_subject("qwen3-8b", [*words, 'train.what=["*q_proj*"]'])
-    ways = full_requests(frozen.recipe, frozen.facts, num_ranks=1)
-    assert {one.typical.embeddings for one in ways} == {"host"}
+    for what in ('["*embed_tokens*", "*q_proj*"]', '["*q_proj*"]'):
+        asked = model_subject("qwen3-8b", [*words, f"train.what={what}"])
+        ways = full_requests(asked.recipe, asked.facts, num_ranks=1)
+        assert {one.typical.embeddings for one in ways} == {"host"}
+
+
+def full_on_2_cards(**offload: Any) -> Recipe:
+    return full_8b(**offload).model_copy(
+        update={"model": ModelSection.model_validate({"path": "Qwen/Qwen3-8B"})}
+    )
+
+
+def test_an_embedding_that_trains_is_in_ram_only_where_one_process_trains_it() -> None:
+    facts = model_facts(load_shape("qwen3-8b"))
+    small = replace(CARD, vram_bytes=9 * GIB, ram_bytes=192 * GIB)
+    (alone, both) = (
+        {one.typical.embeddings for one in full_requests(full_on_2_cards(), facts, num_ranks=num)}
+        for num in (1, 2)
+    )
+    assert (alone, both) == ({"device", "host"}, {"device"})
+    ways = full_requests(full_8b(), facts, num_ranks=1)
+    assert choose(facts, small, ways).plan.request.typical.embeddings == "host"
+    ways = full_requests(full_8b(embeddings="device"), facts, num_ranks=1)
+    with pytest.raises(DoesNotFitError) as refused:
+        choose(facts, small, ways)
+    assert "`offload.embeddings: host`" in f"{refused.value.limit}{refused.value.hint}"
+    with pytest.raises(ConfigError, match=r"it trains, and 2 processes add up") as no:
+        full_requests(full_on_2_cards(embeddings="host"), facts, num_ranks=2)
+    assert no.value.hint == "`offload.embeddings: auto`"
+    tied = replace(facts, tie_word_embeddings=True, head_parameters=0)
+    with pytest.raises(ConfigError, match="the head has the same weight"):
+        full_requests(full_8b(embeddings="host"), tied, num_ranks=1)

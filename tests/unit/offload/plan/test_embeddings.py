@@ -7,12 +7,22 @@ import pytest
 
 from offload.errors import DoesNotFitError, OffloadError
 from offload.plan.facts.embedding import rows_bytes, why_on_device
-from offload.plan.facts.facts import AdapterSpec
+from offload.plan.facts.facts import AdapterSpec, WholeWeights
+from offload.plan.facts.optimizer import HOST_GRADIENTS, HOST_STATES, LOW_HALVES
 from offload.plan.facts.trainable import all_weights
 from offload.plan.fit import MemoryNeeds
 from offload.plan.machine.machine import GIB, named_machine
-from offload.plan.memory.memory import EMBEDDINGS, OTHER_RANKS, OUTER, ROWS, MemoryTerm
-from offload.plan.plan import Plan, plan
+from offload.plan.memory.memory import (
+    EMBEDDING_GRADIENTS,
+    EMBEDDINGS,
+    GRADIENTS,
+    OTHER_RANKS,
+    OUTER,
+    RECORDED,
+    ROWS,
+    MemoryTerm,
+)
+from offload.plan.plan import Plan, plan, with_costs
 from offload.plan.request import ObjectiveCost, sharing, with_embeddings
 from offload.plan.schedule.op import Kind, Lane
 from offload.plan.split import draft_step_s
@@ -20,9 +30,12 @@ from offload.plan.what_if.what_if import what_if
 from tests.builders import lora, qwen3_8b, request, workload
 
 CARD = named_machine("rtx4090")
+LARGE = named_machine("rtx4090", ram_bytes=256 * GIB)
 FACTS = qwen3_8b()
 TABLE = 151936 * 4096 * 2
 ROW = 4096 * 2
+ALL = AdapterSpec.none(all_weights(FACTS))
+LAYERS = AdapterSpec.none(WholeWeights(layers=all_weights(FACTS).layers, outer=()))
 OF_2048 = 2048 * 8 + 2049 * ROW  # tokens, int64; their rows, and one of a token that is not there
 
 
@@ -110,22 +123,116 @@ def test_ranks_of_a_machine_have_it_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "adapter", "why"),
+    ("changes", "adapter", "num_ranks", "why"),
     [
-        ({}, lora(), ""),
-        ({}, lora(modules=("lm_head", "norms")), ""),
-        ({"tie_word_embeddings": True}, lora(), "the head has the same weight"),
-        ({}, lora(modules=("embed_tokens",)), "it trains"),
-        ({}, lora(virtual=((8, 4096),)), "virtual tokens train"),
-        ({}, AdapterSpec.none(all_weights(FACTS)), "it trains"),
+        ({}, lora(), 2, ""),
+        ({}, lora(modules=("lm_head", "norms")), 1, ""),
+        ({"tie_word_embeddings": True}, lora(), 1, "the head has the same weight"),
+        ({}, lora(modules=("embed_tokens",)), 1, "a copy of it trains next to an adapter"),
+        ({}, lora(virtual=((8, 4096),)), 1, "virtual tokens train"),
+        ({}, ALL, 1, ""),
+        ({}, ALL, 2, "it trains, and 2 processes add up its gradients on their devices"),
+        ({}, LAYERS, 2, ""),
+        ({"tie_word_embeddings": True}, ALL, 1, "the head has the same weight"),
     ],
 )
 def test_what_needs_it_on_the_device_is_named(
-    changes: dict[str, bool], adapter: AdapterSpec, why: str
+    changes: dict[str, bool], adapter: AdapterSpec, num_ranks: int, why: str
 ) -> None:
-    found = why_on_device(qwen3_8b(**changes), adapter)
+    found = why_on_device(qwen3_8b(**changes), adapter, num_ranks=num_ranks)
     assert found.startswith(why)
     assert bool(found) == bool(why)
+
+
+# ---------------------------------------------------------------------------------- one that trains
+
+
+def both_trained(**changes: Any) -> tuple[Plan, Plan]:
+    """Return plans of full training with the embedding on the device, and on the host."""
+    asked = request(workload(adapter=ALL), **{"num_slots": 4, "num_micro_batches": 3, **changes})
+    host = with_embeddings(asked, "host")
+    return plan(FACTS, LARGE, asked), plan(FACTS, LARGE, host)
+
+
+def test_a_table_that_trains_takes_its_gradients_to_ram_with_it() -> None:
+    """Bytes by hand, of 151,936 rows of 4,096: bf16 weights, fp32 sums, bf16 rows of 2,048."""
+    device, host = both_trained()
+    before, after = sizes(device.device_memory), sizes(host.device_memory)
+    assert before[OUTER] - after[OUTER] == TABLE
+    assert before[GRADIENTS] - after[GRADIENTS] == 2 * TABLE
+    assert after[ROWS] == 2 * OF_2048
+    assert after["a module's new gradient"] == 2049 * ROW
+    assert after[RECORDED] - before[RECORDED] == 3 * 2048 * 8  # the row of each token
+    both_ram, ram = sizes(device.host_memory), sizes(host.host_memory)
+    assert (ram[EMBEDDINGS], ram[EMBEDDING_GRADIENTS]) == (TABLE, 2 * TABLE)
+    assert both_ram[HOST_GRADIENTS] - ram[HOST_GRADIENTS] == 2 * TABLE  # as they come in fp32
+    copies = "weights around the layers, in RAM"
+    assert both_ram[copies] - ram[copies] == TABLE
+    for same in (HOST_STATES, LOW_HALVES, "slab"):
+        assert both_ram[same] == ram[same]
+    assert host.host_bytes - device.host_bytes == 2 * OF_2048
+
+
+def test_a_frozen_table_of_full_training_keeps_no_gradients() -> None:
+    asked = request(workload(adapter=LAYERS), num_slots=4)
+    host = plan(FACTS, LARGE, with_embeddings(asked, "host"))
+    assert EMBEDDING_GRADIENTS not in sizes(host.host_memory)
+    assert not any(op.kind is Kind.ROW_GRADIENTS for op in host.schedule.ops)
+
+
+def test_gradients_by_rows_leave_after_each_front_backward_and_are_added_in_order() -> None:
+    device, host = both_trained()
+    gradient_bytes = 2048 * ROW
+    for kind, lane in ((Kind.ROW_GRADIENTS, Lane.D2H), (Kind.ADD_ROWS, Lane.HOST)):
+        found = [op for op in host.schedule.ops if op.kind is kind]
+        assert [(op.micro_batch, op.num_bytes, op.lane) for op in found] == [
+            (number, gradient_bytes, lane) for number in range(3)
+        ]
+    assert host.schedule.d2h_bytes - device.schedule.d2h_bytes == 3 * gradient_bytes
+    assert host.schedule.h2d_bytes - device.schedule.h2d_bytes == 3 * OF_2048
+    spans = {(span.kind, span.micro_batch): span for span in host.predict().spans}
+    for number in range(3):
+        backward, leaves, added = (
+            spans[kind, number] for kind in (Kind.FRONT_BACKWARD, Kind.ROW_GRADIENTS, Kind.ADD_ROWS)
+        )
+        assert backward.end_s <= leaves.start_s < leaves.end_s <= added.start_s < added.end_s
+        rate = LARGE.host_memory_bytes_per_s.value * 2 / 18  # of bf16: cast, added, and the sum
+        assert added.duration_s == pytest.approx(gradient_bytes / rate)
+        sent_s = host.costs.h2d_latency_s + gradient_bytes / host.costs.d2h_bytes_per_s
+        assert leaves.duration_s == pytest.approx(sent_s)
+    assert spans[Kind.FRONT_BACKWARD, 2].start_s >= spans[Kind.ROW_GRADIENTS, 0].end_s
+    assert spans[Kind.ROW_GRADIENTS, 2].start_s >= spans[Kind.ADD_ROWS, 0].end_s
+
+
+def test_its_update_sends_nothing_and_reads_its_gradients_once_more_for_the_norm() -> None:
+    device, host = both_trained()
+    num = TABLE / 2
+    saved_s = num * 4 / LARGE.d2h_bytes_per_s.value + num * 2 / LARGE.h2d_bytes_per_s.value
+    saved_s -= num * 4 / LARGE.host_memory_bytes_per_s.value
+    assert device.costs.optimizer_s - host.costs.optimizer_s == pytest.approx(saved_s)
+    assert host.costs.front_backward_s < device.costs.front_backward_s
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 2, 3, 7])
+@pytest.mark.parametrize("slow", ["look_up_bytes_per_s", "add_rows_bytes_per_s", "d2h_bytes_per_s"])
+def test_a_draft_of_a_step_that_trains_it_takes_as_long_as_the_step(
+    num_micro_batches: int, slow: str
+) -> None:
+    """Also where buffers of rows are what a step waits for.
+
+    Of a copy in pieces the step has the latency of each, and the draft of one: here it is zero.
+    """
+    asked = with_embeddings(
+        request(workload(adapter=ALL), num_slots=4, num_micro_batches=num_micro_batches), "host"
+    )
+    needs = MemoryNeeds.of(FACTS, LARGE, asked)
+    found = plan(FACTS, LARGE, asked)
+    quick = replace(found.costs, h2d_latency_s=0.0)
+    late: dict[str, Any] = {slow: 3e8}
+    for costs in (quick, replace(quick, **late)):
+        found = with_costs(found, costs)
+        drafted_s = draft_step_s(needs, found.costs, found.residency)
+        assert drafted_s == pytest.approx(found.step_s, rel=1e-9)
 
 
 def test_runs_that_share_a_step_have_it_in_one_place() -> None:

@@ -1,6 +1,8 @@
 """Lookups in rows of an embedding, in buffers that a step fills as its ops say."""
 
+import copy
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -33,7 +35,7 @@ def module() -> nn.Embedding:
 
 @pytest.fixture
 def host(module: nn.Embedding) -> Iterator[HostEmbedding]:
-    held = HostEmbedding(nn.ModuleDict({"table": module}), module, rows=stash())
+    held = HostEmbedding(nn.ModuleDict({"table": module}), module, rows=stash(), may_train=False)
     yield held
     held.let_go()
 
@@ -88,7 +90,7 @@ def test_a_weight_that_ranks_share_is_not_copied(module: nn.Embedding) -> None:
         slab.close()  # both have mapped it
     places = [one.weight.data_ptr() for one in (module, other)]
     for one in (module, other):
-        held = HostEmbedding(nn.ModuleDict({"table": one}), one, rows=stash())
+        held = HostEmbedding(nn.ModuleDict({"table": one}), one, rows=stash(), may_train=False)
         assert torch.equal(one(IDS), expected[IDS])
         held.let_go()
     assert [one.weight.data_ptr() for one in (module, other)] == places
@@ -102,3 +104,61 @@ def test_buffers_grow_to_the_largest_step_and_are_kept(host: HostEmbedding) -> N
     assert sizes == [(256 + 2 * 24,), (256 + 13 * 24,), (256 + 2 * 24,)]
     assert host.arenas[1].num_bytes == 2 * sizes[1][0]
     assert host.prepare({0: many, 1: few}) == (*sizes[1], *sizes[0])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"padding_idx": 5},
+        {"padding_idx": -11},
+        {"padding_idx": 7},
+        {"scale_grad_by_freq": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradients_by_rows_are_those_of_the_whole_table(
+    settings: dict[str, Any], dtype: torch.dtype
+) -> None:
+    """The reference is torch's own embedding, in two micro-batches with tokens that repeat."""
+    torch.manual_seed(0)
+    plain = nn.Embedding(12, 6, dtype=dtype, **settings)
+    own = copy.deepcopy(plain)
+    host = HostEmbedding(nn.ModuleDict({"table": own}), own, rows=stash(), may_train=True)
+    assert host.sums is not None
+    passes = {0: IDS, 1: torch.tensor([[5, 2, 2, 2, 7, 5]])}
+    row_bytes = host.prepare(passes)
+    upwards = {number: torch.randn(*ids.shape, 6).to(dtype) for number, ids in passes.items()}
+    for number, ids in passes.items():
+        (plain(ids) * upwards[number]).sum().backward()
+        op = Op(lane=Lane.HOST, kind=Kind.LOOK_UP, micro_batch=number, buffer=number)
+        host.look_up(op)
+        host.bring(op._replace(num_bytes=row_bytes[number]), CpuDevice())
+        with host.present(op):
+            found = own(ids)
+        (found * upwards[number]).sum().backward()
+        host.take_gradients(op)
+        host.send_back(op._replace(num_bytes=host.gradient_bytes(row_bytes)[number]), CpuDevice())
+        host.add(op)
+    host.publish()
+    assert plain.weight.grad is not None
+    assert own.weight.grad is not None
+    assert torch.equal(own.weight.grad, plain.weight.grad)
+    assert own.weight.grad.any(dim=1).sum() in (4, 5, 6)
+    own.weight.grad = None
+    host.begin_step()
+    assert not host.sums.total.any()
+    host.let_go()
+
+
+def test_gradients_by_rows_are_of_as_many_bytes_as_there_are_tokens() -> None:
+    module = nn.Embedding(12, 6)
+    host = HostEmbedding(nn.ModuleDict({"table": module}), module, rows=stash(), may_train=True)
+    row_bytes = host.prepare({0: IDS, 1: IDS[:, :1]})
+    assert host.gradient_bytes(row_bytes) == (4 * 24, 2 * 24)
+    host.let_go()
+    module.requires_grad_(requires_grad=False)
+    frozen = HostEmbedding(nn.ModuleDict({"table": module}), module, rows=stash(), may_train=True)
+    assert frozen.gradient_bytes(frozen.prepare({0: IDS})) == ()
+    frozen.let_go()
