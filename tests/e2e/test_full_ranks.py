@@ -12,14 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from offload.plan.machine.machine import Machine
 from tests.e2e.broken_rank import FAILS_AT
 from tests.e2e.forked import Forked
-from tests.e2e.full_runs import assert_same_runs, full_recipe, weights
+from tests.e2e.full_runs import assert_same_runs, checkpoint, full_recipe, weights
 from tests.e2e.runs import losses, rows_of, run
 
 REORDER = 1e-5  # sums are made in another order
@@ -38,12 +37,6 @@ def assert_as_one(two: Path, one: Path, *, apart: float = REORDER) -> None:
     for name, tensor in expected.items():
         error = (found[name].double() - tensor.double()).norm() / tensor.double().norm()
         assert error <= apart, name
-
-
-def checkpoint(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
-    file = run_dir / "checkpoints" / f"step-{step:07d}" / "trained.safetensors"
-    found: dict[str, torch.Tensor] = load_file(file)
-    return found
 
 
 def start_two(forked: Forked, *words: object, **how: Any) -> None:

@@ -1,7 +1,6 @@
 """The update of a model whose own weights train: a layer at its next load, around it at once."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -152,11 +151,15 @@ class FullUpdate:
 
     @property
     def copies(self) -> Mapping[str, torch.Tensor]:
-        """What is around the layers; on several machines the layers' weights as well."""
+        """What is around the layers; on several machines the weights of this rank's own layers.
+
+        Each machine has a copy of every layer, and its owner there answers for it.
+        """
         weights = self.weights
-        copies = self._of_around(weights)
+        copies = {name: value for name, value in weights.items() if self._is_around(name)}
         if self._ranks.num_machines > 1:
-            copies |= {name: weights[name] for name in self._layers}
+            own = (name for name, layer in self._layer_of.items() if self._is_owned(layer))
+            copies |= {name: weights[name] for name in own}
         return copies
 
     @property
@@ -238,23 +241,28 @@ class FullUpdate:
         """
         return Saved(weights=self.weights, optimizer=self._optimizer)
 
+    @property
+    def of_main_alone(self) -> Collection[str]:
+        """The layers, if the main rank has their memory in common with all others."""
+        if self._ranks.num_machines > 1:
+            return ()
+        return frozenset(name for name in self._optimizer.tensors if not self._is_around(name))
+
+    @torch.no_grad()
     def restore(self, restored: Restored) -> None:
         """Take them, and let the model compute with them; layers by the first rank of a machine."""
-        tensors = self.weights
-        if not self._ranks.is_first_here:
-            tensors = self._of_around(tensors)
-        restored.put_into(tensors, self._optimizer)
+        is_first_here, alone = self._ranks.is_first_here, self.of_main_alone
+        for name, target in self.weights.items():
+            if is_first_here or name not in alone:
+                value = restored.tensors[name]  # which other ranks may ask for
+                if is_first_here or self._is_around(name):
+                    target.copy_(value)
+        self._optimizer.load_state_dict(restored.optimizer)
         self._publish_around()
 
-    def sent(self, restored: Restored) -> Restored:
-        """Return what other ranks need: on one machine they have the layers with the main one."""
-        if self._ranks.num_machines > 1:
-            return restored
-        return replace(restored, tensors=self._of_around(restored.tensors))
-
-    def _of_around(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return what is of weights around the layers, by name."""
-        return {n: value for n, value in tensors.items() if n.partition(":")[0] in self._around}
+    def _is_around(self, name: str) -> bool:
+        """Return whether a tensor of a checkpoint is of a weight around the layers."""
+        return name.partition(":")[0] in self._around
 
     def _is_owned(self, layer: int) -> bool:
         owned = self._engine.updates.owned
