@@ -237,9 +237,8 @@ class Loop:
 
     def require_same(self, *, step: int) -> None:
         """Check that what trains is the same on all ranks, to the bit, where each has a copy."""
-        copies = self._update.copies if self._ranks.num > 1 else {}
-        if copies:
-            self._ranks.require_same_weights(copies, step=step)
+        if self._ranks.num > 1:
+            self._ranks.require_same_weights(self._update.copies, step=step)
 
     def step(self, number: int, share: StepShare) -> StepRecord:
         """Run optimizer step `number`, counted from 0, of which this rank does a share."""

@@ -111,7 +111,10 @@ class Update(Protocol):
         """What of a checkpoint the main rank restores for all, and no other asks for, by name."""
 
     def restore(self, restored: Restored) -> None:
-        """Take what a checkpoint holds; all ranks ask for its tensors in the same order."""
+        """Take what a checkpoint holds; all ranks ask for its tensors in the same order.
+
+        Some of it may be in memory of several ranks, who `publish` it once all have restored.
+        """
 
     def rehearsal(self) -> Callable[[], None]:
         """Return a function that undoes all steps, at a learning rate of 0, from here on."""

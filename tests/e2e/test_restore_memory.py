@@ -9,7 +9,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tests.doubles import tiny_tokenizer
 from tests.e2e.full_runs import checkpoint, full_recipe
-from tests.e2e.restoring import GREW
+from tests.e2e.restoring import ALONE, GREW
 
 NOISE_BYTES = 4 * 2**20  # buffers of messages, and counters that the kernel sums late
 
@@ -57,6 +57,9 @@ def test_a_process_of_another_machine_restores_a_checkpoint_tensor_by_tensor(
     whole = sum(value.nbytes for value in before.values())
     largest = max(value.nbytes for value in before.values())
     assert whole > 10 * (largest + NOISE_BYTES)
-    for rank in ranks[1:]:  # the main one maps the file
-        grew = int(rank.shown.partition(GREW)[2].split()[0])
-        assert grew <= largest + NOISE_BYTES
+    grew, alone = (
+        [int(rank.shown.partition(words)[2].split()[0]) for rank in ranks]
+        for words in (GREW, ALONE)
+    )
+    assert max(grew[1:]) <= largest + NOISE_BYTES  # the main one maps the file
+    assert alone == [0, 0, 0]  # weights, states and low halves, around the layers too

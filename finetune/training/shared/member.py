@@ -150,6 +150,7 @@ def _restore_all(session: "Session", step: int) -> None:
     tensors = FromMain(stored, alone=session.loop.of_main_alone, ranks=ranks)
     _restore(session, replace(restored, tensors=tensors))
     ranks.exchange(None)  # some of it may be in memory that ranks share
+    session.loop.update.publish()
 
 
 def _restore(session: "Session", restored: Restored) -> None:
