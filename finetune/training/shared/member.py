@@ -452,6 +452,7 @@ def _sample(session: "Session", *, when: str) -> None:
         stop_ids=session.stops.ids,
         # without gradients a pass takes less than half of what the largest visits take
         max_pass_tokens=2 * session.steps.largest_tokens,
+        seq_len=run.recipe.train.seq_len,
         num_past=run.recipe.adapter.num_in_front,
         note=run.screen.note,
     )
