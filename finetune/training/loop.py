@@ -289,7 +289,7 @@ class Loop:
             Of the later half of the timed steps the one with the median time, for calibration: the
             first steps of a mixture are slower, as kernels are compiled for each number of rows.
         """
-        undo = self._update.rehearsal()
+        undo, scaling = self._update.rehearsal(), self.scaling
         yield from self._rehearsed(0, typical[0])  # from here on the optimizer has its states
         yield from self._rehearsed(1, longest)
         first, *others = typical[1:] or typical
@@ -299,14 +299,27 @@ class Loop:
             records.append((yield from self._rehearsed(order, share)))
         self.state_form = state_form(self.optimizer)
         undo()
+        self.scaling = scaling
         later = sorted(records[len(records) // 2 :], key=lambda record: record.step_s)
         return later[len(later) // 2]
 
     def _rehearsed(self, order: int, share: StepShare) -> Generator[Request, Computed, StepRecord]:
-        request = self._request(
-            share, order=order, lr=0.0, dropout_seed=0, name="the rehearsal", scaling=None
-        )
-        return self.complete(request, (yield request))
+        """Run a step, in float16 at a lower scale of the loss each time its gradients overflow.
+
+        A step that is skipped makes no states, and shows not all of what a step takes.
+        """
+        while True:
+            request = self._request(
+                share,
+                order=order,
+                lr=0.0,
+                dropout_seed=0,
+                name="the rehearsal",
+                scaling=self.scaling,
+            )
+            record = self.complete(request, (yield request))
+            if not record.is_skipped:
+                return record
 
     def validation_loss(
         self, examples: ExampleSet, *, steps: Steps, progress: Progress = unseen
