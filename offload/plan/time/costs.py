@@ -69,6 +69,7 @@ class LayerCost:
         update_s: Updating its weights, once per step; 0 if they are frozen.
         await_s: Waiting for another rank's update, after the wait before; None if it is made here.
         brought_bytes: Gradients and states that come to the device for that; 0 if none do.
+        disk_bytes: States that it reads from a file, and writes; 0 if they are in memory.
         decode_s: Decoding: once per visit, whatever the number of micro-batches.
         weight_bytes: What one load moves.
         forward_flops: Of the forward.
@@ -93,6 +94,7 @@ class LayerCost:
     update_s: float = 0.0
     await_s: float | None = None
     brought_bytes: int = 0
+    disk_bytes: int = 0
     reference_s: float = 0.0
 
     @property

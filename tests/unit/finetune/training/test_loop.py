@@ -364,6 +364,7 @@ def test_a_step_whose_gradients_overflow_is_skipped_and_the_next_one_is_scaled_b
 def test_a_rehearsal_scales_its_loss_as_training_does_and_leaves_the_factor() -> None:
     loop, _ = half_loop(2.0**24)
     rehearsal, factors = loop.rehearsal(batches(20), [batches(8), batches(9)]), list[float]()
+    rehearsed = list[StepRecord]()
     request = next(rehearsal)
     while True:
         factors.append(request.run.loss_scale)
@@ -371,8 +372,9 @@ def test_a_rehearsal_scales_its_loss_as_training_does_and_leaves_the_factor() ->
         try:
             request = rehearsal.send(found)
         except StopIteration as end:
-            record: StepRecord = end.value
+            rehearsed.append(end.value)
             break
+    (record,) = rehearsed
     num = len(factors) - 3  # skipped ones; the longest step and two others were not
     assert num > 0
     assert factors[: num + 1] == [2.0 ** (24 - i) for i in range(num + 1)]
