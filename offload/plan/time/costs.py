@@ -31,6 +31,7 @@ from offload.plan.schedule.passes import Passes
 from offload.plan.schedule.residency import NOTHING_SAVED, Residency, Saved
 from offload.plan.time.adapters import branches, dora_norm
 from offload.plan.time.attention import attention_backward, attention_work
+from offload.plan.time.encoder import encoder_backward, encoder_forward
 from offload.plan.time.expert_passes import Launches, RowPasses
 from offload.plan.time.optimizer import outer_update_s, rounding_work, update_work
 from offload.plan.time.pointwise import pointwise_work
@@ -534,8 +535,13 @@ def price(
     return Costs(
         grade="probed" if is_measured else "spec",
         layers=tuple(shapes[layer] for layer in facts.layers),
-        front_s=at.traffic(embedded_bytes, num_ops=front_ops).seconds(machine),
-        front_backward_s=_front_backward(at).seconds(machine),
+        front_s=(
+            at.traffic(embedded_bytes, num_ops=front_ops)
+            + encoder_forward(at).times(workload.num_rows)
+        ).seconds(machine),
+        front_backward_s=(
+            _front_backward(at) + encoder_backward(at).times(workload.num_rows)
+        ).seconds(machine),
         tail_s=tail_work(at, is_fused=has_fused_loss(at)).seconds(machine),
         optimizer_s=_optimizer(at).seconds(machine),
         h2d_bytes_per_s=load_bytes_per_s,
