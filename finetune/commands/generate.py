@@ -30,6 +30,7 @@ def answer_prompt(
     Raises:
         CheckpointError: The directory holds no run.
         ModelError: The run has no adapter yet.
+        ConfigError: The model was made for fewer positions.
         DoesNotFitError: The key-value cache does not fit into device memory.
     """
     prepared = Prepared.of(run_dir, note=note)

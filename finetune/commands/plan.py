@@ -28,6 +28,7 @@ from finetune.planning.compare import (
     fitting,
     machine_names,
     machine_rows,
+    notes_on_disk,
     slowest_card,
     trained_models,
 )
@@ -371,7 +372,7 @@ def _by_machine(
     rows = machine_rows(found)
     dtype = subject.recipe.model.dtype
     of_cards = (note for machine in machines for note in machine_notes(machine, dtype=dtype))
-    notes = (*subject.notes, *of_cards, *shared_by(num))
+    notes = (*subject.notes, *of_cards, *notes_on_disk(found), *shared_by(num))
     more = _asked_gpus(num_gpus)
     return _shown(title, MACHINE_COLUMNS, rows, found, form, notes=notes, more=more)
 

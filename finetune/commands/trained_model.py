@@ -20,6 +20,7 @@ from finetune.data.stops import (
     read_generation_config,
 )
 from finetune.data.tokenize import encode, prompt_ids
+from finetune.errors import ConfigError
 from finetune.files.adapter import refuse_classifier
 from finetune.model.load import load_model
 from finetune.model.sampling import Choose
@@ -108,18 +109,31 @@ class Prepared:
         return prompt_ids(turns, self.tokenizer, source=source)
 
     def require_room(self, num_prompt: int, num_new: int) -> None:
-        """Check that the key-value cache of an answer fits into device memory.
+        """Check that an answer fits into the model's positions, and its cache into device memory.
+
+        The last new token is never read, so it takes no position.
 
         Raises:
-            DoesNotFitError: It does not.
+            ConfigError: The model was made for fewer positions.
+            DoesNotFitError: The key-value cache is too large.
         """
+        in_front, limit = self.recipe.adapter.num_in_front, self.facts.max_position_embeddings
+        most_new = limit - in_front - num_prompt + 1
+        if num_new > most_new:
+            raise ConfigError(
+                (f"{in_front} virtual tokens, " if in_front else "")
+                + f"a prompt of {num_prompt:,} tokens and an answer of up to {num_new:,} take"
+                f" {in_front + num_prompt + num_new - 1:,} positions",
+                limit=f"the model was made for at most {limit:,}",
+                hint=f"`--max-new-tokens {most_new}`" if most_new > 0 else "a shorter prompt",
+            )
         budget = self.plan.request.vram_budget_bytes or self.machine.vram_bytes
         require_room(
             self.facts,
             self.plan.device_memory,
             limit_bytes=min(self.machine.vram_bytes, budget),
             num_rows=1,
-            prompt_tokens=num_prompt + self.recipe.adapter.num_in_front,
+            prompt_tokens=num_prompt + in_front,
             new_tokens=num_new,
             dtype_bytes=self.plan.request.typical.dtype_bytes,
         )

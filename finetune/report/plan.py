@@ -464,7 +464,7 @@ def _whole_line(plan: Plan, whole: WholeWeights) -> str:
     exposed = f"{shown_time(max(map(timeline.exposed_s, kinds)))} of it exposed"
     num_here = plan.request.local_ranks
     by_one = f" by one of {num_here} ranks" if num_here > 1 else ""
-    once = ", once for all ranks of a machine but what is around the layers" if num_here > 1 else ""
+    once = ", once for all ranks of a machine" if num_here > 1 else ""
     is_on_host = workload.updates == "host"
     where, when = ("there", "before") if is_on_host else ("on the device", "after")
     return (

@@ -41,6 +41,13 @@ StateForm = Mapping[str, tuple[torch.Size, torch.dtype]]
 """Tensors of an optimizer's states: where in its `state_dict` each is -> its shape and type."""
 
 
+class NamedTensors(Protocol):
+    """Tensors that are read when they are asked for."""
+
+    def __getitem__(self, name: str, /) -> torch.Tensor:
+        """Return the tensor with this name."""
+
+
 class Stateful(Protocol):
     """What a checkpoint needs of an optimizer in addition to what it updates."""
 
@@ -70,18 +77,18 @@ class _Content:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Restored:
-    """What a run goes on with after a checkpoint; it can be sent to other ranks.
+    """What a run goes on with after a checkpoint; without tensors it can be sent to other ranks.
 
     Attributes:
         seeding: How the run's dropout is seeded.
         scaling: How its loss is scaled; None if it is not.
-        tensors: Name -> what trains.
+        tensors: Name -> what trains; all of it may be more than a process has room for.
         optimizer: Its states.
     """
 
     seeding: Seeding
     scaling: LossScale | None
-    tensors: Mapping[str, torch.Tensor]
+    tensors: NamedTensors
     optimizer: dict[str, Any]
 
     def put_into(self, parameters: Mapping[str, torch.Tensor], optimizer: Resumable) -> None:
@@ -339,10 +346,6 @@ class _Stored(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self._names)
-
-    def __reduce__(self) -> tuple[type[dict[str, torch.Tensor]], tuple[dict[str, torch.Tensor]]]:
-        """Become a dict for a rank of another machine, which does not see the file."""
-        return dict, (dict(self),)
 
 
 def _read(folder: Path) -> _Content:

@@ -3,7 +3,7 @@
 import gc
 import math
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
@@ -225,9 +225,10 @@ class Loop:
         """Return what a checkpoint is made of; all ranks call it, and the main one writes."""
         return self._update.saved()
 
-    def sent(self, restored: Restored) -> Restored:
-        """Return what other ranks need of what a checkpoint holds."""
-        return self._update.sent(restored)
+    @property
+    def of_main_alone(self) -> Collection[str]:
+        """What of a checkpoint the main rank restores for all, by name."""
+        return self._update.of_main_alone
 
     def restore(self, restored: Restored) -> None:
         """Go on from what a checkpoint holds."""
@@ -236,9 +237,8 @@ class Loop:
 
     def require_same(self, *, step: int) -> None:
         """Check that what trains is the same on all ranks, to the bit, where each has a copy."""
-        copies = self._update.copies if self._ranks.num > 1 else {}
-        if copies:
-            self._ranks.require_same_weights(copies, step=step)
+        if self._ranks.num > 1:
+            self._ranks.require_same_weights(self._update.copies, step=step)
 
     def step(self, number: int, share: StepShare) -> StepRecord:
         """Run optimizer step `number`, counted from 0, of which this rank does a share."""
@@ -289,7 +289,7 @@ class Loop:
             Of the later half of the timed steps the one with the median time, for calibration: the
             first steps of a mixture are slower, as kernels are compiled for each number of rows.
         """
-        undo = self._update.rehearsal()
+        undo, scaling = self._update.rehearsal(), self.scaling
         yield from self._rehearsed(0, typical[0])  # from here on the optimizer has its states
         yield from self._rehearsed(1, longest)
         first, *others = typical[1:] or typical
@@ -299,14 +299,27 @@ class Loop:
             records.append((yield from self._rehearsed(order, share)))
         self.state_form = state_form(self.optimizer)
         undo()
+        self.scaling = scaling
         later = sorted(records[len(records) // 2 :], key=lambda record: record.step_s)
         return later[len(later) // 2]
 
     def _rehearsed(self, order: int, share: StepShare) -> Generator[Request, Computed, StepRecord]:
-        request = self._request(
-            share, order=order, lr=0.0, dropout_seed=0, name="the rehearsal", scaling=None
-        )
-        return self.complete(request, (yield request))
+        """Run a step, in float16 at a lower scale of the loss each time its gradients overflow.
+
+        A step that is skipped makes no states, and shows not all of what a step takes.
+        """
+        while True:
+            request = self._request(
+                share,
+                order=order,
+                lr=0.0,
+                dropout_seed=0,
+                name="the rehearsal",
+                scaling=self.scaling,
+            )
+            record = self.complete(request, (yield request))
+            if not record.is_skipped:
+                return record
 
     def validation_loss(
         self, examples: ExampleSet, *, steps: Steps, progress: Progress = unseen

@@ -106,11 +106,15 @@ class Update(Protocol):
     def saved(self) -> Saved:
         """Return what a checkpoint is made of; all ranks call it, and the main one writes."""
 
-    def restore(self, restored: Restored) -> None:
-        """Take what a checkpoint holds, or on other ranks what of it was sent there."""
+    @property
+    def of_main_alone(self) -> Collection[str]:
+        """What of a checkpoint the main rank restores for all, and no other asks for, by name."""
 
-    def sent(self, restored: Restored) -> Restored:
-        """Return what other ranks need of a checkpoint that the main one has read."""
+    def restore(self, restored: Restored) -> None:
+        """Take what a checkpoint holds; all ranks ask for its tensors in the same order.
+
+        Some of it may be in memory of several ranks, who `publish` it once all have restored.
+        """
 
     def rehearsal(self) -> Callable[[], None]:
         """Return a function that undoes all steps, at a learning rate of 0, from here on."""
@@ -205,14 +209,15 @@ class AdapterUpdate:
         """Return the masters and their states."""
         return Saved(weights=self.weights, optimizer=self.optimizer)
 
+    @property
+    def of_main_alone(self) -> Collection[str]:
+        """Nothing: each rank has all of it."""
+        return ()
+
     def restore(self, restored: Restored) -> None:
         """Take masters and states, and round the masters into what computes."""
         restored.put_into(self.weights, self.optimizer)
         self.publish()
-
-    def sent(self, restored: Restored) -> Restored:
-        """Return all of it."""
-        return restored
 
     def rehearsal(self) -> Callable[[], None]:
         """Keep the masters; undoing makes a fresh optimizer."""

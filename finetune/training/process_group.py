@@ -46,8 +46,9 @@ from finetune.exits import end_at_once
 from finetune.training.ranks import Ranks
 from finetune.training.world.blocks import MOST_RUNNING, block_elements, parts_of
 from finetune.training.world.heartbeat import BEAT_S, STOPPED_S, Heartbeat
+from finetune.training.world.likeness import difference, digests_of
 from finetune.training.world.meeting import cause_of, meet, opened_store
-from finetune.training.world.parcel import digest_of, memory_of, packed, unpacked
+from finetune.training.world.parcel import memory_of, packed, unpacked
 from finetune.training.world.surroundings import surroundings
 from offload.errors import SluiceError
 from offload.plan.facts.linears import FP32_BYTES
@@ -331,19 +332,16 @@ class ProcessGroup(Ranks):
 
     def require_same(self, what: str, digest: Callable[[], str]) -> None:
         """Check that all ranks have the same of something."""
-        digests = self.exchange(digest())
-        others = [str(rank) for rank, theirs in enumerate(digests) if theirs != digests[0]]
-        if others:
-            raise FinetuneError(
-                f"{what} on rank {', '.join(others)} are not those on rank 0",
-                limit="ranks train one model on one order of rows, the same to the bit",
-                hint="give all ranks the same files, package versions and kind of card;"
-                " `--resume` continues from the newest checkpoint",
-            )
+        self._require_alike(what, {what: digest()})
 
     def require_same_weights(self, parameters: Mapping[str, torch.Tensor], *, step: int) -> None:
-        """Check that what trains has stayed the same on all ranks, to the bit."""
-        self.require_same(f"the trained weights after step {step}", lambda: digest_of(parameters))
+        """Check that what trains has stayed the same on all ranks that have it, to the bit."""
+        self._require_alike(f"the trained weights after step {step}", digests_of(parameters))
+
+    def _require_alike(self, what: str, digests: Mapping[str, str]) -> None:
+        found = difference(what, self.exchange(digests))
+        if found is not None:
+            raise found
 
     # ----------------------------------------------------------------------------------- messages
 

@@ -29,7 +29,7 @@ class Answers:
         return sum(got.strip() == wanted.strip() for _, wanted, got in self.rows) / len(self.rows)
 
 
-def answer(
+def answer(  # noqa: PLR0913 - all that generating is
     rows: Sequence[Conversation],
     *,
     model: nn.Module,
@@ -37,6 +37,7 @@ def answer(
     tokenizer: "PreTrainedTokenizerBase",
     stop_ids: Collection[int],
     max_pass_tokens: int,
+    seq_len: int,
     num_past: int,
     note: Callable[[str], None],
 ) -> Answers:
@@ -49,6 +50,7 @@ def answer(
         tokenizer: Of the model.
         stop_ids: Tokens that end an answer.
         max_pass_tokens: Tokens of a pass, padding included, that are known to fit.
+        seq_len: Tokens of a row and its answer at most, as trained.
         num_past: Virtual tokens that the cache of each row begins with.
         note: Reports that the model is computed without a cache.
     """
@@ -59,7 +61,7 @@ def answer(
     ids = generate(
         engine,
         prompts,
-        max_new_tokens=longest + _SPARE_TOKENS,
+        max_new_tokens=[min(longest + _SPARE_TOKENS, seq_len - len(p)) for p in prompts],
         stop_ids=frozenset(stop_ids),
         pad_id=pad_id(tokenizer),
         batch_size=max(1, max_pass_tokens // width),

@@ -33,21 +33,33 @@ def owned_by(rank: int, trained: Sequence[int], *, num_ranks: int) -> frozenset[
     return frozenset(layer for layer, owner in enumerate(owners) if owner == rank)
 
 
-def with_owners(
-    costs: Costs, trained: Sequence[int], *, num_ranks: int, outer_update_s: float
-) -> Costs:
+def owned_around(rank: int, sizes: Sequence[int], *, num_ranks: int) -> frozenset[int]:
+    """Return which weights around the layers a rank of a machine updates, by number.
+
+    All are updated at once, so the largest are dealt out first.
+
+    Args:
+        rank: Of the machine.
+        sizes: Of the weights.
+        num_ranks: Of the machine.
+    """
+    order = sorted(range(len(sizes)), key=lambda number: -sizes[number])
+    owners = owners_of([sizes[number] for number in order], num_ranks=num_ranks)
+    return frozenset(n for n, owner in zip(order, owners, strict=True) if owner == rank)
+
+
+def with_owners(costs: Costs, trained: Sequence[int], *, num_ranks: int) -> Costs:
     """Return the costs of a step of the first rank of a machine, whose ranks share the updates.
 
     The updates of all run at once on the cores and the memory of one machine: each takes as many
     times longer. All begin with the step, and each rank makes its own in forward order. A rank
-    waits for those of others in this order too, for each from the end of the wait before.
+    waits for those of others in this order too, for each from the end of the wait before. What is
+    around the layers has owners as well, whose updates together take as long as those of one.
 
     Args:
         costs: With the updates of a process that has the machine to itself.
         trained: As of `owners_of`.
         num_ranks: That share the slab.
-        outer_update_s: Of what is around the layers, which each rank updates on the host for
-            itself, by a process that has the machine to itself.
     """
     owners = owners_of(trained, num_ranks=num_ranks)
     ends_s, waited_s = [0.0] * num_ranks, 0.0
@@ -60,5 +72,4 @@ def with_owners(
             await_s = max(0.0, ends_s[owner] - waited_s)
             waited_s += await_s
         layers.append(replace(layer, update_s=update_s, await_s=await_s))
-    optimizer_s = costs.optimizer_s + (num_ranks - 1) * outer_update_s
-    return replace(costs, layers=tuple(layers), optimizer_s=optimizer_s)
+    return replace(costs, layers=tuple(layers))

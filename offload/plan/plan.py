@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from offload.plan.facts.facts import ModelFacts
-from offload.plan.facts.optimizer import outer_optimizer
 from offload.plan.fit import MemoryNeeds
 from offload.plan.link import hidden_frac, needed_bytes_per_s
 from offload.plan.machine.machine import ExpertsImplementation, Machine, Network
@@ -39,7 +38,6 @@ from offload.plan.step import (
 from offload.plan.time.bounds import r3_bound_s
 from offload.plan.time.costs import Costs, LayerCost, RunCosts, price, with_objective
 from offload.plan.time.heads import head_step_s
-from offload.plan.time.optimizer import host_update_s
 from offload.plan.time.shared import shared_costs
 from offload.plan.time.updates import with_updates
 from offload.plan.time.visits import with_norms
@@ -248,19 +246,7 @@ def costs_of(facts: ModelFacts, machine: Machine, request: PlanRequest) -> Costs
     costs = with_updates(costs, facts, machine, request.typical)
     whole = request.typical.adapter.whole
     if whole is not None and request.num_ranks > 1 and not request.is_sharded:
-        outer_update_s = host_update_s(
-            machine,
-            whole.num_outer,
-            dtype_bytes=typical.dtype_bytes,
-            optimizer=outer_optimizer(typical.optimizer),
-            low_bytes=whole.low_bytes,
-        )
-        costs = with_owners(
-            costs,
-            whole.layers,
-            num_ranks=request.local_ranks,
-            outer_update_s=outer_update_s,
-        )
+        costs = with_owners(costs, whole.layers, num_ranks=request.local_ranks)
     costs = with_network(costs, facts, machine, request)
     if request.objective is None:
         return costs

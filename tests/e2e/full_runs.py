@@ -32,6 +32,12 @@ def weights(run_dir: Path) -> dict[str, torch.Tensor]:
     }
 
 
+def checkpoint(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
+    file = run_dir / "checkpoints" / f"step-{step:07d}" / "trained.safetensors"
+    found: dict[str, torch.Tensor] = load_file(file)
+    return found
+
+
 def assert_same_runs(one: Path, other: Path) -> None:
     assert losses(one) == losses(other)
     a, b = weights(one), weights(other)

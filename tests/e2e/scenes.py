@@ -20,6 +20,7 @@ from finetune.errors import (
 )
 from finetune.training.process_group import ProcessGroup
 from finetune.training.world import blocks
+from finetune.training.world.from_main import FromMain
 
 
 def sums() -> None:
@@ -31,6 +32,11 @@ def sums() -> None:
         moments, step = ranks.from_main(lambda: (torch.full((3, 2), 1.5 + me), me))
         assert step == 0
         assert torch.equal(moments, torch.full((3, 2), 1.5))
+        stored = {"a": torch.full((2,), 0.5), "b": torch.arange(3), "c": torch.ones(1)}
+        sent = FromMain(None if me else stored, alone={"c"}, ranks=ranks)
+        assert torch.equal(sent["b"], torch.arange(3))
+        assert me or sent["c"] is stored["c"]
+        assert torch.equal(sent["a"], torch.full((2,), 0.5))
         own = torch.tensor([0.25, 2.0 * me], dtype=torch.float64)
         assert torch.equal(ranks.add_up(own), torch.tensor([0.5, 2.0], dtype=torch.float64))
         parameters = [nn.Parameter(torch.zeros(shape)) for shape in ((2, 3), (7,), (1,), (2,))]
@@ -45,6 +51,7 @@ def sums() -> None:
             assert gradient is None or torch.equal(parameter.grad, gradient)  # type: ignore[arg-type]  # not None here
         weights = {"w": nn.Parameter(torch.ones(3, dtype=torch.bfloat16))}
         ranks.require_same_weights(weights, step=4)
+        ranks.require_same_weights({**weights, f"of {me}": torch.tensor(float(me))}, step=4)
         if me == 1:
             weights["w"].data[2] = 1.0078125  # the next bfloat16
         with pytest.raises(

@@ -57,6 +57,13 @@ def test_a_run_is_evaluated_answers_resumes_and_chats_as_plain_peft(
     assert tuned != plain
     assert shown == f"base: {plain}\nadapter: {tuned}\n"
 
+    capsys.readouterr()
+    asked = ("generate", run_dir, "--prompt", said, "--max-new-tokens", 123)
+    assert run(*asked) == 1
+    err = " ".join(capsys.readouterr().err.split())
+    assert "6 virtual tokens, a prompt of" in err
+    assert "the model was made for at most 128 hint: `--max-new-tokens" in err
+
     for command in (
         ("merge", run_dir, "--out", tmp_path / "merged"),
         ("adapter", run_dir, "--format", "vllm", "--out", tmp_path / "vllm"),

@@ -1,8 +1,9 @@
-"""The ranks of a machine that update a model's layers together, in memory that all of them map.
+"""The ranks of a machine that update a model's weights together, in memory that all of them map.
 
 Weights are there once, in the slab, and so are optimizer states and the low halves of masters. Each
-layer has one owner among the ranks, which alone updates it. Next to the states is a number for each
-layer: that of the last update that its owner has made. Whoever needs the layer waits for it.
+layer has one owner among the ranks, which alone updates it. So has each weight around the layers,
+of which this memory has the copy that is updated. Next to the states is a number for each of these
+parts: that of the last update that its owner has made. Whoever needs a part waits for it.
 
 A rank cannot begin a layer's next update while another one still loads the layer: it first needs
 the norm of the next step's gradients, to which all ranks come once their loads have ended.
@@ -26,18 +27,26 @@ NUMBER_BYTES = torch.int64.itemsize
 
 
 class Owners:
-    """The owners of the layers on this machine, and the memory of their updates.
+    """The owners of a model's parts on this machine, and the memory of their updates.
 
     Attributes:
-        states: By layer, the memory of its states, uint8, zeros at first.
+        states: By part, the memory of its states, uint8, zeros at first.
     """
 
-    def __init__(self, owned: frozenset[int], *, state_bytes: Sequence[int], ranks: Ranks) -> None:
+    def __init__(
+        self,
+        owned: frozenset[int],
+        *,
+        state_bytes: Sequence[int],
+        names: Sequence[str],
+        ranks: Ranks,
+    ) -> None:
         """Map memory together with the other ranks of this machine.
 
         Args:
-            owned: The layers that this rank updates.
-            state_bytes: Of what an update of each layer keeps in addition to its weights.
+            owned: The parts that this rank updates: layers, and what follows them.
+            state_bytes: Of each part, what its update keeps here.
+            names: Of the parts, for errors.
             ranks: All of them, on all machines.
 
         Raises:
@@ -45,8 +54,8 @@ class Owners:
         """
         node = ranks.nodes[ranks.index]
         every = enumerate(ranks.exchange(owned))
-        self._owner = {i: r for r, layers in every if ranks.nodes[r] == node for i in layers}
-        self._ranks, self._gives_up = ranks, False
+        self._owner = {i: r for r, parts in every if ranks.nodes[r] == node for i in parts}
+        self._ranks, self._names, self._gives_up = ranks, tuple(names), False
         offsets = [*accumulate(state_bytes, initial=aligned(NUMBER_BYTES * len(state_bytes)))]
         memory = _shared(offsets[-1], ranks)
         numbers = memory[: NUMBER_BYTES * len(state_bytes)].view(torch.int64)
@@ -72,7 +81,7 @@ class Owners:
         self._ranks.wait_until(lambda: self._gives_up or is_updated(), rank=self._owner[layer])
         if not is_updated():
             raise FinetuneError(
-                f"layer {layer} has not been updated by the process that has it",
+                f"{self._names[layer]} has not been updated by the process that has it",
                 limit="this one has failed and waits for no other",
                 hint="see its error; `--resume` continues from the newest checkpoint",
             )

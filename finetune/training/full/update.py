@@ -1,7 +1,6 @@
 """The update of a model whose own weights train: a layer at its next load, around it at once."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -23,8 +22,11 @@ from offload.engine.engine import Engine
 from offload.engine.host.mapping import aligned_empty
 from offload.engine.host.state_file import StateFile
 from offload.engine.host_gradients import LayerUpdate, RowSums
+from offload.plan.facts.optimizer import Optimizer
+from offload.plan.owners import owned_around
 from offload.plan.schedule.reduced import Reduced
 
+_WEIGHT = "weight"  # among the states of a weight around the layers, in memory of all ranks
 CLIP_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
@@ -36,8 +38,8 @@ class FullUpdate:
     updated at once, on the host: their gradients, in fp32, come there, and new weights go back. Of
     an embedding on the host gradients have come there row by row, and nothing goes back.
 
-    Of several ranks each updates its own layers for all of its machine, see
-    `finetune.training.full.owners`, and what is around the layers for itself: all do the same.
+    Of several ranks each updates its own layers for all of its machine, and its own weights around
+    them, which the others wait for at once: see `finetune.training.full.owners`.
     """
 
     def __init__(
@@ -75,6 +77,9 @@ class FullUpdate:
             if name not in self._layer_of
         }
         self._layouts: list[StateLayout] = []
+        self._owners: Owners | None = None
+        self._own_around = dict.fromkeys(self._around, True)
+        self._num_applied = 0  # with those of the rehearsal
         states: dict[str, States] = {}
         if ranks.num > 1:
             assert engine.updates.owned is not None, "as it was attached"
@@ -82,11 +87,7 @@ class FullUpdate:
             ranks.require_same("torch's threads and CPU code, by which updates round,", lambda: cpu)
             assert train.update != "device", "a rule of ranks"
             self._layouts = self._laid_out(train, matrices)
-            sizes = [layout.num_bytes for layout in self._layouts]
-            owners = Owners(engine.updates.owned, state_bytes=sizes, ranks=ranks)
-            engine.updates.share_with(owners)
-            for layout, memory in zip(self._layouts, owners.states, strict=True):
-                states |= layout.views(memory)
+            states |= self._share(train.optimizer, engine.updates.owned)
         elif train.update == "device":
             self._layouts = self._laid_out(train, matrices)
             engine.update_on_device([layout.num_bytes for layout in self._layouts])
@@ -131,6 +132,36 @@ class FullUpdate:
             ranks=self._ranks,
         )
 
+    def _share(self, optimizer: Optimizer, owned: frozenset[int]) -> dict[str, States]:
+        """Return states in memory of all ranks of this machine; weights around layers go there."""
+        ranks, first, outer = self._ranks, len(self._layouts), list[StateLayout]()
+        with torch.device("meta"):
+            for name, one in self._around.items():
+                weight = {_WEIGHT: torch.empty_like(one.on_host, device="meta")}
+                outer.append(StateLayout.of({name: weight | fresh_states(optimizer, one.on_host)}))
+        here = ranks.nodes.count(ranks.nodes[ranks.index])
+        sizes = [one.on_host.numel() for one in self._around.values()]
+        own = owned_around(ranks.local_index, sizes, num_ranks=here)
+        self._own_around = {name: i in own for i, name in enumerate(self._around)}
+        layouts = (*self._layouts, *outer)
+        self._owners = Owners(
+            owned | {first + number for number in own},
+            state_bytes=[layout.num_bytes for layout in layouts],
+            names=[*(f"layer {number}" for number in range(first)), *self._around],
+            ranks=ranks,
+        )
+        self._engine.updates.share_with(self._owners)
+        states: dict[str, States] = {}
+        for layout, memory in zip(layouts, self._owners.states, strict=True):
+            states |= layout.views(memory)
+        for name, one in self._around.items():
+            assert isinstance(one, _Around), "a rule of ranks"
+            of_states = dict(states[name])
+            one.move(of_states.pop(_WEIGHT))
+            states[name] = of_states
+        ranks.exchange(None)  # all have filled it
+        return states
+
     def _laid_out(self, train: TrainSection, matrices: Mapping[str, Matrices]) -> list[StateLayout]:
         """Return where states of each layer's weights lie, on a device or in a file."""
         layers: list[dict[str, States]] = [{} for _ in self._engine.layer_bytes]
@@ -154,12 +185,13 @@ class FullUpdate:
 
     @property
     def copies(self) -> Mapping[str, torch.Tensor]:
-        """What is around the layers; on several machines the layers' weights as well."""
+        """On several machines the weights that this rank updates: each machine has a copy."""
         weights = self.weights
-        copies = self._of_around(weights)
-        if self._ranks.num_machines > 1:
-            copies |= {name: weights[name] for name in self._layers}
-        return copies
+        if self._ranks.num_machines == 1:
+            return {}
+        own = [name for name, layer in self._layer_of.items() if self._is_owned(layer)]
+        own += [name for name, is_own in self._own_around.items() if is_own]
+        return {name: weights[name] for name in own}
 
     @property
     def reducer(self) -> WeightSums | None:
@@ -204,7 +236,9 @@ class FullUpdate:
             scale=self._scale,
         )
         self._let_go_of_layers()
-        update({name: one.taken() for name, one in self._around.items()})
+        own = [name for name, is_own in self._own_around.items() if is_own]
+        update({name: self._around[name].taken() for name in own})
+        self._await_around()
         self._publish_around()
 
         def late(one: LayerUpdate) -> None:
@@ -224,6 +258,20 @@ class FullUpdate:
             one.let_go()
         return found[0] if found else None
 
+    def _await_around(self) -> None:
+        """Wait until the other ranks of this machine have updated their weights around layers."""
+        self._num_applied += 1
+        if self._owners is None:
+            return
+        numbered = list(enumerate(self._own_around.items(), len(self._layouts)))
+        for number, (_, is_own) in numbered:
+            if is_own:
+                self._owners.note_updated(number, self._num_applied)
+        for number, (name, is_own) in numbered:
+            if not is_own:
+                self._around[name].let_go()
+                self._owners.await_updated(number, self._num_applied)
+
     def _let_go_of_layers(self) -> None:
         for name, master in self._layers.items():
             assert (master.grad is not None) == self._is_owned(self._layer_of[name])
@@ -240,23 +288,22 @@ class FullUpdate:
         """
         return Saved(weights=self.weights, optimizer=self._optimizer)
 
+    @property
+    def of_main_alone(self) -> Collection[str]:
+        """All, if the main rank has this memory in common with all others."""
+        return () if self._ranks.num_machines > 1 else frozenset(self._optimizer.tensors)
+
+    @torch.no_grad()
     def restore(self, restored: Restored) -> None:
-        """Take them, and let the model compute with them; layers by the first rank of a machine."""
-        tensors = self.weights
-        if not self._ranks.is_first_here:
-            tensors = self._of_around(tensors)
-        restored.put_into(tensors, self._optimizer)
+        """Take them, on the first rank of each machine for all of it."""
+        is_first_here, alone = self._ranks.is_first_here, self.of_main_alone
+        for name, target in self.weights.items():
+            if is_first_here or name not in alone:
+                value = restored.tensors[name]  # which all ranks ask for
+                if is_first_here:
+                    target.copy_(value)
+        self._optimizer.load_state_dict(restored.optimizer)
         self._publish_around()
-
-    def sent(self, restored: Restored) -> Restored:
-        """Return what other ranks need: on one machine they have the layers with the main one."""
-        if self._ranks.num_machines > 1:
-            return restored
-        return replace(restored, tensors=self._of_around(restored.tensors))
-
-    def _of_around(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return what is of weights around the layers, by name."""
-        return {n: value for n, value in tensors.items() if n.partition(":")[0] in self._around}
 
     def _is_owned(self, layer: int) -> bool:
         owned = self._engine.updates.owned
@@ -301,6 +348,10 @@ class _Around:
             self.sum = self._parameter.grad
         assert self.sum is not None
         return self.sum
+
+    def move(self, memory: torch.Tensor) -> None:
+        """Let the weight on the host be in other memory, of its shape and type."""
+        self.on_host = memory.copy_(self.on_host)
 
     def norm(self) -> torch.Tensor:
         """Return the gradient's norm."""

@@ -30,6 +30,7 @@ from finetune.training.metrics_writer import MetricsWriter, profiled
 from finetune.training.optimizer import rates_since
 from finetune.training.samples import answer, answerable
 from finetune.training.shared.together import Answer, Ended, Evaluated
+from finetune.training.world.from_main import FromMain
 from offload.engine.engine import Engine
 from offload.errors import SluiceError
 from offload.plan.plan import Plan
@@ -137,16 +138,19 @@ def _read_checkpoint(session: "Session", step: int) -> Restored:
 
 
 def _restore_all(session: "Session", step: int) -> None:
-    """Load what a checkpoint holds on all ranks; the main one reads it."""
+    """Load what a checkpoint holds on all ranks; the main one reads it, and sends each tensor."""
     ranks, read = session.run.ranks, list[Restored]()
 
     def sent() -> Restored:
         read.append(_read_checkpoint(session, step))
-        return session.loop.sent(read[0])
+        return replace(read[0], tensors={})
 
     restored = ranks.from_main(sent)
-    _restore(session, read[0] if read else restored)
+    stored = read[0].tensors if read else None
+    tensors = FromMain(stored, alone=session.loop.of_main_alone, ranks=ranks)
+    _restore(session, replace(restored, tensors=tensors))
     ranks.exchange(None)  # some of it may be in memory that ranks share
+    session.loop.update.publish()
 
 
 def _restore(session: "Session", restored: Restored) -> None:
@@ -448,6 +452,7 @@ def _sample(session: "Session", *, when: str) -> None:
         stop_ids=session.stops.ids,
         # without gradients a pass takes less than half of what the largest visits take
         max_pass_tokens=2 * session.steps.largest_tokens,
+        seq_len=run.recipe.train.seq_len,
         num_past=run.recipe.adapter.num_in_front,
         note=run.screen.note,
     )

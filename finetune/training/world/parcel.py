@@ -4,10 +4,8 @@
 GB, in which a process gives no sign of life. So tensors in host memory travel as they lie there.
 """
 
-import hashlib
 import io
 import pickle
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -34,14 +32,6 @@ def unpacked(content: bytes | memoryview) -> tuple[Any, list[torch.Tensor]]:
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bytes of a contiguous tensor, (N,), in its own memory."""
     return tensor.view(-1).view(torch.uint8)
-
-
-def digest_of(tensors: Mapping[str, torch.Tensor]) -> str:
-    """Return the SHA-256 of the bytes of some tensors, in their order."""
-    digest = hashlib.sha256()
-    for tensor in tensors.values():
-        digest.update(memory_of(tensor.detach().cpu().contiguous()).numpy().data)
-    return digest.hexdigest()
 
 
 class _Pickler(pickle.Pickler):

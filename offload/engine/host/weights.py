@@ -22,7 +22,7 @@ from offload.engine.codecs.codec import NATIVE, Codec
 from offload.engine.host import numa, pagelock
 from offload.engine.host.embedding import HostEmbedding
 from offload.engine.host.layer_layout import Field, Record, lay_out
-from offload.engine.host.mapping import aligned_empty
+from offload.engine.host.mapping import aligned_empty, trim_heap
 from offload.engine.host.mempolicy import bind_memory
 from offload.engine.host.pinned_blocks import HostBlocks
 from offload.engine.host.slab import Slab, give_back
@@ -256,6 +256,7 @@ class HostWeights:
         else:
             for layer in range(len(slab.records)):
                 slab.take(layer)
+                trim_heap()  # of what the layer was in
         return slab
 
     def _page_lock(self, torch_device: torch.device) -> pagelock.PageLock:

@@ -40,7 +40,7 @@ from offload.plan.memory.memory import (
     input_bytes,
     total_bytes,
 )
-from offload.plan.owners import owned_by
+from offload.plan.owners import owned_around, owned_by
 from offload.plan.schedule.schedule import NUM_STAGING, PIECE_BYTES
 from offload.plan.schedule.updates import NUM_STATE_BUFFERS
 
@@ -129,26 +129,32 @@ def host_terms(
     rank_bytes = total_bytes(terms) + (0 if is_cuda else rank_device_bytes)
     others_bytes = (num_ranks - 1) * rank_bytes - (num_ranks - num_slabs) * slab
     others_bytes -= (num_ranks - max(1, num_slabs)) * embedding  # with layers on disk it is shared
-    others_bytes -= _split_bytes(workload, num_ranks)
+    others_bytes -= _split_bytes(workload, num_ranks, is_cuda=is_cuda)
     others = MemoryTerm(name=OTHER_RANKS, num_bytes=others_bytes)
     return tuple(term for term in (*terms, others) if term.num_bytes)
 
 
-def _split_bytes(workload: Workload, num_ranks: int) -> int:
+def _split_bytes(workload: Workload, num_ranks: int, *, is_cuda: bool) -> int:
     """Return what other ranks have less of than the first one, which has all that is shared.
 
-    States and low halves of the layers are in memory that all share; gradients of a layer are with
-    the rank that updates it.
+    States and low halves are in memory that all share, and so are weights around the layers, as
+    they are updated; gradients are with the rank that updates by them.
     """
     whole = workload.adapter.whole
-    if whole is None:
+    if whole is None or num_ranks == 1:
         return 0
     each = host_update_bytes(workload.dtype_bytes, workload.optimizer, whole.low_bytes)
-    num = sum(whole.layers)
-    shared = (num_ranks - 1) * (each[LOW_HALVES] + each[HOST_STATES]) * num
-    of_others = num - _num_owned(whole, num_ranks)
-    gradients = (num_ranks - 1) * _num_owned(whole, num_ranks) - of_others
-    return math.floor(shared + each[HOST_GRADIENTS] * gradients)
+    of_outer = outer_optimizer(workload.optimizer)
+    outer = host_update_bytes(workload.dtype_bytes, of_outer, whole.low_bytes)
+    shared = (each[LOW_HALVES] + each[HOST_STATES]) * sum(whole.layers)
+    shared += (outer[LOW_HALVES] + outer[HOST_STATES] + each[WEIGHTS]) * whole.num_outer
+    gradients = num_ranks * each[HOST_GRADIENTS] * _num_owned(whole, num_ranks)
+    gradients -= each[HOST_GRADIENTS] * sum(whole.layers)
+    if is_cuda:
+        gradients += FP32_BYTES * (
+            num_ranks * _num_owned_around(whole, num_ranks) - whole.num_outer
+        )
+    return math.floor((num_ranks - 1) * shared + gradients)
 
 
 def _num_owned(whole: WholeWeights, num_ranks: int) -> int:
@@ -156,13 +162,20 @@ def _num_owned(whole: WholeWeights, num_ranks: int) -> int:
     return sum(whole.layers[i] for i in owned_by(0, whole.layers, num_ranks=num_ranks))
 
 
+def _num_owned_around(whole: WholeWeights, num_ranks: int) -> int:
+    """Return how many of the weights around the layers it updates."""
+    sizes = [size for _, size in whole.outer]
+    return sum(sizes[i] for i in owned_around(0, sizes, num_ranks=num_ranks))
+
+
 def _whole_host_terms(
     facts: ModelFacts, workload: Workload, *, num_ranks: int, is_cuda: bool
 ) -> tuple[MemoryTerm, ...]:
     """List what weights that train take in RAM in addition to themselves.
 
-    Of several ranks it is the first one's, with what all share. Gradients around the layers are
-    there too, in fp32, if they come from a device; not those of an embedding that is there.
+    Of several ranks it is the first one's, with what all share. Weights around the layers are there
+    too if a device computes with them, or several ranks do; from a device their gradients, in fp32.
+    An embedding that trains there is counted with its own terms.
     """
     whole = workload.adapter.whole
     if whole is None:
@@ -170,9 +183,9 @@ def _whole_host_terms(
     b, low_bytes = workload.dtype_bytes, whole.low_bytes
     each = host_update_bytes(b, workload.optimizer, low_bytes)
     gradients = each[HOST_GRADIENTS] * _num_owned(whole, num_ranks)
-    num_around = whole.num_outer - num_trained_on_host(facts, workload)
-    gradients += FP32_BYTES * num_around if is_cuda else 0
-    copies = each[WEIGHTS] * num_around if is_cuda else 0
+    on_host = num_trained_on_host(facts, workload)
+    gradients += FP32_BYTES * (_num_owned_around(whole, num_ranks) - on_host) if is_cuda else 0
+    copies = each[WEIGHTS] * (whole.num_outer - on_host) if is_cuda or num_ranks > 1 else 0
     in_layers = [linear.num_weights for layer in facts.layers for linear in layer.linears]
     largest = max(*in_layers, facts.embedding_parameters if whole.num_outer else 0)
     temporaries = ADAFACTOR_COPIES * FP32_BYTES * largest

@@ -32,6 +32,7 @@ from offload.plan.schedule.passes import Passes
 from offload.plan.schedule.residency import NOTHING_SAVED, Residency, Saved
 from offload.plan.time.adapters import branches, dora_norm
 from offload.plan.time.attention import attention_backward, attention_work
+from offload.plan.time.encoder import encoder_backward, encoder_forward
 from offload.plan.time.expert_passes import Launches, RowPasses
 from offload.plan.time.optimizer import outer_update_s, rounding_work, update_work
 from offload.plan.time.pointwise import pointwise_work
@@ -71,6 +72,7 @@ class LayerCost:
         update_s: Updating its weights, once per step; 0 if they are frozen.
         await_s: Waiting for another rank's update, after the wait before; None if it is made here.
         brought_bytes: Gradients and states that come to the device for that; 0 if none do.
+        disk_bytes: States that it reads from a file, and writes; 0 if they are in memory.
         decode_s: Decoding: once per visit, whatever the number of micro-batches.
         weight_bytes: What one load moves.
         forward_flops: Of the forward.
@@ -95,6 +97,7 @@ class LayerCost:
     update_s: float = 0.0
     await_s: float | None = None
     brought_bytes: int = 0
+    disk_bytes: int = 0
     reference_s: float = 0.0
 
     @property
@@ -562,8 +565,13 @@ def price(
     return Costs(
         grade="probed" if is_measured else "spec",
         layers=tuple(shapes[layer] for layer in facts.layers),
-        front_s=at.traffic(embedded_bytes, num_ops=front_ops).seconds(machine),
-        front_backward_s=_front_backward(at).seconds(machine),
+        front_s=(
+            at.traffic(embedded_bytes, num_ops=front_ops)
+            + encoder_forward(at).times(workload.num_rows)
+        ).seconds(machine),
+        front_backward_s=(
+            _front_backward(at) + encoder_backward(at).times(workload.num_rows)
+        ).seconds(machine),
         tail_s=tail_work(at, is_fused=has_fused_loss(at)).seconds(machine),
         optimizer_s=_optimizer(at).seconds(machine),
         h2d_bytes_per_s=load_bytes_per_s,

@@ -5,7 +5,12 @@ from dataclasses import replace
 
 from offload.plan.facts.facts import LayerFacts, ModelFacts
 from offload.plan.facts.matrices import MatrixKind, layer_matrices
-from offload.plan.facts.optimizer import BF16_BYTES, DEVICE_PIECE_ELEMENTS, brought_bytes
+from offload.plan.facts.optimizer import (
+    BF16_BYTES,
+    DEVICE_PIECE_ELEMENTS,
+    brought_bytes,
+    moved_state_bytes,
+)
 from offload.plan.facts.workload import Workload
 from offload.plan.machine.machine import NVME_BYTES_PER_S, Machine
 from offload.plan.time.costs import Costs
@@ -29,6 +34,9 @@ def with_updates(costs: Costs, facts: ModelFacts, machine: Machine, workload: Wo
     if whole is None:
         return costs
     optimizer, on_device = workload.optimizer, workload.updates == "device"
+    on_disk = 0.0
+    if workload.are_states_on_disk:
+        on_disk = moved_state_bytes(b, optimizer, whole.low_bytes)
     layers = []
     for cost, layer, number in zip(costs.layers, facts.layers, whole.layers, strict=True):
         update_s = host_update_s(
@@ -38,7 +46,8 @@ def with_updates(costs: Costs, facts: ModelFacts, machine: Machine, workload: Wo
             update_s = _device_update(machine, layer, number, workload).seconds(machine)
         each = brought_bytes(b, optimizer, whole.low_bytes) if on_device else 0
         brought = math.ceil(number * each)
-        layers.append(replace(cost, update_s=update_s, brought_bytes=brought))
+        stored = math.ceil(number * on_disk)
+        layers.append(replace(cost, update_s=update_s, brought_bytes=brought, disk_bytes=stored))
     costs = replace(costs, layers=tuple(layers))
     if not workload.are_states_on_disk:
         return costs

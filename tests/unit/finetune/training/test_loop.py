@@ -20,7 +20,7 @@ from finetune.errors import FinetuneError
 from finetune.recipe.sections import AdapterSection, TrainSection
 from finetune.run.checkpoint import Checkpoints
 from finetune.run.loss_scale import MAX_SKIPPED, LossScale
-from finetune.training.loop import Computed, Loop, Request, StepRecord
+from finetune.training.loop import Computed, Loop, Request, StepRecord, computed
 from finetune.training.optimizer import AdapterUpdate
 from finetune.training.ranks import Ranks
 from offload.engine.seeding import NEWEST, Seeding
@@ -358,6 +358,32 @@ def test_a_step_whose_gradients_overflow_is_skipped_and_the_next_one_is_scaled_b
     for number in range(num, 12):
         assert again.step(number, batches(8)).loss == records[number].loss
     assert all(torch.equal(p, trained[name]) for name, p in others.items())
+
+
+@pytest.mark.thorough
+def test_a_rehearsal_scales_its_loss_as_training_does_and_leaves_the_factor() -> None:
+    loop, _ = half_loop(2.0**24)
+    rehearsal, factors = loop.rehearsal(batches(20), [batches(8), batches(9)]), list[float]()
+    rehearsed = list[StepRecord]()
+    request = next(rehearsal)
+    while True:
+        factors.append(request.run.loss_scale)
+        (found,) = computed(loop._engine, [request])
+        try:
+            request = rehearsal.send(found)
+        except StopIteration as end:
+            rehearsed.append(end.value)
+            break
+    (record,) = rehearsed
+    num = len(factors) - 3  # skipped ones; the longest step and two others were not
+    assert num > 0
+    assert factors[: num + 1] == [2.0 ** (24 - i) for i in range(num + 1)]
+    assert record.loss_scale == factors[-1]
+    assert not record.is_skipped
+    assert loop.state_form
+    assert loop.scaling == LossScale(factor=2.0**24)
+    other, _ = half_loop(2.0**24)
+    assert loop.step(0, batches(8)).loss_scale == other.step(0, batches(8)).loss_scale
 
 
 @pytest.mark.thorough

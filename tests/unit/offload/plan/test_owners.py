@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from offload.plan.facts.optimizer import HOST_GRADIENTS, HOST_STATES, LOW_HALVES
-from offload.plan.facts.trainable import all_weights
+from offload.plan.facts.trainable import HEAD, all_weights
 from offload.plan.machine.machine import GIB, named_machine
 from offload.plan.memory.memory import OTHER_RANKS
-from offload.plan.owners import owned_by, owners_of
+from offload.plan.owners import owned_around, owned_by, owners_of
 from offload.plan.plan import Plan, plan
 from offload.plan.schedule.op import Kind, Lane
 from tests.full_plans import facts_of, request_of, workload
@@ -37,6 +37,15 @@ def test_each_layer_that_trains_has_one_owner_and_no_rank_has_a_layer_more_than_
     assert max(loads) - min(loads) <= (max(trained) if num_ranks > 1 else 0)
 
 
+def test_of_weights_around_the_layers_the_largest_are_dealt_out_first() -> None:
+    embedding, norm, head = 0, 1, 2
+    sizes = {embedding: 900, norm: 3, head: 900}
+    owned = [owned_around(rank, [*sizes.values()], num_ranks=2) for rank in range(2)]
+    assert owned == [{embedding, norm}, {head}]
+    assert owned_around(0, [*sizes.values()], num_ranks=1) == {embedding, norm, head}
+    assert owned_around(3, [*sizes.values()], num_ranks=4) == set()
+
+
 def test_a_layer_is_loaded_once_its_owner_has_updated_it_while_all_share_the_memory() -> None:
     alone, two = planned(1), planned(2)
     timeline = two.predict()
@@ -60,8 +69,7 @@ def test_a_layer_is_loaded_once_its_owner_has_updated_it_while_all_share_the_mem
         assert spans[kind][layer].end_s == pytest.approx(updated_s)
         assert first_loads[layer] >= updated_s * (1 - 1e-9)
     assert two.bound_s <= two.step_s * (1 + 1e-9)
-    # what is around the layers is updated by both at once
-    assert two.costs.optimizer_s > alone.costs.optimizer_s
+    assert two.costs.optimizer_s == alone.costs.optimizer_s  # around the layers, by both together
     phases = timeline.phases()
     assert phases["awaited updates"] == pytest.approx(phases["updates"])
     assert "awaited updates" not in alone.predict().phases()
@@ -90,10 +98,12 @@ def test_states_are_in_ram_once_and_gradients_with_the_owners() -> None:
     assert two[HOST_STATES] == alone[HOST_STATES]
     assert two[LOW_HALVES] == alone[LOW_HALVES]
     whole = all_weights(facts_of("qwen3-8b"))
-    assert two[HOST_GRADIENTS] == alone[HOST_GRADIENTS] - 2 * sum(whole.layers) // 2
-    # the other rank has its layers' gradients; of what is around them a copy, a gradient in fp32,
-    # two states and a low half
-    of_other = 2 * sum(whole.layers) // 2 + (2 + 4 + 8 + 2) * whole.num_outer
+    head = dict(whole.outer)[HEAD]
+    assert head > whole.num_outer / 2.01
+    # the other rank has the gradients of its layers, and the head's in fp32
+    of_other = 2 * sum(whole.layers) // 2 + 4 * head
+    assert two[HOST_GRADIENTS] == alone[HOST_GRADIENTS] - of_other
+    assert two["weights around the layers, in RAM"] == 2 * whole.num_outer
     kept = sum(
         number
         for name, number in alone.items()

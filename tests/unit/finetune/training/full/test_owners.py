@@ -14,6 +14,7 @@ from finetune.training.ranks import Ranks
 from offload.engine.host.slab import Block
 
 NUM = 4  # ranks, two on each of two machines
+NAMES = ("layer 0", "layer 1", "model.norm.weight")
 
 
 class Threads(Ranks):
@@ -48,7 +49,7 @@ def on_all(make: Callable[[Threads], object]) -> list:
 
 def made(ranks: Threads) -> tuple[Threads, Owners]:
     owned = frozenset({0, 2} if ranks.local_index == 0 else {1})
-    return ranks, Owners(owned, state_bytes=(64, 0, 128), ranks=ranks)
+    return ranks, Owners(owned, state_bytes=(64, 0, 128), names=NAMES, ranks=ranks)
 
 
 def test_a_rank_that_gives_up_waits_for_no_other_and_takes_nothing_for_updated() -> None:

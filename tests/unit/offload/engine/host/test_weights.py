@@ -11,6 +11,7 @@ from offload.engine.host.numa import HostPlace
 from offload.engine.host.pinned_blocks import HostBlocks
 from offload.engine.host.stash import Stash
 from offload.engine.host.weights import HostWeights
+from offload.engine.memory_meter import held_bytes
 from offload.errors import TransferError
 from offload.plan.machine.machine import GIB, Tier
 from tests.doubles import FakeLocker
@@ -53,6 +54,18 @@ def test_a_slab_that_is_locked_needs_no_thread_to_issue_its_loads(opened: Open) 
     assert "all 6.00 MiB of layers are page-locked" in host.notes[0]
     host.close()
     assert locker.locked == {}
+
+
+def test_memory_that_layers_leave_for_a_slab_goes_back_to_the_system(opened: Open) -> None:
+    """Glibc keeps freed blocks once one of almost 32 MiB was freed, if memory above is in use."""
+    torch.ones(31 * 2**20, dtype=torch.uint8)
+    groups = layers(96)
+    above = torch.ones(LAYER_BYTES)
+    before = held_bytes()
+    host = opened(None, groups=groups)
+    assert held_bytes() - before < 24 * LAYER_BYTES
+    assert above.all()
+    host.close()
 
 
 def test_a_slab_over_the_limit_is_staged_by_a_thread(opened: Open) -> None:
