@@ -230,7 +230,7 @@ def _comparison(
     if made is None:
         made, short = plan_anyway(facts, here, nearest_request(facts, here, requests))
     request, writes = made.request, DiskWrites.of(made)
-    if writes is not None:
+    if writes is not None and not short:
         writes.require_endurance(is_allowed=recipe.offload.allow_disk_writes)
     return Comparison(
         model=subject.name,

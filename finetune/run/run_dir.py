@@ -390,7 +390,7 @@ def require_whole_adapter(adapter: Path) -> tuple[str, ...]:
 
 
 HOW = ("train.parallel:", "train.update:", "offload.")
-FREE = (HOW[0], "offload.states:", "offload.allow_disk_writes:")
+FREE = (HOW[0], "offload.states:", "offload.allow_disk_writes:", "offload.embeddings:")
 WHAT = ("offload.codec:", "offload.device:")
 
 
@@ -398,7 +398,7 @@ def _that_count(before: Recipe, after: Recipe) -> list[str]:
     """List the settings in which a run differs from what was begun, and that it must not change.
 
     How processes share a step may change, and with it where they hold the layers; and so may the
-    place of optimizer states.
+    places of optimizer states and of the input embedding, which change no bit.
     """
     found = differences(before, after)
     if before.train.is_sharded == after.train.is_sharded:

@@ -398,6 +398,9 @@ class LateUpdates:
         return self.owned is None or layer in self.owned
 
 
+_ROWS = 2**12  # of which another type takes memory for a moment
+
+
 class RowSums:
     """A gradient as large as the weight of an embedding on the host, zero where no token was.
 
@@ -417,6 +420,7 @@ class RowSums:
         """
         self.total = torch.zeros_like(weight, requires_grad=False)
         self._tokens: list[torch.Tensor] = []
+        self._version_shown: int | None = None
 
     def keep_in_fp32(self) -> None:
         """Add up in fp32 from here on: 16 bits would round small gradients away in a large sum."""
@@ -432,13 +436,22 @@ class RowSums:
             rows_ND: The gradients, on the host.
         """
         self._tokens.append(tokens_N)
-        self.total.index_add_(0, tokens_N, rows_ND.to(self.total.dtype))
+        for some_N, some_ND in zip(tokens_N.split(_ROWS), rows_ND.split(_ROWS), strict=True):
+            self.total.index_add_(0, some_N, some_ND.to(self.total.dtype))
+
+    def shown(self) -> torch.Tensor:
+        """Return the sum as a weight's gradient, which its user may change."""
+        self._version_shown = self.total._version
+        return self.total
 
     def clear(self) -> None:
-        """Set all rows to zero that were added to."""
+        """Set all rows to zero that were added to; all, if somebody else wrote to the sum."""
+        if self._version_shown not in (None, self.total._version):
+            self.total.zero_()
         for tokens_N in self._tokens:
             self.total.index_fill_(0, tokens_N, 0.0)
         self._tokens.clear()
+        self._version_shown = None
 
 
 def left_over(name: str) -> OffloadError:

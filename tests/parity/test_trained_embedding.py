@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from finetune.run.loss_scale import LossScale
 from finetune.training.loop import Loop
 from offload.engine.engine import Engine
 from offload.engine.host_gradients import RowSums
+from offload.engine.run_step import Reducer, RunStep
 from offload.engine.tracing.allocator import LiveBytes
 from offload.engine.tracing.tracer import Tracer
 from offload.errors import OffloadError, TransferError, UnsupportedModelError
@@ -186,6 +188,42 @@ def test_reorder_losses_with_sgd_are_those_of_plain_pytorch() -> None:
         optimizer.zero_grad()
     assert run(loop, range(20)) == pytest.approx(losses, rel=1e-5)
     assert losses[-1] < losses[0]
+
+
+def attached(model: nn.Module) -> Engine:
+    return offload.attach(
+        model,
+        num_slots=2,
+        device="cpu",
+        trained_weights="host",
+        embeddings="host",
+        head_chunk_tokens=7,
+    )
+
+
+def test_a_gradient_that_its_user_has_changed_is_gone_in_the_next_step() -> None:
+    engine, untouched = attached(made("padded")), attached(made("padded"))
+    engine.forward_backward(rows_of(0))
+    for parameter in engine.trained_parameters.values():
+        assert parameter.grad is not None
+        parameter.grad.fill_(torch.nan)  # as clipping by a norm of NaN would
+        parameter.grad = None
+    for one in (engine, untouched):
+        one.forward_backward(rows_of(1))
+    ours, theirs = (one.trained_parameters[TOKENS].grad for one in (engine, untouched))
+    assert ours is not None
+    assert theirs is not None
+    assert torch.equal(ours, theirs)
+    for one in (engine, untouched):
+        one.detach()
+
+
+def test_gradients_by_rows_are_not_added_up_over_processes() -> None:
+    engine, reducer = attached(made("padded")), mock.create_autospec(Reducer)
+    run = RunStep(micro_batches=rows_of(0), reducer=reducer)
+    with pytest.raises(OffloadError, match="the input embedding trains on the host"):
+        engine.forward_backward_runs([run])
+    engine.detach()
 
 
 def losses_of(loop: Loop, numbers: Sequence[int] = range(3)) -> list[float]:

@@ -108,7 +108,7 @@ class HostEmbedding:
     def publish(self) -> None:
         """Give the weight its gradient, unless that is of another type."""
         if self.sums is not None and self.sums.total.dtype is self.weight.dtype:
-            self.weight.grad = self.sums.total
+            self.weight.grad = self.sums.shown()
 
     def prepare(self, tokens: Mapping[int, torch.Tensor]) -> tuple[int, ...]:
         """Make room for the rows of a step, and return their bytes, by pass.

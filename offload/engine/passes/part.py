@@ -250,5 +250,12 @@ def require_apart(model: LayeredModel, runs: Sequence[RunStep], *, are_on_host: 
             limit="their gradients leave a layer once per step, for one run",
             hint='`trained_weights="device"`, or train one run at a time',
         )
+    sums = None if model.embedding is None else model.embedding.sums
+    if sums is not None and any(run.reducer is not None for run in runs):
+        raise OffloadError(
+            "gradients are added up over processes, and the input embedding trains on the host",
+            limit="gradients by its rows stay with the process that computed them",
+            hint='`embeddings="device"`',
+        )
     if adapters:
         require_owners(model, adapters)

@@ -14,6 +14,7 @@ from finetune.recipe.recipe import (
     Recipe,
     resolved_yaml,
     with_layer_kernels,
+    with_offload,
     with_packing,
     with_shares,
     with_update,
@@ -165,6 +166,20 @@ def test_a_run_goes_on_with_the_layer_kernels_that_it_began_with(tmp_path, recip
     run.recipe_file.write_text(sealed_yaml(before))  # of a run before there was the setting
     assert as_begun(recipe, run.begun()).model.layer_kernels == "plain"
     run.require_same_recipe(as_begun(recipe, run.begun()))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("what", ["adapter", "all"])
+def test_a_run_goes_on_wherever_its_embedding_is(tmp_path, what, num_ranks) -> None:
+    name = "quickstart" if what == "adapter" else "quickstart_full"
+    asked = load_recipe(name, [], check_files=False)
+    run = RunDir(tmp_path)
+    run.start(with_offload(asked, embeddings="host"), experts_implementation=None)
+    again = as_begun(asked, run.begun(), num_ranks=num_ranks)
+    is_free = what == "all" and num_ranks == 2  # several processes may have to train it on devices
+    assert again.offload.embeddings == ("auto" if is_free else "host")
+    for one in (again, with_offload(asked, embeddings="device")):
+        run.require_same_recipe(one)
 
 
 def test_a_run_goes_on_packed_or_unpacked_as_it_began(tmp_path, recipe) -> None:
