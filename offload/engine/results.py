@@ -103,7 +103,7 @@ class PassState:
 
 def without_memory(x: torch.Tensor) -> torch.Tensor:
     """Return a tensor of this shape and type that passes gradients on, and has no memory."""
-    return cast("torch.Tensor", _WithoutMemory.apply(x))
+    return cast("torch.Tensor", _WithoutMemory.apply(x))  # type: ignore[no-untyped-call]
 
 
 class _WithoutMemory(torch.autograd.Function):

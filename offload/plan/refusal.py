@@ -126,8 +126,8 @@ def _nearest_fit(needs: MemoryNeeds) -> str:
             return _joined(words, fewer)
         slots = f"`offload.num_slots: {num_slots}`"
         return _joined(words, slots, fewer)
-    freely = replace(needs.request, vram_budget_bytes=None)
-    if MemoryNeeds.of(needs.facts, needs.machine, freely).most_slots is not None:
+    unlimited = replace(needs.request, vram_budget_bytes=None)
+    if MemoryNeeds.of(needs.facts, needs.machine, unlimited).most_slots is not None:
         return "a larger `offload.vram_budget`, or none"
     return "a machine with more memory, or a smaller model"
 
