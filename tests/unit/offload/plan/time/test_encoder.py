@@ -35,12 +35,12 @@ SPECS = {
 
 def encoder_of(name: str) -> torch.nn.Module:
     if name == "p_tuning":
-        config = PromptEncoderConfig(**SIZES, token_dim=4096, encoder_hidden_size=4096)
-        return PromptEncoder(config)
-    config = PrefixTuningConfig(
+        of_tokens = PromptEncoderConfig(**SIZES, token_dim=4096, encoder_hidden_size=4096)
+        return PromptEncoder(of_tokens)
+    of_keys = PrefixTuningConfig(
         **SIZES, token_dim=1024, encoder_hidden_size=1024, prefix_projection=True
     )
-    return PrefixEncoder(config)
+    return PrefixEncoder(of_keys)
 
 
 @pytest.mark.parametrize("name", SPECS)
