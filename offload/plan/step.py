@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from offload.plan.facts.embedding import most_rows_bytes
 from offload.plan.facts.facts import ModelFacts
+from offload.plan.facts.head import head_bytes
 from offload.plan.facts.optimizer import moved_state_bytes
 from offload.plan.facts.trainable import outer_module_sizes
 from offload.plan.facts.workload import Workload
@@ -83,7 +84,11 @@ def schedule_of(
     runs = request.runs
     numbers = [1 if is_draft else run.rank_micro_batches for run in runs]
     passes = [run.passes(number) for run, number in zip(runs, numbers, strict=True)]
-    sizes = replace(sizes, row_bytes=_row_bytes(facts, request, passes))
+    sizes = replace(
+        sizes,
+        row_bytes=_row_bytes(facts, request, passes),
+        head_bytes=head_bytes(facts, typical),
+    )
     stashed = zip(runs, numbers, strict=True) if request.is_stashed else ()
     return step_schedule(
         sizes,
@@ -174,7 +179,7 @@ def _duration_of(costs: Costs) -> Callable[[Op], float]:
     def duration_s(op: Op) -> float:
         if op.kind in (Kind.UPDATE, Kind.AWAIT):
             return _of_layer_s(costs.layers[op.layer_index], op)
-        if op.kind in (Kind.FETCH, Kind.RETURN):
+        if op.kind in (Kind.HEAD, Kind.FETCH, Kind.RETURN):
             return costs.h2d_latency_s + op.num_bytes / costs.fetch_bytes_per_s
         if op.lane is Lane.H2D:
             return costs.h2d_latency_s + op.num_bytes / costs.h2d_bytes_per_s
@@ -274,10 +279,11 @@ class Draft:
         return merged_s(self.schedule, self.durations_s, num_micro_batches=num_micro_batches)
 
     def with_free_loads(self) -> "Draft":
-        """Return the same step where loads take no time."""
+        """Return the same step where loads of layers and of the head take no time."""
         ops = zip(self.schedule.ops, self.durations_s, strict=True)
+        free = Kind.LOAD, Kind.HEAD
         return replace(
-            self, durations_s=tuple(0.0 if op.kind is Kind.LOAD else one_s for op, one_s in ops)
+            self, durations_s=tuple(0.0 if op.kind in free else one_s for op, one_s in ops)
         )
 
 
