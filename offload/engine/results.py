@@ -13,6 +13,7 @@ from offload.engine.host_gradients import HostGradients, LateUpdates
 from offload.engine.model.layers import Front
 from offload.engine.model.router import Balance
 from offload.engine.model.visit import Graph
+from offload.engine.passes.host_head import HostHead
 from offload.engine.recompute.attention_outputs import Recorded
 from offload.engine.recompute.sent_graphs import SavedTensors
 from offload.engine.slots import Slots
@@ -36,6 +37,7 @@ class Places:
         host_gradients: Of weights that train on the host.
         updates: Of those weights, each layer's before its load.
         embedding: The input embedding, if it is on the host.
+        head: The output head, if it is.
     """
 
     source: LayerSource
@@ -45,6 +47,7 @@ class Places:
     host_gradients: HostGradients
     updates: LateUpdates
     embedding: HostEmbedding | None
+    head: HostHead | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

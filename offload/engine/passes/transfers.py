@@ -24,7 +24,7 @@ class Transfers:
         self._stash, self._sent = places.stash, places.sent
         self._host_gradients = places.host_gradients
         self._updates = places.updates
-        self._embedding = places.embedding
+        self._embedding, self._head = places.embedding, places.head
         self._device = device
 
     def table(self, state: PassState) -> Table:
@@ -33,6 +33,8 @@ class Transfers:
         if self._embedding is not None:
             looked_up[Kind.LOOK_UP] = self._embedding.look_up
             looked_up[Kind.ROWS] = partial(self._embedding.bring, device=self._device)
+        if self._head is not None:
+            looked_up[Kind.HEAD] = partial(self._head.bring, device=self._device)
         return looked_up | {
             Kind.READ: self._read,
             Kind.LOAD: self._load,
