@@ -15,6 +15,7 @@ from finetune.report.format import (
     shown_time,
     table_of,
 )
+from finetune.report.head import head_json
 from offload.plan.endurance import DRIVE_ENDURANCE_BYTES, DiskWrites
 from offload.plan.facts.embedding import embedding_bytes, row_buffers_bytes
 from offload.plan.facts.facts import WholeWeights
@@ -139,6 +140,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             "break_even_tokens": plan.break_even_tokens,
         },
         **_embeddings_json(plan),
+        **head_json(plan),
         **({} if plan.network is None else {"network": _network_json(plan, plan.network)}),
         "objective": _objective_json(plan),
         **_probe_json(plan),

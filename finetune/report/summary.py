@@ -29,6 +29,7 @@ from finetune.report.format import (
     shown_mib,
     shown_time,
 )
+from finetune.report.head import head_line
 from finetune.report.memory import PEAKS, MemoryRow
 from finetune.report.plan import (
     adapter_line,
@@ -114,6 +115,7 @@ def _plan_rows(choice: Choice, prices: ReportSection) -> Iterator[tuple[str, Seq
     yield "layers", [_layers_line(plan)]
     yield "layer inputs", [STASHED] if plan.request.is_stashed else []
     yield "embeddings", [embeddings_line(plan)] if has_rows(plan) else []
+    yield "head", [head_line(plan)] if plan.request.typical.head == "host" else []
     yield "tokens", [_tokens_line(plan)]
     yield "network", [network_line(plan, plan.network)] if plan.network is not None else []
     has_objective = plan.request.objective is not None and not plan.request.is_on_features

@@ -410,8 +410,8 @@ def as_begun(recipe: Recipe, begun: Recipe | None, *, num_ranks: int = 1) -> Rec
     """Return the recipe with what was open when the run began as it was chosen then.
 
     Another machine, or this one measured again, might choose other sizes of micro-batch, head
-    chunk and tile of an MLP, other layer kernels, shares of the ranks or another place of updates
-    or of the input embedding; a later version might pack rows, choose another precision of
+    chunk and tile of an MLP, other layer kernels, shares of the ranks or another place of updates,
+    input embedding or output head; a later version might pack rows, choose another precision of
     adapters, take a router loss over the step, or add up gradients by layer. Shares of another
     number of ranks are chosen again.
     """
@@ -423,8 +423,7 @@ def as_begun(recipe: Recipe, begun: Recipe | None, *, num_ranks: int = 1) -> Rec
         recipe = with_offload(recipe, head_chunk=begun.offload.head_chunk)
     if recipe.offload.mlp_chunk == "auto" and begun.offload.mlp_chunk != "auto":
         recipe = with_offload(recipe, mlp_chunk=begun.offload.mlp_chunk)
-    if recipe.offload.embeddings == "auto":
-        recipe = with_offload(recipe, embeddings=begun.offload.embeddings)
+    recipe = _placed_as_begun(recipe, begun)
     if recipe.adapter.compute_dtype == "auto":
         recipe = with_compute_dtype(recipe, begun.adapter.compute_dtype)
     if recipe.data.packing == "auto" and begun.data.packing != "auto":
@@ -436,6 +435,16 @@ def as_begun(recipe: Recipe, begun: Recipe | None, *, num_ranks: int = 1) -> Rec
     is_stored = recipe.offload.states == "auto" and begun.offload.states == "disk"
     recipe = with_offload(recipe, states="disk" if is_stored else None)
     return _reduced_as_begun(recipe, begun, num_ranks=num_ranks)
+
+
+def _placed_as_begun(recipe: Recipe, begun: Recipe) -> Recipe:
+    """Return the recipe with embedding and head where they were."""
+    now, then = recipe.offload, begun.offload
+    return with_offload(
+        recipe,
+        embeddings=then.embeddings if now.embeddings == "auto" else None,
+        head=then.head if now.head == "auto" else None,
+    )
 
 
 def _reduced_as_begun(recipe: Recipe, begun: Recipe, *, num_ranks: int) -> Recipe:

@@ -104,6 +104,7 @@ def _own_weight(model: nn.Module, head: nn.Module | None) -> nn.Parameter:
     if not isinstance(own, nn.Linear):
         raise _refused(f"`{name}` is {type(own).__name__}", "the head is a linear layer")
     weight = own.weight
+    assert isinstance(weight, nn.Parameter)
     if weight.requires_grad:
         raise _refused(f"`{name}` trains", "a head that trains is on the device")
     users = [

@@ -41,6 +41,8 @@ def head_slots(layer_bytes: Sequence[int], num_slots: int, head_bytes: int) -> r
         num_slots: Slots, each as large as the largest layer.
         head_bytes: Of the head; 0 if it is not copied.
     """
+    if not head_bytes:
+        return range(0)
     num_covered = min(num_slots, -(-head_bytes // max(layer_bytes)))
     oldest = len(layer_bytes) - num_slots  # still in a slot then
 
@@ -49,8 +51,6 @@ def head_slots(layer_bytes: Sequence[int], num_slots: int, head_bytes: int) -> r
             oldest + (slot - oldest) % num_slots for slot in range(start, start + num_covered)
         )
 
-    if not num_covered:
-        return range(0)
     start = min(range(num_slots - num_covered + 1), key=newest)
     return range(start, start + num_covered)
 
