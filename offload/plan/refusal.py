@@ -6,7 +6,7 @@ from dataclasses import replace
 from offload.errors import DoesNotFitError
 from offload.plan.facts.codec import EXACT_CODECS, ROUNDING, CodecName
 from offload.plan.facts.embedding import why_on_device
-from offload.plan.facts.head import why_head_on_device
+from offload.plan.facts.head import head_bytes, why_head_on_device
 from offload.plan.facts.optimizer import moved_state_bytes
 from offload.plan.facts.trainable import EMBEDDING, HEAD, NORMS, ROUTER, SCORE
 from offload.plan.fit import DEVICE, RAM, MemoryNeeds, Shortage
@@ -23,6 +23,7 @@ from offload.plan.memory.memory import (
     RANK,
     ROUNDED_LAYERS,
     SHRINKS,
+    SLOTS,
     SMALLER_CHUNK,
     SMALLER_TILES,
     UPDATES_IN_RAM,
@@ -53,9 +54,14 @@ def refusal(needs: MemoryNeeds) -> DoesNotFitError:
     short = " and ".join(f"{_gib(s.needed_bytes)} {s.what}" for s in shortages)
     kept = f", {fewest.num_kept_graphs} kept graphs" if fewest.num_kept_graphs else ""
     kept += " and their inputs in RAM" if needs.request.is_stashed else ""
-    kept += ", the embedding in RAM," if needs.request.largest.embeddings == "host" else ""
-    kept += ", the head in RAM," if needs.request.largest.head == "host" else ""
-    kept += ", its visits traced," if needs.request.traced else ""
+    largest = needs.request.largest
+    notes = {
+        "the embedding in RAM": largest.embeddings == "host",
+        "the head in RAM": largest.head == "host",
+        "its visits traced": needs.request.traced is not None,
+    }
+    named = [note for note, holds in notes.items() if holds]
+    kept += ", ".join(["", *named, ""]).rstrip() if named else ""
     return DoesNotFitError(
         f"with {fewest.num_slots} slots of {needs.facts.num_layers} layers{kept} the plan needs"
         f" {short},"
@@ -87,6 +93,8 @@ def _largest_terms(needs: MemoryNeeds, shortage: Shortage) -> str:
 def _effective(term: MemoryTerm, needs: MemoryNeeds) -> list[str]:
     """Return the settings that make a term smaller and are not in effect yet."""
     request, largest = needs.request, needs.request.largest
+    if term.name == SLOTS and term.num_bytes == head_bytes(needs.facts, largest):
+        return []  # smaller or fewer slots would be as large
     has_no_effect = {
         MICRO_BATCH: largest.micro_batch_size == 1,
         FEWER_SLOTS: request.num_slots in (None, MIN_SLOTS),

@@ -159,8 +159,14 @@ def test_a_refusal_names_the_setting_where_it_helps() -> None:
     assert "1.16 GiB  embeddings, norm and head; less with `offload.head: host`" in str(
         refused.value.limit
     )
-    with pytest.raises(DoesNotFitError, match=r"36 layers, the head in RAM, the plan needs"):
+    with pytest.raises(DoesNotFitError, match=r"36 layers, the head in RAM, the plan") as refused:
         plan(FACTS, replace(CARD, vram_bytes=2 * GIB), with_head(request(), "host"))
+    few = with_head(request(workload(head_chunk_tokens=64), is_stashed=True), "host")
+    with pytest.raises(DoesNotFitError) as refused:
+        plan(FACTS, replace(CARD, vram_bytes=2 * GIB), few)
+    limit = str(refused.value.limit)
+    assert "1.16 GiB  slots" in limit
+    assert "slots;" not in limit  # they are as large as the head, and no setting makes them less
 
 
 def test_the_other_place_is_priced_with_the_slots_as_they_are() -> None:
