@@ -56,11 +56,12 @@ class Step:
     @property
     def sizes(self) -> TransferSizes:
         sizes = [layer.weight_bytes for layer in self.costs.layers]
-        return TransferSizes.frozen(
+        frozen = TransferSizes.frozen(
             sizes,
             decoded_bytes=[99] * len(sizes) if self.is_encoded else None,
             num_staging=NUM_STAGING if self.is_staged else 0,
         )
+        return replace(frozen, head_bytes=self.costs.head_bytes)
 
     def simulated_s(self, ring: Ring | None = None) -> float:
         schedule = training_schedule(
@@ -138,6 +139,7 @@ def steps(
         fetch_bytes_per_s=draw(st.sampled_from([1.0, 10.0, 100.0])),
         read_bytes_per_s=draw(st.sampled_from([1.0, 10.0, 1e8])),
         front_backward_s=draw(st.sampled_from([0.0, 0.3])),
+        head_bytes=draw(st.sampled_from([0, 0, 1, 25, 90, 2 * PIECE_BYTES])),
     )
     return Step(
         costs=costs,
@@ -185,8 +187,8 @@ def test_a_step_behind_an_evaluation_is_not_below_its_bound(step: Step, is_cold:
 @settings(max_examples=60)
 @given(steps(are_alike=True, is_stashed=False, is_staged=False, may_send=False))
 def test_a_cold_step_of_equal_layers_on_a_slow_link_takes_exactly_its_bound(step: Step) -> None:
-    """All layers are loaded on the way up, one behind the other."""
-    slow = replace(step, costs=replace(step.costs, h2d_bytes_per_s=1e-4))
+    """All layers are loaded on the way up, one behind the other; the head is on the device."""
+    slow = replace(step, costs=replace(step.costs, h2d_bytes_per_s=1e-4, head_bytes=0))
     cold = cold_ring(step.num_slots)
     assert slow.simulated_s(cold) == pytest.approx(slow.bound_s(cold), rel=1e-9)
 

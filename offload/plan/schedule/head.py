@@ -31,6 +31,12 @@ def slots_bytes(num_slots: int, slot_bytes: int, head_bytes: int) -> int:
     return max(num_slots * slot_bytes, head_bytes)
 
 
+def held_at_turn(num_layers: int, num_slots: int, slot: int) -> int:
+    """Return the layer that a slot holds at the end of a sweep upwards, before the head."""
+    oldest = num_layers - num_slots
+    return oldest + (slot - oldest) % num_slots
+
+
 def head_slots(layer_bytes: Sequence[int], num_slots: int, head_bytes: int) -> range:
     """Return the slots that the head is copied to, one after another; none without a head.
 
@@ -44,12 +50,10 @@ def head_slots(layer_bytes: Sequence[int], num_slots: int, head_bytes: int) -> r
     if not head_bytes:
         return range(0)
     num_covered = min(num_slots, -(-head_bytes // max(layer_bytes)))
-    oldest = len(layer_bytes) - num_slots  # still in a slot then
 
     def newest(start: int) -> int:
-        return max(
-            oldest + (slot - oldest) % num_slots for slot in range(start, start + num_covered)
-        )
+        slots = range(start, start + num_covered)
+        return max(held_at_turn(len(layer_bytes), num_slots, slot) for slot in slots)
 
     start = min(range(num_slots - num_covered + 1), key=newest)
     return range(start, start + num_covered)
