@@ -196,6 +196,8 @@ def test_a_cold_step_of_equal_layers_on_a_slow_link_takes_exactly_its_bound(step
 @settings(max_examples=60)
 @given(steps())
 def test_one_more_slot_never_makes_a_step_slower(step: Step) -> None:
+    """With the head on the device: one more slot may be one more that the head waits for."""
+    step = replace(step, costs=replace(step.costs, head_bytes=0))
     more = replace(step, num_slots=min(step.num_slots + 1, len(step.costs.layers)))
     assert more.simulated_s() <= step.simulated_s() * (1 + 1e-9)
     assert more.bound_s() <= step.bound_s() * (1 + 1e-9)
