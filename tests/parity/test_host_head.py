@@ -35,6 +35,7 @@ from tests.parity.steps import (
     steps,
     tiny,
     with_lora,
+    with_outputs,
 )
 from tests.parity.test_host_embedding import KINDS, model_of, step_of
 from tests.parity.tiny_models import tiny_model, with_adapters
@@ -46,15 +47,6 @@ HOST = replace(OPTIONS, head="host")
 BOTH = (OPTIONS, HOST)
 SIZES = {"in a slot": 64, "over two slots": 400, "over all slots": 1000}
 """Tokens that the head predicts, each 128 bytes; a layer of the tiny model takes 40 KiB."""
-
-
-def with_outputs(model: Any, num: int) -> Any:
-    """Return a model whose head predicts so many tokens, of which labels are a few."""
-    base = model.get_base_model()
-    head = nn.Linear(base.lm_head.in_features, num, bias=False)
-    base.lm_head = head.requires_grad_(requires_grad=False)
-    base.config.vocab_size = base.vocab_size = num
-    return model
 
 
 @pytest.mark.parametrize("kind", KINDS)
