@@ -4,17 +4,11 @@ import json
 import signal
 
 import pytest
-import torch
 
 from offload.plan.memory.memory import EMBEDDINGS, OUTER, ROWS
-from tests.e2e.runs import adapter, assert_same_training, losses, rows_of, run
+from tests.e2e.runs import assert_same_training, losses, rows_of, run, same_adapter
 
 ON_HOST = "offload.embeddings=host"
-
-
-def same_adapter(one, other) -> bool:
-    ours, theirs = adapter(one), adapter(other)
-    return ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in theirs)
 
 
 @pytest.mark.thorough

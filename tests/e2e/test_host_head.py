@@ -6,8 +6,7 @@ import signal
 import pytest
 
 from offload.plan.memory.memory import EMBEDDINGS, HEAD, OUTER, SLOTS
-from tests.e2e.runs import assert_same_training, losses, rows_of, run
-from tests.e2e.test_host_embedding import same_adapter
+from tests.e2e.runs import assert_same_training, losses, rows_of, run, same_adapter
 
 ON_HOST = ("offload.head=host", "offload.embeddings=host")
 

@@ -37,8 +37,8 @@ from tests.parity.steps import (
     with_lora,
     with_outputs,
 )
-from tests.parity.test_host_embedding import KINDS, model_of, step_of
 from tests.parity.tiny_models import tiny_model, with_adapters
+from tests.parity.untied_models import KINDS, model_of, step_of
 from tests.tiers import tiered
 
 pytestmark = pytest.mark.usefixtures("one_thread")
