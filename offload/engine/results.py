@@ -13,7 +13,6 @@ from offload.engine.host_gradients import HostGradients, LateUpdates
 from offload.engine.model.layers import Front
 from offload.engine.model.router import Balance
 from offload.engine.model.visit import Graph
-from offload.engine.passes.host_head import HostHead
 from offload.engine.recompute.attention_outputs import Recorded
 from offload.engine.recompute.sent_graphs import SavedTensors
 from offload.engine.slots import Slots
@@ -23,6 +22,7 @@ from offload.plan.schedule.timeline import Timeline
 
 if TYPE_CHECKING:
     from offload.engine.executor import Executor
+    from offload.engine.passes.host_head import HostHead
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -47,7 +47,7 @@ class Places:
     host_gradients: HostGradients
     updates: LateUpdates
     embedding: HostEmbedding | None
-    head: HostHead | None
+    head: "HostHead | None"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedModel
+from transformers import LlamaConfig, LlamaForSequenceClassification
 
 import offload
 from offload.engine.bound import EngineOptions
@@ -230,7 +230,9 @@ def test_the_logits_are_those_of_the_plain_model() -> None:
     with torch.no_grad():
         expected = model(input_ids=ids).logits
     engine = offload.attach(model, num_slots=2, device="cpu", head="host")
-    assert torch.equal(engine.forward({"input_ids": ids}).logits, expected)
+    found = engine.forward({"input_ids": ids}).logits
+    assert found is not None
+    assert torch.equal(found, expected)
     engine.detach()
 
 
@@ -302,10 +304,7 @@ def with_other_head() -> nn.Module:
 
 
 def classifier() -> nn.Module:
-    model: PreTrainedModel = LlamaForSequenceClassification(
-        LlamaConfig(**SHAPE, num_labels=2, pad_token_id=0)
-    )
-    return with_lora(model)
+    return with_lora(LlamaForSequenceClassification(LlamaConfig(**SHAPE, pad_token_id=0)))
 
 
 @pytest.mark.parametrize(("make", "what"), REFUSED.values(), ids=REFUSED)
