@@ -237,7 +237,7 @@ class MemoryNeeds:
         whole = load.adapter.whole
         each = brought_bytes(load.dtype_bytes, load.optimizer, whole.low_bytes)
         brought = math.ceil(each * sum(whole.layers))
-        return host.get(SLAB, 0) + host.get(STASH, 0) + host.get(SENT, 0) + brought
+        return sum(host.get(name, 0) for name in (SLAB, STASH, SENT, HEAD)) + brought
 
     def _locked_bytes(self, host: Mapping[str, int]) -> int:
         """Return the page-locked memory of all ranks: what is sent locks no slab out."""
