@@ -61,6 +61,7 @@ def attach(  # noqa: PLR0913 - the door to all of it
     mlp_chunk_tokens: int | None = None,
     layer_kernels: Literal["plain", "fused"] = "plain",
     embeddings: Literal["device", "host"] = "device",
+    head: Literal["device", "host"] = "device",
     backing: "Backing | None" = None,
     store_dir: str | None = None,
 ) -> "Engine":
@@ -100,6 +101,9 @@ def attach(  # noqa: PLR0913 - the door to all of it
         embeddings: Where the input embedding's weight is: on the device, or on the host, from where
             each micro-batch brings the rows of its tokens. It is not the head's then, and trains
             only with `trained_weights` "host".
+        head: Where the output head's weight is: on the device, or on the host, from where a step
+            copies it once over slots that are not needed meanwhile. It is frozen then, and not the
+            embedding's.
         backing: Where the layers were loaded to (`offload.engine.model.load_hook`); None copies
             them.
         store_dir: With tier "disk" and no backing: a directory for a file as large as the layers.
@@ -132,6 +136,7 @@ def attach(  # noqa: PLR0913 - the door to all of it
         layer_kernels=layer_kernels,
         joins_rows=opened.type == "cuda",
         embeddings=embeddings,
+        head=head,
     )
     return Engine(model, device=opened, options=options, backing=backing)
 

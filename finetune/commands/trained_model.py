@@ -165,6 +165,7 @@ class Prepared:
             tier=recipe.offload.load_tier,
             device=device,
             embeddings=self.plan.request.typical.embeddings,
+            head=self.plan.request.typical.head,
             backing=loaded.backing,
         )
         trained = self.run.model if recipe.train.is_full else self.run.adapter

@@ -105,7 +105,9 @@ def plan_steps(
         for is_stashed in (False, True)
     ]
     has_dropout = workload.adapter.has_dropout
-    forms = with_forms(facts, ways, may_tile=not has_dropout, may_move_embeddings=True)
+    forms = with_forms(
+        facts, ways, may_tile=not has_dropout, may_move_embeddings=True, may_move_head=True
+    )
     return choose(facts, machine, forms).plan
 
 

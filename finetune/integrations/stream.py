@@ -20,7 +20,7 @@ from offload.engine.bound import EngineOptions
 from offload.engine.engine import Engine
 from offload.engine.passes.scores import TokenScores
 from offload.plan.facts.codec import CodecName
-from offload.plan.facts.workload import EmbeddingPlace
+from offload.plan.facts.workload import EmbeddingPlace, HeadPlace
 from offload.plan.plan import Plan
 from offload.plan.request import HEAD_CHUNK_TOKENS
 
@@ -45,6 +45,7 @@ class Streaming:
         mlp_chunk_tokens: Tokens that an MLP computes at a time; None for all of a batch.
         layer_kernels: What computes norms, rotary embedding and gated activations.
         embeddings: Where the input embedding's weight is.
+        head: Where the output head's weight is.
         compute_dtype: What the adapters of linear layers are computed in until the Trainer is
             detached: `float32` by peft, as the plain Trainer does it, or `auto`, at the precision
             of the weights, which is faster and holds less; see `adapter.compute_dtype`.
@@ -61,6 +62,7 @@ class Streaming:
     mlp_chunk_tokens: int | None = None
     layer_kernels: Literal["plain", "fused"] = "plain"
     embeddings: EmbeddingPlace = "device"
+    head: HeadPlace = "device"
     compute_dtype: Literal["float32", "auto"] = "float32"
 
     @classmethod
@@ -79,6 +81,7 @@ class Streaming:
             mlp_chunk_tokens=options.mlp_chunk_tokens,
             layer_kernels=options.layer_kernels,
             embeddings=options.embeddings,
+            head=options.head,
             compute_dtype="auto" if plan.request.typical.adapter.is_in_base_dtype else "float32",
         )
 

@@ -18,6 +18,7 @@ from finetune.recipe.rules import NEVER_ENCODED
 from offload.plan.facts.codec import CodecName
 from offload.plan.facts.embedding import why_on_device
 from offload.plan.facts.facts import ModelFacts
+from offload.plan.facts.head import why_head_on_device
 from offload.plan.facts.optimizer import UpdatePlace, moved_state_bytes
 from offload.plan.machine.machine import Machine
 from offload.plan.plan import Plan
@@ -29,6 +30,7 @@ from offload.plan.request import (
     sharing,
     with_codec,
     with_embeddings,
+    with_head,
     with_head_chunk,
     with_mlp_chunk,
     with_states_on_disk,
@@ -130,8 +132,8 @@ def choose(facts: ModelFacts, machine: Machine, requests: Sequence[PlanRequest])
     Layers that may wait packed do so only where they would not fit otherwise: the cost of unpacking
     on a GPU has not been measured, and a file of packed weights is written at the first start.
     Likewise, fewer logits exist at a time only where more would not fit, MLPs compute in tiles only
-    where that does not fit either, and the input embedding is in host memory only where nothing
-    else fits.
+    where that does not fit either, the input embedding is in host memory only where nothing else
+    fits, and the output head is there too where not even that does.
 
     Raises:
         DoesNotFitError: None fits.
@@ -202,25 +204,26 @@ def _resort(
 
 
 def _last(forms: Sequence[list[PlanRequest]]) -> list[PlanRequest]:
-    """Return the last form of each place of the embedding: one lacks VRAM, the other RAM."""
-    found = {form[0].typical.embeddings: form for form in forms}
+    """Return the last form of each place of embedding and head: one lacks VRAM, another RAM."""
+    found = {(form[0].typical.embeddings, form[0].typical.head): form for form in forms}
     return [request for form in found.values() for request in form]
 
 
 def in_forms(requests: Sequence[PlanRequest], machine: Machine) -> list[list[PlanRequest]]:
     """Return the requests by the form of a step, each to be tried where those before do not fit.
 
-    Where layers compute in host memory, an embedding that is there too saves nothing.
+    Where layers compute in host memory, an embedding or a head that is there too saves nothing.
     """
     first = requests[0].typical
-    groups: dict[tuple[bool, str, int | None, int, bool], list[PlanRequest]] = {}
+    groups: dict[tuple[bool, str, str, int | None, int, bool], list[PlanRequest]] = {}
     for request in requests:
         typical = request.typical
-        if machine.device == "cpu" and typical.embeddings != first.embeddings:
+        places = typical.embeddings, typical.head
+        if machine.device == "cpu" and places != (first.embeddings, first.head):
             continue
         sizes = typical.mlp_chunk_tokens, typical.head_chunk_tokens
         is_stored = typical.are_states_on_disk
-        key = (is_stored, typical.embeddings, *sizes, typical.codec == first.codec)
+        key = (is_stored, *places, *sizes, typical.codec == first.codec)
         groups.setdefault(key, []).append(request)
     return list(groups.values())
 
@@ -230,8 +233,9 @@ def _all_ways(
 ) -> list[PlanRequest]:
     """Return each cut of the step in each form and place, the plainest first.
 
-    That is: states in RAM, the input embedding on the device, whole MLPs, large head chunks, native
-    weights, updates on the host, inputs on the device, small micro-batches, in this order.
+    That is: states in RAM, the output head on the device, the input embedding too, whole MLPs,
+    large head chunks, native weights, updates on the host, inputs on the device, small
+    micro-batches, in this order.
     """
     may_tile = recipes[0].offload.mlp_chunk == "auto" and all(map(_may_tile, recipes))
     ways = with_forms(
@@ -239,14 +243,22 @@ def _all_ways(
         _ways(recipes, cut),
         may_tile=may_tile,
         may_move_embeddings=recipes[0].offload.embeddings == "auto",
+        may_move_head=recipes[0].offload.head == "auto",
     )
     return _with_states(recipes[0], ways) if recipes[0].train.is_full else ways
 
 
 def with_forms(
-    facts: ModelFacts, ways: Sequence[PlanRequest], *, may_tile: bool, may_move_embeddings: bool
+    facts: ModelFacts,
+    ways: Sequence[PlanRequest],
+    *,
+    may_tile: bool,
+    may_move_embeddings: bool,
+    may_move_head: bool,
 ) -> list[PlanRequest]:
-    """Return requests, and the same with MLPs in tiles and with the input embedding in RAM.
+    """Return requests, and the same with MLPs in tiles and with embedding and head in RAM.
+
+    The head is there only where the embedding is, if that may be there.
 
     MLPs are computed in tiles where these cost no arithmetic, as nothing reads an MLP's output in a
     recompute, and where formulas of their memory are tested: families whose facts are read from a
@@ -257,6 +269,7 @@ def with_forms(
         ways: Alike in what trains.
         may_tile: Whether what trains allows tiles.
         may_move_embeddings: Whether an embedding that may be in RAM is tried there.
+        may_move_head: Whether a head that may be in RAM is tried there.
     """
     found = list(ways)
     is_unread = all(
@@ -269,11 +282,14 @@ def with_forms(
             for request in ways
             if num_tokens < request.largest.num_tokens
         ]
-    has_to_stay = any(
-        why_on_device(facts, run.typical.adapter, num_ranks=run.num_ranks) for run in ways[0].runs
-    )
-    if may_move_embeddings and not has_to_stay:
+    each = [(run.typical.adapter, run.num_ranks) for run in ways[0].runs]
+    if may_move_embeddings and not any(
+        why_on_device(facts, adapter, num_ranks=num) for adapter, num in each
+    ):
         found += [with_embeddings(request, "host") for request in found]
+    if may_move_head and not any(why_head_on_device(facts, adapter) for adapter, _ in each):
+        last = found[-1].typical.embeddings
+        found += [with_head(one, "host") for one in found if one.typical.embeddings == last]
     return found
 
 

@@ -19,7 +19,7 @@ from offload.errors import DoesNotFitError
 from offload.plan.endurance import DRIVE_ENDURANCE_BYTES, DiskWrites
 from offload.plan.facts.codec import CodecName
 from offload.plan.facts.facts import ModelFacts
-from offload.plan.facts.workload import EmbeddingPlace
+from offload.plan.facts.workload import EmbeddingPlace, HeadPlace
 from offload.plan.fit import MemoryNeeds
 from offload.plan.machine.cards import CARDS
 from offload.plan.machine.machine import CARD_NAMES, GIB, Dtype, Machine, Tier
@@ -46,6 +46,7 @@ class Comparison:
         tier: Where they wait: ram or disk.
         stash: Where layer inputs wait.
         embeddings: Where the input embedding is.
+        head: Where the output head is.
         short: Memories that are too small; empty if it fits.
         num_slots: Layers on the device, as many as fit; if it does not fit, the fewest.
         seq_len: Tokens of a sequence.
@@ -68,6 +69,7 @@ class Comparison:
     tier: Tier
     stash: Literal["device", "host"]
     embeddings: EmbeddingPlace
+    head: HeadPlace
     short: tuple[str, ...]
     num_slots: int
     seq_len: int
@@ -239,6 +241,7 @@ def _comparison(
         tier="disk" if request.is_on_disk else "ram",
         stash="host" if request.is_stashed else "device",
         embeddings=request.typical.embeddings,
+        head=request.typical.head,
         short=short,
         num_slots=made.num_slots,
         seq_len=request.typical.seq_len,
@@ -404,10 +407,12 @@ def _layers(compared: Comparison) -> str:
 
 
 def _inputs(compared: Comparison) -> str:
-    """Return where layer inputs wait, and the embedding if that is in RAM."""
-    also = ", embedding too" if compared.stash == "host" else ", embedding in RAM"
+    """Return where layer inputs wait, and embedding and head if those are in RAM."""
+    places = {"embedding": compared.embeddings, "head": compared.head}
+    moved = " and ".join(name for name, where in places.items() if where == "host")
+    also = f", {moved} too" if compared.stash == "host" else f", {moved} in RAM"
     place = "RAM" if compared.stash == "host" else "device"
-    return place + (also if compared.embeddings == "host" else "")
+    return place + (also if moved else "")
 
 
 def _verdict(compared: Comparison) -> str:

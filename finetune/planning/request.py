@@ -23,6 +23,7 @@ from offload.plan.facts.facts import (
     model_facts,
     with_classifier_head,
 )
+from offload.plan.facts.head import why_head_on_device
 from offload.plan.facts.linears import FP32_BYTES
 from offload.plan.facts.trainable import all_weights, prefix_spec, virtual_shapes
 from offload.plan.facts.workload import LayerCode, Workload
@@ -307,6 +308,7 @@ def _workload(recipe: Recipe, facts: ModelFacts, seq_len: int, *, label_tokens: 
         layer_code=_layer_code(recipe),
         mlp_chunk_tokens=tile if isinstance(tile, int) else None,
         embeddings="host" if recipe.offload.embeddings == "host" else "device",
+        head="host" if recipe.offload.head == "host" else "device",
     )
 
 
@@ -337,6 +339,12 @@ def _request(
             limit="an embedding in host memory is frozen, or trains with weights of the model in"
             " one process, and nothing else has its weight",
             hint="`offload.embeddings: auto`",
+        )
+    if typical.head == "host" and (why := why_head_on_device(facts, typical.adapter)):
+        raise ConfigError(
+            f"offload.head: host for this {facts.model_type} model: {why}",
+            limit="a head in host memory is frozen, and nothing else has its weight",
+            hint="`offload.head: auto`",
         )
     has_backward = not recipe.train.is_head_alone
     return PlanRequest(

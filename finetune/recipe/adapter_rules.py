@@ -1,10 +1,10 @@
-"""Rules for adapters in bf16, of other methods than LoRA, and where the embedding may wait."""
+"""Rules for adapters in bf16, of other methods than LoRA, and where embedding and head may wait."""
 
 from collections.abc import Iterator
 
 from finetune.recipe.breach import Breach, breaches
 from finetune.recipe.sections import AdapterSection, Settings
-from offload.plan.facts.trainable import EMBEDDING
+from offload.plan.facts.trainable import EMBEDDING, HEAD
 
 EVERY_METHOD = frozenset({"method", "targets", "init_from", "modules_to_save"})
 READS = {
@@ -165,3 +165,17 @@ def broken_embedding_rules(recipe: Settings) -> Iterator[Breach]:
         ),
     )
     yield from breaches(rules, setting="offload.embeddings", value="host", instead="auto")
+
+
+def broken_head_rules(recipe: Settings) -> Iterator[Breach]:
+    """Yield what trains the output head where it is on the host."""
+    if recipe.offload.head != "host":
+        return
+    modules = recipe.adapter.modules_to_save
+    others = ", ".join(name for name in modules if name != HEAD)
+    frozen = "a head in host memory does not train"
+    rules = (
+        ("adapter.modules_to_save", ", ".join(modules), HEAD not in modules, frozen, f"[{others}]"),
+        ("train.what", recipe.train.what, recipe.train.what != "all", frozen, "adapter"),
+    )
+    yield from breaches(rules, setting="offload.head", value="host", instead="auto")

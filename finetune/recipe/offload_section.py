@@ -80,6 +80,12 @@ class OffloadSection(Section):
         " of its tokens, and if it trains, gradients by them go back. `auto` takes `host` where a"
         " step would not fit otherwise.",
     )
+    head: Literal["auto", "device", "host"] = Field(
+        default="auto",
+        description="Where the output head waits; from `host`, it is copied once per step over the"
+        " slots of layers that are needed again last. `auto` takes `host` where a step would not"
+        " fit otherwise, even with the embedding in RAM.",
+    )
 
     @property
     def layer_codec(self) -> CodecName:

@@ -124,6 +124,7 @@ def with_offload(
     mlp_chunk: Literal["auto", "whole"] | int | None = None,
     states: Tier | None = None,
     embeddings: Literal["auto", "device", "host"] | None = None,
+    head: Literal["auto", "device", "host"] | None = None,
 ) -> Recipe:
     """Return the recipe with other settings of `offload`; None keeps the recipe's own."""
     changes = {
@@ -133,6 +134,7 @@ def with_offload(
         "mlp_chunk": mlp_chunk,
         "states": states,
         "embeddings": embeddings,
+        "head": head,
     }
     update = {field: value for field, value in changes.items() if value is not None}
     offload = recipe.offload.model_copy(update=update)

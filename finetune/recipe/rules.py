@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from finetune.recipe.adapter_rules import (
     broken_dtype_rules,
     broken_embedding_rules,
+    broken_head_rules,
     broken_method_rules,
 )
 from finetune.recipe.breach import Breach
@@ -51,6 +52,7 @@ def broken_rules(recipe: Settings) -> Iterator[Breach]:
     yield from _broken_packing_rules(recipe)
     yield from _broken_device_rules(recipe)
     yield from broken_embedding_rules(recipe)
+    yield from broken_head_rules(recipe)
     if recipe.train.is_full:
         yield from broken_full_rules(recipe)
     else:

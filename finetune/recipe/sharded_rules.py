@@ -14,6 +14,7 @@ _OF_SLOTS = (
     "attention_outputs",
     "stash",
     "embeddings",
+    "head",
 )
 _OF_CHUNKS = ("head_chunk", "mlp_chunk")
 

@@ -70,6 +70,7 @@ def _settings(one: Candidate) -> dict[str, Any]:
         "stash": "host" if request.is_stashed else "device",
         **({"update": request.typical.updates} if request.typical.adapter.whole else {}),
         **({"embeddings": "host"} if request.typical.embeddings == "host" else {}),
+        **({"head": "host"} if request.typical.head == "host" else {}),
         "head_chunk_tokens": request.typical.head_chunk_tokens,
         "mlp_chunk_tokens": request.typical.mlp_chunk_tokens,
         "micro_batch_size": request.typical.micro_batch_size,
@@ -104,6 +105,7 @@ def _words(one: Candidate) -> dict[str, str]:
         "tiles": f"MLPs in tiles of {tile} tokens" if tile else "MLPs whole",
         "updates": f"updates {where}",
         "embeddings": f"embeddings {_place(request.typical.embeddings)}",
+        "head": f"head {_place(request.typical.head)}",
     }
 
 
@@ -128,6 +130,8 @@ def _settings_line(one: Candidate) -> str:
         del words["updates"]
     if one.request.typical.embeddings == "device":
         del words["embeddings"]
+    if one.request.typical.head == "device":
+        del words["head"]
     return ", ".join(words.values())
 
 

@@ -36,6 +36,7 @@ COLOURS = {
     Kind.STASH: "#b3b3cc",
     Kind.SEND: "#9e9ac8",
     Kind.REFERENCE: "#b2df8a",
+    Kind.HEAD: "#fb8072",
     Kind.SCORE: "#f1b6da",
     Kind.OBJECTIVE: "#c51b7d",
     Kind.TAIL: "#e78ac3",

@@ -28,6 +28,7 @@ from offload.plan.facts.linears import FP32_BYTES
 from offload.plan.facts.optimizer import HOST_STATES, LOW_HALVES, host_update_bytes
 from offload.plan.facts.trainable import adapter_parameters, trained_parameters
 from offload.plan.feature_pass import FeaturePass, feature_pass
+from offload.plan.head_cost import HeadCost
 from offload.plan.machine.machine import Implementation, Machine, Network, Rate
 from offload.plan.plan import Plan
 from offload.plan.schedule.op import Kind
@@ -145,6 +146,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             "break_even_tokens": plan.break_even_tokens,
         },
         **_embeddings_json(plan),
+        **_head_json(plan),
         **({} if plan.network is None else {"network": _network_json(plan, plan.network)}),
         "objective": _objective_json(plan),
         **_probe_json(plan),
@@ -210,6 +212,20 @@ def embeddings_line(plan: Plan) -> str:
         f"in RAM (`offload.embeddings: host`): {size}, and at most"
         f" {shown_mib(cost['most_h2d_bytes'])} of rows to it{back} per step, which is"
         f" {shown_time(cost['added_s'])} longer"
+    )
+
+
+def _head_json(plan: Plan) -> dict[str, Any]:
+    cost = HeadCost.of(plan)
+    return {} if cost is None else {"head": asdict(cost)}
+
+
+def head_line(cost: HeadCost) -> str:
+    """Return what a head in host memory saves and costs, for people."""
+    return (
+        f"in RAM (`offload.head: host`): {shown_gib(cost.saved_vram_bytes)} less of device"
+        f" memory; copied over slots once per step, and {cost.num_loads} loads more, which is"
+        f" {shown_time(cost.added_s)} longer"
     )
 
 

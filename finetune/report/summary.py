@@ -35,6 +35,7 @@ from finetune.report.plan import (
     embeddings_line,
     gpus_lines,
     has_rows,
+    head_line,
     kept_line,
     network_line,
     objective_line,
@@ -48,6 +49,7 @@ from finetune.report.plan import (
 from offload.plan.endurance import DiskWrites
 from offload.plan.facts.codec import ROUNDING
 from offload.plan.feature_pass import feature_pass
+from offload.plan.head_cost import HeadCost
 from offload.plan.memory.memory import MemoryTerm, total_bytes
 from offload.plan.plan import Plan
 from offload.plan.schedule.schedule import NUM_STAGING
@@ -114,6 +116,8 @@ def _plan_rows(choice: Choice, prices: ReportSection) -> Iterator[tuple[str, Seq
     yield "layers", [_layers_line(plan)]
     yield "layer inputs", [STASHED] if plan.request.is_stashed else []
     yield "embeddings", [embeddings_line(plan)] if has_rows(plan) else []
+    head = HeadCost.of(plan)
+    yield "head", [] if head is None else [head_line(head)]
     yield "tokens", [_tokens_line(plan)]
     yield "network", [network_line(plan, plan.network)] if plan.network is not None else []
     has_objective = plan.request.objective is not None and not plan.request.is_on_features

@@ -390,7 +390,13 @@ def require_whole_adapter(adapter: Path) -> tuple[str, ...]:
 
 
 HOW = ("train.parallel:", "train.update:", "offload.")
-FREE = (HOW[0], "offload.states:", "offload.allow_disk_writes:", "offload.embeddings:")
+FREE = (
+    HOW[0],
+    "offload.states:",
+    "offload.allow_disk_writes:",
+    "offload.embeddings:",
+    "offload.head:",
+)
 WHAT = ("offload.codec:", "offload.device:")
 
 
@@ -398,7 +404,7 @@ def _that_count(before: Recipe, after: Recipe) -> list[str]:
     """List the settings in which a run differs from what was begun, and that it must not change.
 
     How processes share a step may change, and with it where they hold the layers; and so may the
-    places of optimizer states and of the input embedding, which change no bit.
+    places of optimizer states, input embedding and output head, which change no bit.
     """
     found = differences(before, after)
     if before.train.is_sharded == after.train.is_sharded:
@@ -410,8 +416,8 @@ def as_begun(recipe: Recipe, begun: Recipe | None, *, num_ranks: int = 1) -> Rec
     """Return the recipe with what was open when the run began as it was chosen then.
 
     Another machine, or this one measured again, might choose other sizes of micro-batch, head
-    chunk and tile of an MLP, other layer kernels, shares of the ranks or another place of updates
-    or of the input embedding; a later version might pack rows, choose another precision of
+    chunk and tile of an MLP, other layer kernels, shares of the ranks or another place of updates,
+    input embedding or output head; a later version might pack rows, choose another precision of
     adapters, take a router loss over the step, or add up gradients by layer. Shares of another
     number of ranks are chosen again.
     """
@@ -423,9 +429,7 @@ def as_begun(recipe: Recipe, begun: Recipe | None, *, num_ranks: int = 1) -> Rec
         recipe = with_offload(recipe, head_chunk=begun.offload.head_chunk)
     if recipe.offload.mlp_chunk == "auto" and begun.offload.mlp_chunk != "auto":
         recipe = with_offload(recipe, mlp_chunk=begun.offload.mlp_chunk)
-    may_stay = not recipe.train.is_full or num_ranks == 1  # several train it on their devices
-    if recipe.offload.embeddings == "auto" and may_stay:
-        recipe = with_offload(recipe, embeddings=begun.offload.embeddings)
+    recipe = _placed_as_begun(recipe, begun, num_ranks=num_ranks)
     if recipe.adapter.compute_dtype == "auto":
         recipe = with_compute_dtype(recipe, begun.adapter.compute_dtype)
     if recipe.data.packing == "auto" and begun.data.packing != "auto":
@@ -437,6 +441,20 @@ def as_begun(recipe: Recipe, begun: Recipe | None, *, num_ranks: int = 1) -> Rec
     is_stored = recipe.offload.states == "auto" and begun.offload.states == "disk"
     recipe = with_offload(recipe, states="disk" if is_stored else None)
     return _reduced_as_begun(recipe, begun, num_ranks=num_ranks)
+
+
+def _placed_as_begun(recipe: Recipe, begun: Recipe, *, num_ranks: int) -> Recipe:
+    """Return the recipe with embedding and head where they were.
+
+    Several processes train an embedding on their devices alone.
+    """
+    now, then = recipe.offload, begun.offload
+    may_stay = not recipe.train.is_full or num_ranks == 1
+    return with_offload(
+        recipe,
+        embeddings=then.embeddings if now.embeddings == "auto" and may_stay else None,
+        head=then.head if now.head == "auto" else None,
+    )
 
 
 def _reduced_as_begun(recipe: Recipe, begun: Recipe, *, num_ranks: int) -> Recipe:

@@ -117,6 +117,7 @@ def attaching(subject: Subject, machine: Machine, *, num_slots: int) -> Attachin
         num_slots=num_slots,
         head_chunk_tokens=_request(subject).typical.head_chunk_tokens,
         embeddings=_request(subject).typical.embeddings,
+        head=_request(subject).typical.head,
         experts_implementation=machine.experts_implementation.value if has_experts else None,
     )
 

@@ -16,7 +16,7 @@ from finetune.scoring.rows import Line, LineScore
 from offload.engine.bound import EngineOptions
 from offload.engine.engine import Engine
 from offload.plan.facts.codec import CodecName
-from offload.plan.facts.workload import EmbeddingPlace
+from offload.plan.facts.workload import EmbeddingPlace, HeadPlace
 from offload.plan.machine.machine import ExpertsImplementation
 from offload.plan.scoring import Cut
 
@@ -132,6 +132,7 @@ class Attaching:
         head_chunk_tokens: Tokens whose logits exist at a time.
         experts_implementation: The expert kernels; None for a model without experts.
         embeddings: Where the input embedding is.
+        head: Where the output head is.
     """
 
     recipe: Recipe
@@ -141,6 +142,7 @@ class Attaching:
     head_chunk_tokens: int
     experts_implementation: ExpertsImplementation | None
     embeddings: EmbeddingPlace
+    head: HeadPlace
 
     def open(self, wave: Sequence[Contender], *, pad_id: int) -> Scorer:
         """Load the base, add the adapters of a wave, and attach the model.
@@ -174,6 +176,7 @@ class Attaching:
             num_kept_graphs=0,
             layer_kernels="fused" if recipe.model.layer_kernels == "fused" else "plain",
             embeddings=self.embeddings,
+            head=self.head,
         )
         device = torch.device(self.device)
         engine = Engine(model, device=device, options=options, backing=loaded.backing)

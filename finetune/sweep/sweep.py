@@ -257,7 +257,7 @@ def _with_begun(wave: Sequence[Variant], begun: Mapping[str, OffloadSection]) ->
     if not begun:
         return wave
     settled = next(iter(begun.values()))
-    names = ("head_chunk", "mlp_chunk", "embeddings")
+    names = ("head_chunk", "mlp_chunk", "embeddings", "head")
     update = {name: getattr(settled, name) for name in names}
     return [
         run

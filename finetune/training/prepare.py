@@ -364,6 +364,7 @@ def plan_steps(run: Run, facts: ModelFacts, data: Data, cards: Cards) -> Planned
             and one.typical.updates == typical.updates
             and one.typical.are_states_on_disk == typical.are_states_on_disk
             and one.typical.embeddings == typical.embeddings
+            and one.typical.head == typical.head
         ),
         cards=cards,
     )
@@ -411,4 +412,5 @@ def with_chosen(recipe: Recipe, plan: Plan) -> Recipe:
         mlp_chunk=chosen.mlp_chunk_tokens or "whole",
         states="disk" if chosen.are_states_on_disk else None,
         embeddings="host" if chosen.embeddings == "host" else None,
+        head="host" if chosen.head == "host" else None,
     )

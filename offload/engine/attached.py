@@ -51,8 +51,10 @@ class Attached:
     @property
     def arenas(self) -> tuple[Arena, ...]:
         """The memory held from step to step, without parameters that were not moved."""
+        head = self._bound.head
         return (
             *self._host.arenas,
+            *(() if head is None else (head.arena,)),
             *self._bound.slot_arenas,
             *self._bound.host_gradients.arenas,
             self._bound.stash.arena,

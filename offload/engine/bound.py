@@ -17,12 +17,13 @@ from offload.engine.host_gradients import HostGradients, LateUpdates
 from offload.engine.memory_meter import Arena
 from offload.engine.model import placement
 from offload.engine.model.layers import LayeredModel
+from offload.engine.passes.host_head import HostHead
 from offload.engine.results import Computing, Places
 from offload.engine.slots import Slots
 from offload.engine.streams import Device
 from offload.errors import OffloadError
 from offload.plan.facts.codec import CodecName
-from offload.plan.facts.workload import EmbeddingPlace
+from offload.plan.facts.workload import EmbeddingPlace, HeadPlace
 from offload.plan.machine.machine import Tier
 from offload.plan.memory.memory import SENT, STASH
 from offload.plan.plan import Plan
@@ -43,6 +44,7 @@ class EngineOptions:
     `joins_rows` is whether attention of packed rows is one call where torch's kernel computes it.
     `embeddings` is where the input embedding's weight is; of one on the host, rows are brought, and
     if it trains with other weights on the host, gradients by them go back.
+    `head` is where the output head's weight is; one on the host computes in the slots.
     `owned_layers` are those of trained weights that this process updates, of several that share the
     layers' memory; None for all.
     """
@@ -63,6 +65,7 @@ class EngineOptions:
     layer_kernels: LayerKernels = "plain"
     joins_rows: bool = False
     embeddings: EmbeddingPlace = "device"
+    head: HeadPlace = "device"
     owned_layers: frozenset[int] | None = None
 
     @property
@@ -108,6 +111,7 @@ class EngineOptions:
             layer_kernels="fused" if code == "fused" else "plain",
             mlp_chunk_tokens=asked.typical.mlp_chunk_tokens,
             embeddings=asked.typical.embeddings,
+            head=asked.typical.head,
             joins_rows=any(
                 asked.typical.joins_rows(layer.attention, is_cuda=plan.machine.device == "cuda")
                 for layer in plan.facts.layers
@@ -155,6 +159,7 @@ class Bound:
         sent: Holds graphs and attention outputs on the host.
         slot_bytes: Device memory of all slots.
         slot_arenas: The same memory by block.
+        head: The output head, if it is on the host.
         sizes: Sizes of the transfers, in bytes.
     """
 
@@ -165,6 +170,7 @@ class Bound:
     sent: Stash
     slot_bytes: int
     slot_arenas: tuple[Arena, ...]
+    head: HostHead | None
     sizes: TransferSizes
 
 
@@ -217,14 +223,21 @@ def bind(
             _freeing(host, device),
             may_train=options.trained_weights == "host",
         )
-    on_host = () if layered.embedding is None else (id(layered.embedding.weight),)
+    head = None
+    if options.head == "host":
+        found = layered.model.get_output_embeddings()
+        head = HostHead(layered.model, found, allocate_host=host.blocks.allocate)
+    on_host = [id(one.weight) for one in (layered.embedding, head) if one is not None]
     placement.move_the_rest(layered, records, torch_device, on_host=on_host)
     slots = Slots(
         records,
         num_slots=options.num_slots,
         allocate_device=allocate_device,
         staging=host.staging,
+        head_bytes=0 if head is None else head.num_bytes,
     )
+    if head is not None and slots.head is not None:
+        head.compute_in(slots.head)
     executor = Executor(
         model=layered,
         places=Places(
@@ -235,6 +248,7 @@ def bind(
             host_gradients=host_gradients,
             updates=updates,
             embedding=layered.embedding,
+            head=head,
         ),
         device=device,
         computing=Computing(
@@ -251,6 +265,7 @@ def bind(
         decoded_bytes=tuple(record.decoded_bytes for record in records),
         piece_bytes=host.piece_bytes,
         num_staging=len(host.staging),
+        head_bytes=0 if head is None else head.num_bytes,
     )
     return Bound(
         executor=executor,
@@ -260,6 +275,7 @@ def bind(
         sent=sent,
         slot_bytes=slots.num_bytes,
         slot_arenas=slots.arenas,
+        head=head,
         sizes=sizes,
     )
 

@@ -35,6 +35,7 @@ from offload.engine.model.visit import (
     visit_without_graph,
 )
 from offload.engine.packing.check import PackedTrial
+from offload.engine.passes.host_head import READERS
 from offload.engine.passes.part import Part
 from offload.engine.passes.reference import SwitchedModel
 from offload.engine.passes.scores import EachTail, ScoredPasses
@@ -71,7 +72,7 @@ class Executor:
         """Keep the parts; nothing is moved."""
         self._model = model
         self._sent, self._host_gradients = places.sent, places.host_gradients
-        self._embedding = places.embedding
+        self._embedding, self._head = places.embedding, places.head
         self._device = device
         self._transfers = Transfers(places, device)
         self._tail = Tail(model, head_chunk_tokens=computing.head_chunk_tokens)
@@ -364,6 +365,8 @@ class Executor:
             self._device.begin()
             for op in schedule.ops:
                 body, waits = partial(table[op.kind], op), [events[i] for i in op.waits]
+                if self._head is not None and op.kind in READERS:
+                    body = partial(self._head.computing, body)
                 copied = self._copied.pop((op.kind, op.buffer), None)
                 if copied is not None:
                     waits.append(copied)

@@ -22,6 +22,7 @@ from offload.plan.schedule.timeline import Timeline
 
 if TYPE_CHECKING:
     from offload.engine.executor import Executor
+    from offload.engine.passes.host_head import HostHead
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -36,6 +37,7 @@ class Places:
         host_gradients: Of weights that train on the host.
         updates: Of those weights, each layer's before its load.
         embedding: The input embedding, if it is on the host.
+        head: The output head, if it is.
     """
 
     source: LayerSource
@@ -45,6 +47,7 @@ class Places:
     host_gradients: HostGradients
     updates: LateUpdates
     embedding: HostEmbedding | None
+    head: "HostHead | None"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

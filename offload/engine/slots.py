@@ -2,15 +2,20 @@
 
 A layer's parameters permanently alias its slot, or the decoded buffer, which all encoded layers
 share: no address changes while the engine is attached.
+
+An output head that waits in host memory computes in the slots too, over several of them. They are
+one block of memory then, of at least the head's size.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 
 from offload.engine.host.layer_layout import Record
 from offload.engine.host.stash import Allocate
 from offload.engine.memory_meter import Arena
+from offload.plan.schedule.head import head_slots, slots_bytes
 
 
 class Slots:
@@ -26,6 +31,7 @@ class Slots:
         num_slots: int,
         allocate_device: Allocate,
         staging: Sequence[torch.Tensor],
+        head_bytes: int,
     ) -> None:
         """Allocate the buffers and bind every layer's parameters to where they compute.
 
@@ -36,16 +42,27 @@ class Slots:
             num_slots: Number of slots.
             allocate_device: Returns uint8 memory on the compute device.
             staging: Host buffers that loads go through, if any.
+            head_bytes: Of an output head that computes in the slots; 0 if there is none.
         """
         slot_bytes = max(record.num_bytes for record in records)
-        self._buffers = [allocate_device(slot_bytes) for _ in range(num_slots)]
+        self.head: torch.Tensor | None = None
+        """Where the output head computes, if it does so in the slots."""
+        if head_bytes:
+            block = allocate_device(slots_bytes(num_slots, slot_bytes, head_bytes))
+            starts = [slot_bytes * slot for slot in range(num_slots + 1)]
+            self._buffers, blocks = [block[a:b] for a, b in pairwise(starts)], [block]
+            sizes = [record.num_bytes for record in records]
+            start = starts[head_slots(sizes, num_slots, head_bytes).start]
+            self.head = block[start : start + head_bytes]
+        else:
+            self._buffers = blocks = [allocate_device(slot_bytes) for _ in range(num_slots)]
         self._staging = list(staging)
         self._records = tuple(records)
         decoded_bytes = max(record.decoded_bytes for record in records)
         self._decoded = allocate_device(decoded_bytes)
-        self.num_bytes = slot_bytes * num_slots + decoded_bytes
+        self.num_bytes = slots_bytes(num_slots, slot_bytes, head_bytes) + decoded_bytes
         self.arenas = (
-            Arena(name="slots", blocks=self._buffers),
+            Arena(name="slots", blocks=blocks),
             Arena(name="decoded layer", blocks=[self._decoded]),
         )
         for layer, record in enumerate(records):

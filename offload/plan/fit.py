@@ -14,6 +14,7 @@ from offload.plan.facts.optimizer import brought_bytes
 from offload.plan.machine.machine import Machine
 from offload.plan.memory.host import HostLoad, host_terms
 from offload.plan.memory.memory import (
+    HEAD,
     OTHER_RANKS,
     ROWS,
     SENT,
@@ -31,7 +32,8 @@ from offload.plan.schedule.residency import Residency
 from offload.plan.schedule.schedule import MIN_SLOTS
 
 DEVICE, RAM = "of device memory", "of RAM"
-UPDATES = "of page-locked memory for updates on the device"
+LOCKED = "of page-locked memory"
+UPDATES = f"{LOCKED} for updates on the device"
 GRAPH_RESERVE_FRAC = 0.1  # error of the formula for what autograd saves, over all tests
 
 
@@ -206,15 +208,18 @@ class MemoryNeeds:
         is_locked, machine = self.machine.device == "cuda", self.machine
         reserve_bytes = int(GRAPH_RESERVE_FRAC * self.on_device.sent_graphs_bytes(residency))
         reserve_bytes *= self.request.local_ranks
-        inputs_bytes = self.request.local_ranks * host.get(STASH, 0) if is_locked else 0
+        locked_ranks = self.request.local_ranks if is_locked else 0
+        inputs_bytes = locked_ranks * host.get(STASH, 0)
+        head_bytes = locked_ranks * host.get(HEAD, 0)
         sent_bytes = 0
         if is_locked and residency.sends:
             sent_bytes = self._locked_bytes(host) + reserve_bytes
         ram_bytes = sum(host.values()) + reserve_bytes + computing_bytes
-        inputs, sent = "of page-locked memory for layer inputs", "of page-locked memory for sent"
+        inputs, sent = f"{LOCKED} for layer inputs", f"{LOCKED} for sent activations"
         asked = (
             (inputs, inputs_bytes, machine.pinned_bytes, "may be page-locked"),
-            (f"{sent} activations", sent_bytes, machine.pinned_bytes, "may be page-locked"),
+            (sent, sent_bytes, machine.pinned_bytes, "may be page-locked"),
+            (f"{LOCKED} for the head", head_bytes, machine.pinned_bytes, "may be page-locked"),
             (UPDATES, self._updates_bytes(host), machine.pinned_bytes, "may be page-locked"),
             (RAM, ram_bytes, machine.ram_bytes, "of RAM is there"),
         )
@@ -232,12 +237,12 @@ class MemoryNeeds:
         whole = load.adapter.whole
         each = brought_bytes(load.dtype_bytes, load.optimizer, whole.low_bytes)
         brought = math.ceil(each * sum(whole.layers))
-        return host.get(SLAB, 0) + host.get(STASH, 0) + host.get(SENT, 0) + brought
+        return sum(host.get(name, 0) for name in (SLAB, STASH, SENT, HEAD)) + brought
 
     def _locked_bytes(self, host: Mapping[str, int]) -> int:
         """Return the page-locked memory of all ranks: what is sent locks no slab out."""
         staging = host.get(STAGING, 0)
-        each = host.get(STASH, 0) + host.get(SENT, 0) + host.get(ROWS, 0) + staging
+        each = sum(host.get(name, 0) for name in (STASH, SENT, ROWS, HEAD)) + staging
         slabs = 0 if staging else self.request.num_slabs * host.get(SLAB, 0)
         return slabs + self.request.local_ranks * each
 

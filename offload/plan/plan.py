@@ -343,7 +343,9 @@ def calibrate(
         h2d_bytes_per_s=_rate(measured, Kind.LOAD, costs.h2d_bytes_per_s),
         h2d_latency_s=0.0 if load_s else costs.h2d_latency_s,
         fetch_bytes_per_s=_rate(
-            measured, Kind.FETCH, _rate(measured, Kind.RETURN, costs.fetch_bytes_per_s)
+            measured,
+            Kind.FETCH,
+            _rate(measured, Kind.RETURN, _rate(measured, Kind.HEAD, costs.fetch_bytes_per_s)),
         ),
         read_bytes_per_s=_rate(measured, Kind.READ, costs.read_bytes_per_s),
         disk_bytes_per_s=(

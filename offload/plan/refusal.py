@@ -1,11 +1,12 @@
 """The error for a request that does not fit: which memory is too small, why, and what would fit."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from offload.errors import DoesNotFitError
 from offload.plan.facts.codec import EXACT_CODECS, ROUNDING, CodecName
 from offload.plan.facts.embedding import why_on_device
+from offload.plan.facts.head import head_bytes, why_head_on_device
 from offload.plan.facts.optimizer import moved_state_bytes
 from offload.plan.facts.trainable import EMBEDDING, HEAD, NORMS, ROUTER, SCORE
 from offload.plan.fit import DEVICE, RAM, MemoryNeeds, Shortage
@@ -14,6 +15,7 @@ from offload.plan.memory.memory import (
     EMBEDDINGS_IN_RAM,
     FEWER_SLOTS,
     FEWER_TARGETS,
+    HEAD_IN_RAM,
     INPUTS_IN_RAM,
     MICRO_BATCH,
     ON_DISK,
@@ -21,6 +23,7 @@ from offload.plan.memory.memory import (
     RANK,
     ROUNDED_LAYERS,
     SHRINKS,
+    SLOTS,
     SMALLER_CHUNK,
     SMALLER_TILES,
     UPDATES_IN_RAM,
@@ -32,6 +35,7 @@ from offload.plan.request import (
     PlanRequest,
     with_codec,
     with_embeddings,
+    with_head,
     with_states_on_disk,
     with_updates_on,
 )
@@ -50,8 +54,14 @@ def refusal(needs: MemoryNeeds) -> DoesNotFitError:
     short = " and ".join(f"{_gib(s.needed_bytes)} {s.what}" for s in shortages)
     kept = f", {fewest.num_kept_graphs} kept graphs" if fewest.num_kept_graphs else ""
     kept += " and their inputs in RAM" if needs.request.is_stashed else ""
-    kept += ", the embedding in RAM," if needs.request.largest.embeddings == "host" else ""
-    kept += ", its visits traced," if needs.request.traced else ""
+    largest = needs.request.largest
+    notes = {
+        "the embedding in RAM": largest.embeddings == "host",
+        "the head in RAM": largest.head == "host",
+        "its visits traced": needs.request.traced is not None,
+    }
+    named = [note for note, holds in notes.items() if holds]
+    kept += ", ".join(["", *named, ""]).rstrip() if named else ""
     return DoesNotFitError(
         f"with {fewest.num_slots} slots of {needs.facts.num_layers} layers{kept} the plan needs"
         f" {short},"
@@ -83,6 +93,8 @@ def _largest_terms(needs: MemoryNeeds, shortage: Shortage) -> str:
 def _effective(term: MemoryTerm, needs: MemoryNeeds) -> list[str]:
     """Return the settings that make a term smaller and are not in effect yet."""
     request, largest = needs.request, needs.request.largest
+    if term.name == SLOTS and term.num_bytes == head_bytes(needs.facts, largest):
+        return []  # smaller or fewer slots would be as large
     has_no_effect = {
         MICRO_BATCH: largest.micro_batch_size == 1,
         FEWER_SLOTS: request.num_slots in (None, MIN_SLOTS),
@@ -92,6 +104,7 @@ def _effective(term: MemoryTerm, needs: MemoryNeeds) -> list[str]:
         FEWER_TARGETS: not _is_frozen(request),
         INPUTS_IN_RAM: request.is_stashed,
         EMBEDDINGS_IN_RAM: not _may_move_embedding(needs),
+        HEAD_IN_RAM: not _may_move_head(needs),
         UPDATES_IN_RAM: largest.updates == "host",
         ON_DRIVE: not _states_on_disk(request),
         SMALLER_TILES: (largest.mlp_chunk_tokens or 0) <= MLP_CHUNKS[-1],
@@ -108,6 +121,23 @@ def _may_move_embedding(needs: MemoryNeeds) -> bool:
     return is_cuda and is_free and largest.embeddings == "device"
 
 
+def _may_move_head(needs: MemoryNeeds) -> bool:
+    """Return whether the output head is in a device's memory of its own, and need not be."""
+    is_cuda, largest = needs.machine.device == "cuda", needs.request.largest
+    is_free = not why_head_on_device(needs.facts, largest.adapter)
+    return is_cuda and is_free and largest.head == "device"
+
+
+def _moved(needs: MemoryNeeds, request: PlanRequest) -> list[tuple[str, PlanRequest]]:
+    """Return the request with what may go to RAM of the weights around the layers."""
+    moved = [("", request)]
+    if _may_move_embedding(needs):
+        moved.append((EMBEDDINGS_IN_RAM, with_embeddings(request, "host")))
+    if _may_move_head(needs):
+        moved += [(_joined(words, HEAD_IN_RAM), with_head(one, "host")) for words, one in moved]
+    return moved[1:]
+
+
 def _nearest_fit(needs: MemoryNeeds) -> str:
     """Name the nearest change that fits; changes that leave the training as it is come first."""
     asked, wanted, fewer = needs.request, needs.request.num_slots, ""
@@ -117,7 +147,7 @@ def _nearest_fit(needs: MemoryNeeds) -> str:
             most = freely.with_graphs(freely.fewest.num_slots)
             return f"`offload.kept_graphs: {most.num_kept_graphs}`"
         asked, fewer = replace(asked, num_kept_graphs=0), "`offload.kept_graphs: 0`"
-    for words, request in _changes(asked, may_move=_may_move_embedding(needs)):
+    for words, request in _changes(asked, moved=_moved(needs, asked)):
         open_request = replace(request, num_slots=None)
         num_slots = MemoryNeeds.of(needs.facts, needs.machine, open_request).most_slots
         if num_slots is None:
@@ -132,16 +162,16 @@ def _nearest_fit(needs: MemoryNeeds) -> str:
     return "a machine with more memory, or a smaller model"
 
 
-def _changes(request: PlanRequest, *, may_move: bool) -> Iterator[tuple[str, PlanRequest]]:
+def _changes(
+    request: PlanRequest, *, moved: Sequence[tuple[str, PlanRequest]]
+) -> Iterator[tuple[str, PlanRequest]]:
     """Yield changed requests, the nearest first, each with the settings that change it.
 
     Requests that leave the training as it is come first: those in RAM, which are faster, then those
-    on disk. Rounded weights come next, then shorter sequences. `may_move` is whether the input
-    embedding may go to RAM.
+    on disk. Rounded weights come next, then shorter sequences. `moved` are those with more weights
+    around the layers in RAM.
     """
-    exact = [("", request), *_coded(request, PACKED), *_updated_in_ram(request)]
-    if may_move:
-        exact.append((EMBEDDINGS_IN_RAM, with_embeddings(request, "host")))
+    exact = [("", request), *_coded(request, PACKED), *_updated_in_ram(request), *moved]
     for words, coded in exact:
         yield from _either_stash(words, coded)
     is_alone = request.own_micro_batches is None  # with fewer ranks its share would be another

@@ -9,7 +9,7 @@ from offload.errors import OffloadError
 from offload.plan.facts.codec import CodecName
 from offload.plan.facts.linears import FP32_BYTES
 from offload.plan.facts.optimizer import UpdatePlace
-from offload.plan.facts.workload import EmbeddingPlace, Workload
+from offload.plan.facts.workload import EmbeddingPlace, HeadPlace, Workload
 from offload.plan.memory.traced import TracedBytes
 from offload.plan.schedule.passes import Passes
 
@@ -265,6 +265,12 @@ def sharing(requests: Sequence[PlanRequest]) -> PlanRequest:
                 limit=f"the first has it on the {first.typical.embeddings}",
                 hint="the same place in all",
             )
+        if typical.head != first.typical.head:
+            raise OffloadError(
+                f"runs are to share a step, and one has its head on the {typical.head}",
+                limit=f"the first has it on the {first.typical.head}",
+                hint="the same place in all",
+            )
         form = (typical.codec, typical.dtype_bytes, typical.head_chunk_tokens)
         if form != (
             first.typical.codec,
@@ -352,6 +358,11 @@ def with_states_on_disk(request: PlanRequest) -> PlanRequest:
 def with_embeddings(request: PlanRequest, place: EmbeddingPlace) -> PlanRequest:
     """Return the same request with the input embedding in this place."""
     return _with_workload(request, embeddings=place)
+
+
+def with_head(request: PlanRequest, place: HeadPlace) -> PlanRequest:
+    """Return the same request with the output head in this place."""
+    return _with_workload(request, head=place)
 
 
 def with_updates_on(request: PlanRequest, place: UpdatePlace) -> PlanRequest:

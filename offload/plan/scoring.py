@@ -13,6 +13,7 @@ from offload.errors import DoesNotFitError
 from offload.plan.facts.codec import decode_workspace_bytes
 from offload.plan.facts.embedding import embedding_bytes
 from offload.plan.facts.facts import ModelFacts
+from offload.plan.facts.head import head_bytes
 from offload.plan.facts.workload import Workload
 from offload.plan.machine.machine import GIB, Machine
 from offload.plan.memory.memory import (
@@ -33,6 +34,7 @@ from offload.plan.memory.memory import (
     total_bytes,
 )
 from offload.plan.memory.visit import visit_bytes
+from offload.plan.schedule.head import slots_bytes
 from offload.plan.schedule.schedule import (
     MIN_SLOTS,
     Ring,
@@ -236,9 +238,12 @@ class _Draft:
             visit_bytes(facts, self.machine, layer, load, is_padded=False)
             for layer in set(facts.layers)
         ]
+        slot_bytes = max(load.cargo_bytes(layer) for layer in set(facts.layers))
+        head = head_bytes(facts, load)
+        on_host = embedding_bytes(facts, load) + head
         sizes = {
-            SLOTS: num_slots * max(load.cargo_bytes(layer) for layer in set(facts.layers)),
-            OUTER: facts.outer_parameters * load.dtype_bytes - embedding_bytes(facts, load),
+            SLOTS: slots_bytes(num_slots, slot_bytes, head),
+            OUTER: facts.outer_parameters * load.dtype_bytes - on_host,
             "adapters": self.request.adapter_bytes,
             "hidden states": hidden_bytes,
             # what a graph would save is no less than what a visit without one has at a time
@@ -297,7 +302,11 @@ class _Draft:
             [layer.weight_bytes for layer in costs.layers],
             decoded_bytes=decoded if load.is_encoded else None,
         )
-        sizes = replace(sizes, piece_bytes=max(sizes.layer_bytes))
+        sizes = replace(
+            sizes,
+            piece_bytes=max(sizes.layer_bytes),
+            head_bytes=head_bytes(self.facts, load),
+        )
         schedules, seconds, num_loads = dict[Ring, Schedule](), 0.0, 0
         ring = cold_ring(num_slots)
         for batches in sweeps:
@@ -329,8 +338,10 @@ def _require_ram(facts: ModelFacts, machine: Machine, request: ScoreRequest) -> 
     """
     load = request.workload
     waiting = 0 if request.is_on_disk else sum(map(load.cargo_bytes, facts.layers))
-    waiting += embedding_bytes(facts, load)
-    also = " and the embedding" if load.embeddings == "host" else ""
+    waiting += embedding_bytes(facts, load) + head_bytes(facts, load)
+    also = ", the embedding" if load.embeddings == "host" else ""
+    also += ", the head" if load.head == "host" else ""
+    also = " and".join(also.rsplit(",", 1))
     if waiting > machine.ram_bytes:
         raise DoesNotFitError(
             f"the layers{also} take {waiting / GIB:.2f} GiB of RAM",

@@ -75,6 +75,7 @@ def as_sharded(request: PlanRequest) -> PlanRequest:
             leaves_out=False,
             mlp_chunk_tokens=None,
             embeddings="device",
+            head="device",
             head_chunk_tokens=max(1, one.label_tokens),
         )
 

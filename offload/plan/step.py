@@ -11,6 +11,7 @@ from offload.plan.facts.embedding import (
     num_trained_on_host,
 )
 from offload.plan.facts.facts import ModelFacts
+from offload.plan.facts.head import head_bytes
 from offload.plan.facts.optimizer import moved_state_bytes
 from offload.plan.facts.trainable import outer_module_sizes
 from offload.plan.facts.workload import Workload
@@ -93,6 +94,7 @@ def schedule_of(
         row_gradient_bytes=_row_bytes(facts, request, passes, most_row_gradients_bytes)
         if num_trained_on_host(facts, typical)
         else (),
+        head_bytes=head_bytes(facts, typical),
     )
     stashed = zip(runs, numbers, strict=True) if request.is_stashed else ()
     return step_schedule(
@@ -188,7 +190,7 @@ def _duration_of(costs: Costs) -> Callable[[Op], float]:
     def duration_s(op: Op) -> float:
         if op.kind in (Kind.UPDATE, Kind.AWAIT):
             return _of_layer_s(costs.layers[op.layer_index], op)
-        if op.kind in (Kind.FETCH, Kind.RETURN):
+        if op.kind in (Kind.HEAD, Kind.FETCH, Kind.RETURN):
             return costs.h2d_latency_s + op.num_bytes / costs.fetch_bytes_per_s
         if op.lane is Lane.H2D:
             return costs.h2d_latency_s + op.num_bytes / costs.h2d_bytes_per_s
@@ -288,10 +290,11 @@ class Draft:
         return merged_s(self.schedule, self.durations_s, num_micro_batches=num_micro_batches)
 
     def with_free_loads(self) -> "Draft":
-        """Return the same step where loads take no time."""
+        """Return the same step where loads of layers and of the head take no time."""
         ops = zip(self.schedule.ops, self.durations_s, strict=True)
+        free = Kind.LOAD, Kind.HEAD
         return replace(
-            self, durations_s=tuple(0.0 if op.kind is Kind.LOAD else one_s for op, one_s in ops)
+            self, durations_s=tuple(0.0 if op.kind in free else one_s for op, one_s in ops)
         )
 
 

@@ -28,6 +28,12 @@ def adapter(run_dir: Path) -> dict[str, torch.Tensor]:
     return load_file(run_dir / "adapter" / "adapter_model.safetensors")
 
 
+def same_adapter(one: Path, other: Path) -> bool:
+    """Return whether two runs have the same adapter, to the bit."""
+    ours, theirs = adapter(one), adapter(other)
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in theirs)
+
+
 def start(recipe: Path, machine_file: Path, *words: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "cli.py", "finetune", str(recipe), "--machine", str(machine_file), *words],

@@ -14,15 +14,10 @@ from offload.engine.host_gradients import RowSums
 from offload.plan.machine.machine import Machine
 from offload.plan.memory.memory import EMBEDDING_GRADIENTS, EMBEDDINGS, OUTER, ROWS
 from tests.e2e.full_runs import assert_same_runs, full_recipe, weights
-from tests.e2e.runs import adapter, assert_same_training, losses, rows_of, run
+from tests.e2e.runs import assert_same_training, losses, rows_of, run, same_adapter
 from tests.tiers import mostly_slow
 
 ON_HOST = "offload.embeddings=host"
-
-
-def same_adapter(one, other) -> bool:
-    ours, theirs = adapter(one), adapter(other)
-    return ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in theirs)
 
 
 @pytest.mark.thorough

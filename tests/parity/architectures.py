@@ -358,8 +358,8 @@ def write_table(verdicts: Sequence[Verdict]) -> str:
         " type has. `adapter.method: prefix` is for types whose layers all keep plain keys and"
         " values, as many as peft counts, which are those without latent attention, recurrences"
         " or layers of different heads; the others are refused by name. Bottleneck adapters are"
-        " not there. `offload.embeddings: host` gives every exact type the bits of `device`; its"
-        " head needs weights of its own.",
+        " not there. `offload.embeddings: host` and `offload.head: host` give every exact type the"
+        " bits of `device`; its head needs weights of its own.",
         "",
         "| model type | verdict | packs | reason |",
         "|---|---|---|---|",

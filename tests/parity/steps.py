@@ -173,3 +173,13 @@ def assert_equal(
 def rel_error(ours: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> float:
     difference = sum(float((ours[n].double() - truth[n]).square().sum()) for n in truth)
     return math.sqrt(difference / sum(float(t.square().sum()) for t in truth.values()))
+
+
+def with_outputs(model: Any, num: int) -> Any:
+    """Return a model whose head predicts so many tokens, of which labels are a few."""
+    base = model.get_base_model()
+    head = nn.Linear(base.lm_head.in_features, num, bias=False)
+    head.to(base.lm_head.weight.dtype).requires_grad_(requires_grad=False)
+    base.lm_head = head
+    base.config.vocab_size = base.vocab_size = num
+    return model

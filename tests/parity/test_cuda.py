@@ -33,6 +33,7 @@ from tests.parity.steps import (
     rel_error,
     truth_of,
     with_lora,
+    with_outputs,
 )
 
 pytestmark = pytest.mark.gpu
@@ -347,3 +348,22 @@ def test_an_embedding_on_the_host_changes_no_bit_and_leaves_the_card() -> None:
     assert_equal(*found)
     table = model.get_input_embeddings().weight
     assert allocated[0] - allocated[1] >= table.nbytes
+
+
+def test_a_head_on_the_host_changes_no_bit_and_leaves_the_card() -> None:
+    model: Any = with_outputs(tiny("qwen3", torch.bfloat16), 1000)
+    places: tuple[Literal["device", "host"], ...] = ("device", "host")
+    found, allocated = [], []
+    for place in places:
+        own = copy.deepcopy(model)
+        before = torch.cuda.memory_allocated()
+        engine = offload.attach(own, num_slots=3, head_chunk_tokens=7, head=place)
+        allocated.append(torch.cuda.memory_allocated() - before)
+        engine.forward_backward(micro_batches(), dropout_seed=0)
+        own.zero_grad()
+        result = engine.forward_backward(micro_batches(), dropout_seed=0)  # in the same slots
+        found.append((result.loss, gradients(own)))
+        engine.detach()
+    assert_equal(*found)
+    # a head of 64,000 bytes, in slots that are a little larger than 3 x 20 KiB for it
+    assert allocated[0] - allocated[1] >= 3 * 20 * 1024 - 4096

@@ -22,7 +22,7 @@ import offload
 from offload.engine.engine import Engine
 from offload.engine.streams import CudaDevice, copy_on_host
 from offload.plan.facts.codec import CodecName
-from offload.plan.facts.workload import EmbeddingPlace
+from offload.plan.facts.workload import EmbeddingPlace, HeadPlace
 from offload.plan.schedule.op import Kind, Lane
 from tests.parity.rounding import rounded
 from tests.parity.steps import (
@@ -35,6 +35,7 @@ from tests.parity.steps import (
     resident,
     streamed,
     tiny,
+    with_outputs,
 )
 from tests.tiers import diagonal, mostly_slow
 
@@ -172,6 +173,7 @@ def attached(
     num_staging: int,
     codec: CodecName = "native",
     embeddings: EmbeddingPlace = "device",
+    head: HeadPlace = "device",
     trained_weights: Literal["device", "host"] = "device",
 ) -> Engine:
     options = replace(
@@ -179,6 +181,7 @@ def attached(
         stash="host",
         codec=codec,
         embeddings=embeddings,
+        head=head,
         trained_weights=trained_weights,
     )
     engine = Engine(model, device=device, options=options)
@@ -316,6 +319,28 @@ def test_move_gradients_by_rows_are_on_the_host_before_their_buffers_are_used_ag
     for ours, theirs in zip(trained(device), expected, strict=True):
         assert torch.equal(ours, theirs)
     assert device.cuda.num_waits_for_nothing == 0
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("seed", "num_staging"), [(0, 0), (1, 2)])
+def test_move_a_head_on_the_host_is_in_the_slots_when_it_computes_and_layers_are_after_it(
+    open_device: Open, seed: int, num_staging: int
+) -> None:
+    model = with_outputs(tiny("qwen3"), 400)
+    reference = copy.deepcopy(model)
+    engine = offload.attach(reference, num_slots=2, device="cpu", head_chunk_tokens=7)
+    expected = engine.forward_backward(micro_batches(), dropout_seed=0).loss, gradients(reference)
+    device = open_device(seed=seed, is_staged=num_staging > 0)
+    engine = attached(model, device, num_staging=num_staging, head="host")
+    kinds: list[Kind] = []
+    for _ in range(2):
+        model.zero_grad()
+        result = engine.forward_backward(micro_batches(), dropout_seed=0)
+        assert_equal((result.loss, gradients(model)), expected)
+        kinds = [span.kind for span in result.timeline.spans]
+    assert kinds.count(Kind.HEAD) > 2  # over both slots, in pieces
+    assert device.cuda.num_waits_for_nothing == 0
+    engine.detach()
 
 
 @pytest.mark.thorough

@@ -37,6 +37,7 @@ class Accesses:
         self._is_scored = any(op.kind is Kind.OBJECTIVE for op in schedule.ops)
         updates = [op for op in schedule.ops if op.kind in (Kind.UPDATE, Kind.AWAIT)]
         self._updated = {op.layer for op in updates}
+        self._head = {op.slot for op in schedule.ops if op.kind is Kind.HEAD}
         self._old = {op.layer for op in updates if op.lane is Lane.COMPUTE}
 
     def _weights(self, layer: int) -> list[Access]:
@@ -94,6 +95,14 @@ class Accesses:
         summed: Access = ("change", ("gradient", layer % 2), (layer, ("summed", layer)))
         return [*final, *([summed] if op.layer in self._trained else [])]
 
+    def _filled(self, op: Op, layer: int) -> list[Access]:
+        if op.kind is Kind.HEAD:
+            return [("add", ("slot", op.slot), "head")]
+        staged: Access = ("read", ("staging", op.buffer), (layer, op.offset))
+        content = ("old", layer) if layer in self._old else layer
+        filled: Access = ("add", ("slot", op.slot), content)
+        return [*self._weights(layer), filled] if op.buffer is None else [staged, filled]
+
     def _moved(self, op: Op, layer: int, m: int | None) -> list[Access]:
         if op.kind is Kind.REDUCE:
             return self._reduced(op, layer)
@@ -105,11 +114,8 @@ class Accesses:
         if op.kind is Kind.READ:
             staged = ("write", ("staging", op.buffer), (layer, op.offset))
             return [*self._weights(layer), staged]
-        if op.kind is Kind.LOAD:
-            staged = ("read", ("staging", op.buffer), (layer, op.offset))
-            content = ("old", layer) if layer in self._old else layer
-            filled = ("add", ("slot", op.slot), content)
-            return [*self._weights(layer), filled] if op.buffer is None else [staged, filled]
+        if op.kind in (Kind.LOAD, Kind.HEAD):
+            return self._filled(op, layer)
         if op.kind is Kind.STASH:
             return [self._kept("read", layer, m), ("write", ("stash", layer, m), None)]
         if op.kind is Kind.FETCH:
@@ -150,13 +156,15 @@ class Accesses:
                 *graph,
                 *self._carried("write", op),
             ]
+        head: list[Access] = [("read", ("slot", slot), "head") for slot in self._head]
         if op.kind is Kind.SCORE:
-            return [self._kept("read", self._last_layer + 1, m), ("add", "scores", "of all")]
+            scored = self._kept("read", self._last_layer + 1, m)
+            return [scored, *head, ("add", "scores", "of all")]
         if op.kind is Kind.OBJECTIVE:
             return [("read", "scores", "of all"), ("write", "weights of scores", None)]
         if op.kind is Kind.TAIL:
             worth: list[Access] = [("read", "weights of scores", None)] if self._is_scored else []
-            return [self._kept("read", self._last_layer + 1, m), *worth, _OUTER]
+            return [self._kept("read", self._last_layer + 1, m), *head, *worth, _OUTER]
         if op.kind is Kind.BACKWARD:
             own: Access = ("read", ("graph", layer, m), None)
             if not op.has_graph:
@@ -204,4 +212,4 @@ def check_order(schedule: Schedule) -> None:
     of_trained = (Kind.GRADIENT, Kind.UPDATE, Kind.AWAIT)
     trained = {op.layer for op in schedule.ops if op.kind in of_trained}
     slots = (content[("slot", slot)] for slot in range(len(schedule.ring_before)))
-    assert schedule.ring_after == tuple(None if i in trained else i for i in slots)
+    assert schedule.ring_after == tuple(None if i in trained or i == "head" else i for i in slots)

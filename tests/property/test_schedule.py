@@ -1,4 +1,6 @@
 import itertools
+import math
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
@@ -47,8 +49,9 @@ def steps(draw: st.DrawFn) -> Schedule:
     order = draw(orders)
     has_gradients = order is Order.LAYER_MAJOR and draw(st.booleans())
     is_trained = [has_gradients and draw(st.booleans()) for _ in range(num_layers)]
+    layer_bytes = tuple(draw(st.integers(0, 30)) for _ in range(num_layers))
     sizes = TransferSizes(
-        layer_bytes=tuple(draw(st.integers(0, 30)) for _ in range(num_layers)),
+        layer_bytes=layer_bytes,
         gradient_bytes=tuple(9 * is_one for is_one in is_trained),
         decoded_bytes=tuple(draw(st.sampled_from([0, 50])) for _ in range(num_layers)),
         piece_bytes=draw(st.sampled_from([7, 100])),
@@ -56,6 +59,7 @@ def steps(draw: st.DrawFn) -> Schedule:
         reduced=draw(st.sampled_from([(), (draw(reduced(num_layers)),)])),
         row_bytes=draw(st.sampled_from([(), tuple(range(20, 20 + num_micro_batches))])),
         row_gradient_bytes=draw(st.sampled_from([(), tuple(range(10, 10 + num_micro_batches))])),
+        head_bytes=draw(st.sampled_from([0, 17, 60, 900])) if any(layer_bytes) else 0,
     )
     ring = draw(st.sampled_from([warm_ring(num_slots), cold_ring(num_slots)]))
     if draw(st.booleans()):
@@ -315,3 +319,47 @@ def test_simulated_ops_keep_lanes_waits_and_durations(size, order, seconds) -> N
         assert span.start_s == earliest_s
         lane_end_s[op.lane] = span.end_s
     assert timeline.step_s == max(lane_end_s.values())
+
+
+@given(steps())
+def test_the_head_is_copied_whole_before_what_reads_it_and_once_where_layers_are_loaded_once(
+    schedule,
+) -> None:
+    pieces = [op for op in schedule.ops if op.kind is Kind.HEAD]
+    slots = {op.slot for op in pieces}
+    starts = [op for op in pieces if op.offset == 0]
+    num_bytes = max((op.offset + op.num_bytes for op in pieces), default=0)
+    assert sum(op.num_bytes for op in pieces) == num_bytes * len(starts)
+    assert len(starts) <= sum(op.kind is Kind.TAIL for op in schedule.ops)
+    if any(op.kind is Kind.GRADIENT for op in schedule.ops):  # layer by layer
+        assert len(starts) <= 1
+    assert not slots or sorted(slots) == list(range(min(slots), max(slots) + 1))
+
+
+@given(sizes, st.integers(1, 400))
+def test_a_head_costs_a_load_of_each_layer_that_it_covers_and_of_those_that_wait_longest(
+    size, head_bytes
+) -> None:
+    """Every choice of slots next to each other is tried: none leaves newer layers in place."""
+    num_layers, num_slots, num_micro_batches = size
+    plain = TransferSizes.frozen([30] * num_layers)
+    made = training_schedule(
+        replace(plain, head_bytes=head_bytes),
+        ring=warm_ring(num_slots),
+        num_micro_batches=num_micro_batches,
+        order=Order.LAYER_MAJOR,
+        trains_front=False,
+        input_bytes=(),
+    )
+    num_covered = min(num_slots, math.ceil(head_bytes / 30))
+    assert made.num_loads == 2 * (num_layers - num_slots) + num_covered
+    assert made.ring_after == warm_ring(num_slots)
+    covered = {op.slot for op in made.ops if op.kind is Kind.HEAD}
+    assert len(covered) == num_covered
+    held = {layer % num_slots: layer for layer in range(num_layers)}
+
+    def newest(slots: Iterable[int | None]) -> int:
+        return max(held[slot] for slot in slots if slot is not None)
+
+    starts = range(num_slots - num_covered + 1)
+    assert newest(covered) == min(newest(range(i, i + num_covered)) for i in starts)

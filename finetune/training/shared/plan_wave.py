@@ -14,6 +14,7 @@ from offload.plan.request import (
     sharing,
     with_codec,
     with_embeddings,
+    with_head,
     with_head_chunk,
     with_mlp_chunk,
 )
@@ -23,8 +24,8 @@ from offload.plan.runs import plan_runs
 def plan_wave(runs: Sequence[Planned]) -> Planned:
     """Return how the steps of runs are run that share an engine; of one run, as it was planned.
 
-    Layers and embedding wait, and logits and MLPs are cut, as in the run that needs most memory by
-    itself.
+    Layers, embedding and head wait, and logits and MLPs are cut, as in the run that needs most
+    memory by itself.
 
     Args:
         runs: As each would be run alone.
@@ -82,7 +83,7 @@ def _as_in(chosen: PlanRequest, request: PlanRequest) -> PlanRequest:
     typical = chosen.typical
     request = with_codec(request, typical.codec)
     request = with_head_chunk(request, typical.head_chunk_tokens)
-    request = with_embeddings(request, typical.embeddings)
+    request = with_head(with_embeddings(request, typical.embeddings), typical.head)
     return with_mlp_chunk(request, typical.mlp_chunk_tokens)
 
 

@@ -41,7 +41,7 @@ class HostBlocks:
                     limit="what the device copies to must be page-locked",
                     hint="raise the limit (`ulimit -l unlimited`; on WSL2 Windows sets it), or keep"
                     ' what it copies there: `stash="device"`, `sent_graphs=0`, `sent_outputs=0`,'
-                    ' `embeddings="device"`',
+                    ' `embeddings="device"`, `head="device"`',
                 )
             self._locked.add(block.data_ptr())
         return block

@@ -24,7 +24,7 @@ class Transfers:
         self._stash, self._sent = places.stash, places.sent
         self._host_gradients = places.host_gradients
         self._updates = places.updates
-        self._embedding = places.embedding
+        self._embedding, self._head = places.embedding, places.head
         self._device = device
 
     def table(self, state: PassState) -> Table:
@@ -35,6 +35,8 @@ class Transfers:
             looked_up[Kind.ROWS] = partial(self._embedding.bring, device=self._device)
             looked_up[Kind.ROW_GRADIENTS] = partial(self._embedding.send_back, device=self._device)
             looked_up[Kind.ADD_ROWS] = self._embedding.add
+        if self._head is not None:
+            looked_up[Kind.HEAD] = partial(self._head.bring, device=self._device)
         return looked_up | {
             Kind.READ: self._read,
             Kind.LOAD: self._load,

@@ -22,6 +22,7 @@ from offload.plan.facts.trainable import unread_linears
 # each, or torch's compiler; `auto` is `fused` on CUDA and `plain` on a CPU.
 LayerCode = Literal["auto", "plain", "fused", "compiled"]
 EmbeddingPlace = Literal["device", "host"]
+HeadPlace = Literal["device", "host"]
 HALF_BYTES = 2  # of the types that flash attention computes
 TILED_GROUPS = ("mlp", "shared_experts")
 
@@ -49,6 +50,7 @@ class Workload:
         are_states_on_disk: Whether their optimizer states and low halves wait in a file; the host
             updates then.
         embeddings: Where the input embedding's weight is; on the host, a step brings rows of it.
+        head: Where the output head's weight is; on the host, it is copied to the slots once a step.
     """
 
     micro_batch_size: int
@@ -67,6 +69,7 @@ class Workload:
     updates: UpdatePlace = "host"
     are_states_on_disk: bool = False
     embeddings: EmbeddingPlace = "device"
+    head: HeadPlace = "device"
 
     @property
     def num_tokens(self) -> int:

@@ -12,6 +12,7 @@ from offload.plan.facts.embedding import (
     row_sum_bytes,
 )
 from offload.plan.facts.facts import ModelFacts, WholeWeights
+from offload.plan.facts.head import head_bytes
 from offload.plan.facts.linears import FP32_BYTES
 from offload.plan.facts.optimizer import (
     HOST_GRADIENTS,
@@ -29,6 +30,7 @@ from offload.plan.memory.memory import (
     DATA_WORKERS,
     EMBEDDING_GRADIENTS,
     EMBEDDINGS,
+    HEAD,
     HOST_TEMPORARIES,
     OTHER_RANKS,
     PAGED_STATES,
@@ -99,7 +101,8 @@ def host_terms(
         run.num_stashed * input_bytes(facts, run.workload) for run in runs
     )
     rows = max(row_buffers_bytes(facts, run.workload) for run in runs)
-    is_short = num_slabs * slab + num_ranks * (stash + rows) > machine.pinned_bytes
+    head = head_bytes(facts, workload)
+    is_short = num_slabs * slab + num_ranks * (stash + rows + head) > machine.pinned_bytes
     staging = 0
     if is_cuda and (is_short or not num_slabs):  # loads pass through a page-locked ring
         staging = NUM_STAGING * min(max(map(workload.cargo_bytes, kinds)), PIECE_BYTES)
@@ -110,6 +113,7 @@ def host_terms(
         MemoryTerm(name=EMBEDDINGS, num_bytes=embedding),
         MemoryTerm(name=EMBEDDING_GRADIENTS, num_bytes=row_sum_bytes(facts, workload)),
         MemoryTerm(name=ROWS, num_bytes=rows),
+        MemoryTerm(name=HEAD, num_bytes=head),
         MemoryTerm(name=STASH, num_bytes=stash),
         MemoryTerm(name=STAGING, num_bytes=staging),
         MemoryTerm(name="loading", num_bytes=LOADING_LAYERS * largest * workload.dtype_bytes),

@@ -21,6 +21,7 @@ from offload.plan.facts.embedding import (
     row_buffers_bytes,
 )
 from offload.plan.facts.facts import LayerFacts, ModelFacts
+from offload.plan.facts.head import head_bytes
 from offload.plan.facts.layer_layout import record_bytes
 from offload.plan.facts.linears import FP32_BYTES
 from offload.plan.facts.optimizer import (
@@ -46,6 +47,7 @@ from offload.plan.machine.machine import MIB, Machine
 from offload.plan.memory.traced import TracedBytes
 from offload.plan.memory.updates import device_update_bytes
 from offload.plan.memory.visit import VisitBytes, is_masked, visit_bytes
+from offload.plan.schedule.head import slots_bytes
 from offload.plan.schedule.residency import Residency, Saved
 from offload.plan.schedule.schedule import NUM_CARRIED, NUM_FETCHED
 from offload.plan.schedule.updates import NUM_GRADIENT_BUFFERS
@@ -63,6 +65,7 @@ SLOTS, CUBLAS, KEPT_GRAPHS = "slots", "cuBLAS workspaces", "kept graphs"
 UPDATE = "optimizer temporaries"
 OUTER, EMBEDDINGS, ROWS = "embeddings, norm and head", "embeddings", "buffers of embedding rows"
 EMBEDDING_GRADIENTS = "gradients of embeddings"
+HEAD = "output head"
 SCORES, ROUTER_LOGITS = "one visit: attention scores", "router logits"
 ROUTER_LOSS = "a layer's router loss"
 # Of what trains, and of micro-batches: each run of a shared step has its own.
@@ -101,11 +104,11 @@ FEWER_WEIGHTS, UPDATES_IN_RAM = "fewer weights in `train.what`", "`train.update:
 FEWER_SLOTS, ROUNDED_LAYERS = "fewer `offload.num_slots`", "`offload.codec: nf4`"
 ON_DISK, INPUTS_IN_RAM = "`offload.tier: disk`", "`offload.stash: host`"
 SMALLER_CHUNK, SMALLER_TILES = "a smaller `offload.head_chunk`", "a smaller `offload.mlp_chunk`"
-EMBEDDINGS_IN_RAM = "`offload.embeddings: host`"
+EMBEDDINGS_IN_RAM, HEAD_IN_RAM = "`offload.embeddings: host`", "`offload.head: host`"
 NO_OUTPUTS, ON_DRIVE = "`offload.attention_outputs: none`", "`offload.states: disk`"
 NO_SENT_GRAPHS = "`offload.sent_graphs: none`"
 SHRINKS: Mapping[str, tuple[str, ...]] = {
-    OUTER: (EMBEDDINGS_IN_RAM,),
+    OUTER: (EMBEDDINGS_IN_RAM, HEAD_IN_RAM),
     SLOTS: (FEWER_SLOTS, ROUNDED_LAYERS),
     ADAPTERS: (RANK, FEWER_TARGETS),
     GRADIENTS: (RANK, FEWER_TARGETS),
@@ -188,6 +191,7 @@ class DeviceNeeds:
         router_bytes: Of each layer's router logits for one micro-batch, if they wait with its graph
             for a router loss over the step.
         num_micro_batches: Of a rank's step, if all were as large as the largest.
+        head_bytes: Of an output head that is copied over the slots; 0 if the device has it.
     """
 
     always: tuple[MemoryTerm, ...]
@@ -203,6 +207,7 @@ class DeviceNeeds:
     router_bytes: tuple[int, ...]
     num_micro_batches: float
     scored: tuple[MemoryTerm, ...] = ()
+    head_bytes: int = 0
 
     @property
     def num_outputs(self) -> int:
@@ -272,7 +277,8 @@ class DeviceNeeds:
         sizes = [visit + saved, *(size + saved + graphs for size in with_graphs), update]
         worst = max(sizes)
         slot, others = self._slot_and_other_bytes
-        return sizes.index(worst), residency.num_slots * slot + others + worst
+        slots = slots_bytes(residency.num_slots, slot, self.head_bytes)
+        return sizes.index(worst), slots + others + worst
 
     def peak_bytes(self, residency: Residency) -> int:
         """Return the sum of `terms`."""
@@ -282,7 +288,9 @@ class DeviceNeeds:
     def terms(self, residency: Residency) -> tuple[MemoryTerm, ...]:
         """List the terms of the worst instant; more slots or graphs never need less memory."""
         always = tuple(
-            MemoryTerm(name=SLOTS, num_bytes=residency.num_slots * term.num_bytes)
+            replace(
+                term, num_bytes=slots_bytes(residency.num_slots, term.num_bytes, self.head_bytes)
+            )
             if term.name == SLOTS
             else term
             for term in self.always
@@ -446,6 +454,7 @@ def device_needs(
         sent_graph_bytes=tuple(visits[layer].sent_graph for layer in facts.layers),
         router_bytes=tuple(routers[layer] for layer in facts.layers),
         num_micro_batches=num_micro_batches,
+        head_bytes=head_bytes(facts, workload),
     )
 
 
@@ -484,7 +493,8 @@ def _standing_terms(
     copy_bytes = FP32_BYTES + (0 if b == FP32_BYTES or workload.adapter.num_past else b)
     shapes = trained_tensor_shapes(facts, workload.adapter)
     states = state_bytes(shapes, workload.optimizer)
-    decoded, workspace, on_host = 0, 0, embedding_bytes(facts, workload)
+    decoded, workspace = 0, 0
+    on_host = embedding_bytes(facts, workload) + head_bytes(facts, workload)
     if workload.is_encoded:
         decoded = max(layer_weight_bytes(facts, dtype_bytes=b))
         workspace = decode_workspace_bytes(workload.codec)

@@ -37,6 +37,7 @@ class Kind(StrEnum):
     STASH: copy a layer's input to host memory (d2h).
     SEND: copy a layer's graph, or the output of its attention, to host memory (d2h).
     REFERENCE: run a layer as the reference of an objective computes it, without a graph.
+    HEAD: copy a piece of the output head from host memory over the slots of layers (h2d).
     SCORE: run norm, head and the log-probabilities of the labels, without a graph.
     OBJECTIVE: compute the loss of the whole step and its gradient by each log-probability.
     TAIL: run norm, head and loss, and compute the gradient of their input.
@@ -69,6 +70,7 @@ class Kind(StrEnum):
     STASH = "stash"
     SEND = "send"
     REFERENCE = "reference"
+    HEAD = "head"
     SCORE = "score"
     OBJECTIVE = "objective"
     TAIL = "tail"
@@ -96,13 +98,14 @@ class Op(NamedTuple):
         layer: Which layer, counted from 0; for GATHER and REDUCE none if it is of what no layer has
             alone.
         micro_batch: Which micro-batch of the step; with an objective, which of its passes.
-        slot: The slot that a load fills, and that a visit or the decoding before it reads.
+        slot: The slot that a load or a piece of the head fills, and that a visit or the decoding
+            before it reads.
         buffer: For READ and LOAD the staging buffer, for FETCH and BACKWARD the buffer of the
             fetched layer input, for GRADIENT the buffer that is copied to the host, for STATES,
             UPDATE and UPDATED that of gradients and states, for STATES_READ and STATES_WRITE that
             of states in host memory, for LOOK_UP, ROWS, FRONT, FRONT_BACKWARD, ROW_GRADIENTS and
             ADD_ROWS that of the embedding's rows, or of gradients by them.
-        offset: First byte of a piece within its layer.
+        offset: First byte of a piece within its layer, or within the head.
         num_bytes: Bytes that are moved; for DECODE, bytes that are written; for GATHER and
             REDUCE, bytes that this rank sends.
         has_graph: For FORWARD, whether the graph is kept, or sent if there is a carrier; for

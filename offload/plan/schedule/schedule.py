@@ -43,6 +43,9 @@ known only after the last row. The log-probabilities of all label tokens are com
 a graph, then the loss, then the gradient of each micro-batch. Rows that are only scored, and all
 rows as the reference computes them, are further passes through the same visits: they add no load.
 
+Head. The output head may wait in host memory too, and is then one more visit at the turn; see
+`offload.plan.schedule.head`.
+
 Ranks. Several processes may share a step, each with its own micro-batches. In layer-major order a
 layer's gradients are final for the whole step once its backward visit ends, so they are added up
 over the ranks while the layers below compute. What several layers, front or tail share follows at
@@ -61,6 +64,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from offload.plan.schedule.hazards import Line, Resource, parallel
+from offload.plan.schedule.head import head_copies, head_slots
 from offload.plan.schedule.lookups import looked_up, sent_back
 from offload.plan.schedule.op import Kind, Lane, Op
 from offload.plan.schedule.passes import Passes, numbered
@@ -117,6 +121,7 @@ class TransferSizes:
         reduced: What of each run's gradients crosses the network; none with a single rank.
         row_bytes: Of the input embedding's rows, by pass; empty if the device has all of them.
         row_gradient_bytes: Of gradients by these rows, by pass; empty if none go to the host.
+        head_bytes: Of the output head, if it is copied over slots; 0 if the device has it.
     """
 
     layer_bytes: tuple[int, ...]
@@ -130,6 +135,7 @@ class TransferSizes:
     disk_bytes: tuple[int, ...] = ()
     row_bytes: tuple[int, ...] = ()
     row_gradient_bytes: tuple[int, ...] = ()
+    head_bytes: int = 0
     owned: frozenset[int] | None = None
 
     def is_owned(self, layer: int) -> bool:
@@ -330,6 +336,7 @@ class _Program:
     num_pieces: int = 0
     num_fetches: int = 0
     num_carried: int = 0
+    has_head: bool = False
 
     def schedule(self, ring_before: Ring) -> Schedule:
         """Return the pass as ops.
@@ -345,16 +352,28 @@ class _Program:
         num_layers = len(self.sizes.layer_bytes)
         for m in group:
             op = Op(lane=Lane.COMPUTE, kind=kind, micro_batch=m)
-            reads = self._kept(num_layers, m) if kind in (Kind.SCORE, Kind.TAIL) else ()
+            is_tail = kind in (Kind.SCORE, Kind.TAIL)
+            reads = (*self._head(), *self._kept(num_layers, m)) if is_tail else ()
             writes = self._kept(0, m) if kind is Kind.FRONT else ()
             if kind in (Kind.TAIL, Kind.FRONT_BACKWARD):
                 writes = self._added_up(None, m)
             self._add(Line(ops=(op,), reads=reads, writes=writes))
 
     def apart(self, kind: Kind, group: Sequence[int]) -> None:
-        """Write ops that touch no memory of other lanes."""
+        """Write ops that touch no memory of other lanes, but for the head."""
         for m in group:
-            self._add(Line(ops=(Op(lane=Lane.COMPUTE, kind=kind, micro_batch=m),)))
+            reads = self._head() if kind is Kind.SCORE else ()
+            self._add(Line(ops=(Op(lane=Lane.COMPUTE, kind=kind, micro_batch=m),), reads=reads))
+
+    def _head(self) -> tuple[Resource, ...]:
+        """Write the copy of the head over its slots, unless it is there; return what reads it."""
+        sizes, piece_bytes = self.sizes, min(self.sizes.piece_bytes, PIECE_BYTES)
+        slots = head_slots(sizes.layer_bytes, len(self.ring), sizes.head_bytes)
+        if slots and not self.has_head:
+            self.has_head = True
+            self.ring[slots.start : slots.stop] = [None] * len(slots)
+            self.lines += head_copies(slots, sizes.layer_bytes, sizes.head_bytes, piece_bytes)
+        return tuple(map(slot_of, slots))
 
     def _add(self, line: Line) -> None:
         """Write a line outside the layers, with those that move rows of the embedding for it.
@@ -467,7 +486,7 @@ class _Program:
         if self.sizes.decoded_bytes[layer] and self.decoded == layer:
             return slot, _DECODED
         if self.ring[slot] != layer:
-            self.ring[slot] = layer
+            self.ring[slot], self.has_head = layer, False
             is_due = layer in self.sizes.updated and layer not in self.are_updated
             if is_due and not self.sizes.is_owned(layer):
                 self.lines.append(awaited_update(layer))

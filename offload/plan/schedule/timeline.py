@@ -113,7 +113,9 @@ class Timeline:
             "decode": self.busy_s(Kind.DECODE),
             "head and loss": self.busy_s(Kind.SCORE, Kind.OBJECTIVE, Kind.TAIL),
             "backward": self.busy_s(Kind.BACKWARD, Kind.FRONT_BACKWARD),
-            "h2d": self.busy_s(Kind.ROWS, Kind.LOAD, Kind.STATES, Kind.FETCH, Kind.RETURN),
+            "h2d": self.busy_s(
+                *(Kind.ROWS, Kind.LOAD, Kind.HEAD, Kind.STATES, Kind.FETCH, Kind.RETURN)
+            ),
             "d2h": self.busy_s(
                 Kind.STASH, Kind.SEND, Kind.GRADIENT, Kind.ROW_GRADIENTS, Kind.UPDATED
             ),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
+from offload.plan.schedule.head import head_slots, held_at_turn
 from offload.plan.schedule.residency import NOTHING_SAVED, Saved
 from offload.plan.schedule.schedule import (
     NUM_CARRIED,
@@ -46,6 +47,8 @@ def r3_bound_s(
 
     Layers that are updated on the host are so one after the other, each before its load. If states
     wait in a file, an update also waits for its states, and the drive for buffers.
+    A head in host memory is copied after the loads of the way up, over each slot as soon as that is
+    free; the layers under it are loaded again on the way down.
 
     Stashed inputs leave one after the other. They come back between the loads, each as soon as the
     visit two before its own has released the buffer. So do sent graphs and attention outputs; the
@@ -154,9 +157,11 @@ class StepBound:
         """Return the bound with this on the device; arguments as of `r3_bound_s`."""
         costs = self.costs
         sweeps = _Sweeps.of(self, first_graph=len(costs.layers) - num_kept_graphs, saved=saved)
-        up_s = sweeps.up_s(_ring_between_steps(costs, num_slots) if ring is None else ring)
-        end_s = sweeps.end_s(up_s, num_slots) + self.num_micro_batches * costs.front_backward_s
-        return max(end_s, self.stored_s)
+        up_s, loaded = sweeps.up_s(_ring_between_steps(costs, num_slots) if ring is None else ring)
+        covered = _under_head(costs, num_slots)
+        turn_s = max(up_s, sweeps.head_s(covered, up_s, loaded))
+        end_s = sweeps.end_s(up_s, turn_s, num_slots, frozenset(covered))
+        return max(end_s + self.num_micro_batches * costs.front_backward_s, self.stored_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -222,17 +227,20 @@ class _Sweeps:
             ],
         )
 
-    def up_s(self, ring: Ring) -> float:
-        """Return when the last layer's forward visit ends if no input has to be stashed."""
+    def up_s(self, ring: Ring) -> tuple[float, tuple[int, float]]:
+        """Return when the last layer's forward visit ends if no input has to be stashed.
+
+        And which layer is loaded last before it, and when its load ends; 0 if there is none.
+        """
         step, visits_s, first_loads_s = self.step, self.visits_s, self.step.first_loads_s
         fronts_s = step.num_micro_batches * step.costs.fronts_s
         below_s = list(accumulate(visits_s, initial=fronts_s))
         missing, link_s = _missing(ring, len(visits_s)), 0.0
         if not missing:
-            return below_s[-1]
+            return below_s[-1], (0, 0.0)
         last_s = sum(visits_s[missing[-1] :])
         ends_s = [below_s[-1], self.read_s(missing) + last_s]
-        num_slots, decodes_s = len(ring), step.decodes_s
+        num_slots, decodes_s, arrived_s = len(ring), step.decodes_s, 0.0
         for place, layer in reversed(list(enumerate(missing))):
             link_s += first_loads_s[layer]
             before = layer - num_slots  # the layer whose visit holds the slot until it is decoded
@@ -242,7 +250,8 @@ class _Sweeps:
             way_s = link_s
             if step.is_staged:
                 way_s = max(link_s, self.read_s(missing[place:], is_ahead=True))
-            ends_s.append(hold_s + way_s + last_s)
+            arrived_s = max(arrived_s, hold_s + way_s)
+        ends_s.append(arrived_s + last_s)
         if missing[0] == 0:
             ends_s.append(first_loads_s[0] + sum(visits_s))
         updated_s = latest_s = 0.0
@@ -254,7 +263,32 @@ class _Sweeps:
             if loaded_s > latest_s:  # or one with more visits after it was loaded as late
                 latest_s = loaded_s
                 ends_s.append(loaded_s + sum(visits_s[layer:]))
-        return max(ends_s)
+        return max(ends_s), (missing[-1], max(arrived_s, latest_s))
+
+    def head_s(self, covered: Sequence[int], up_s: float, loaded: tuple[int, float]) -> float:
+        """Return when the head has been copied over slots; 0 if it is on the device.
+
+        Args:
+            covered: The layers that are in these slots, in their order.
+            up_s: When the last layer's forward visit ends.
+            loaded: The layer that is loaded last before it, and when its load ends.
+        """
+        if not covered:
+            return 0.0
+        step, costs, visits_s = self.step, self.step.costs, self.visits_s
+        below_s = list(accumulate(visits_s, initial=step.num_micro_batches * costs.fronts_s))
+        slot_bytes, (last, end_s) = max(layer.weight_bytes for layer in costs.layers), loaded
+        for number, layer in enumerate(covered):
+            is_last = number == len(covered) - 1
+            left = costs.head_bytes - number * slot_bytes
+            num_bytes = left if is_last else slot_bytes
+            latency_s = math.ceil(num_bytes / PIECE_BYTES) * costs.h2d_latency_s
+            begun_s = below_s[layer]
+            if layer >= last:  # from there on no visit waits
+                begun_s = max(begun_s, up_s - sum(visits_s[layer:]))
+            freed_s = begun_s + (step.decodes_s[layer] or visits_s[layer])
+            end_s = max(end_s, freed_s) + latency_s + num_bytes / costs.fetch_bytes_per_s
+        return end_s
 
     def leaving_s(self) -> float:
         """Return when the last layer's forward visit ends if only copies to the host delay it.
@@ -295,29 +329,32 @@ class _Sweeps:
         """Return the time from the last micro-batch's visit of a layer to the end of all visits."""
         return self.forth_s[layer] + sum(self.visits_s[layer + 1 :])
 
-    def end_s(self, up_s: float, num_slots: int) -> float:
+    def end_s(self, up_s: float, turn_s: float, num_slots: int, covered: frozenset[int]) -> float:
         """Return the earliest end of the first layer's backward visit.
 
-        Of a visit the first and the last micro-batch are enough; see `simulate.merged_s`.
+        From `turn_s` on the head may compute, over the slots of the layers in `covered`. Of a visit
+        the first and the last micro-batch are enough; see `simulate.merged_s`.
         """
         step, num_layers, back_s = self.step, len(self.visits_s), self.back_s
         loads_s, decodes_s, num = step.loads_s, step.decodes_s, step.num_micro_batches
         stashed, leaving = frozenset(self.stashed), self.leaving
-        now_s, link_s = max(up_s, self.leaving_s()) + step.tails_s, 0.0
+        now_s, link_s = max(turn_s, self.leaving_s()) + step.tails_s, 0.0
+        after_s = now_s
         free_s = [0.0] * num_layers
         done_s = [_AT_ONCE] * NUM_FETCHED
         carried_s = [self.sent_s() if leaving else _AT_ONCE] * NUM_CARRIED
         for layer in reversed(range(num_layers)):
             decode_s, one_s = decodes_s[layer], back_s[layer]
-            if layer + num_slots < num_layers:
-                freed_s = free_s[layer + num_slots]
+            is_last = layer == num_layers - 1
+            if layer + num_slots < num_layers or (layer in covered and not (is_last and decode_s)):
+                freed_s = after_s if layer + num_slots >= num_layers else free_s[layer + num_slots]
                 link_s = (link_s if link_s > freed_s else freed_s) + loads_s[layer]
                 now_s = now_s if now_s > link_s else link_s
             now_s += decode_s
             free_s[layer] = now_s
-            if layer == num_layers - 1:  # it is still decoded
+            if is_last:  # it is still decoded
                 now_s -= decode_s
-                free_s[layer] = up_s - num * self.forth_s[layer]
+                free_s[layer] = after_s if covered else up_s - num * self.forth_s[layer]
             is_stashed, is_sent = layer in stashed, layer in leaving
             if is_stashed or is_sent:
                 copy_s, first_free_s, last_free_s = self._copies_back(
@@ -415,6 +452,15 @@ def _ring_between_steps(costs: Costs, num_slots: int) -> Ring:
     """Return what the slots hold after a step: no layer that is updated in the next."""
     updated = {number for number, layer in enumerate(costs.layers) if layer.update_s}
     return tuple(None if layer in updated else layer for layer in warm_ring(num_slots))
+
+
+def _under_head(costs: Costs, num_slots: int) -> Sequence[int]:
+    """Return the layers in the slots that the head is copied over, in their order."""
+    if not costs.head_bytes:
+        return ()
+    sizes = [layer.weight_bytes for layer in costs.layers]
+    slots = head_slots(sizes, num_slots, costs.head_bytes)
+    return [held_at_turn(len(sizes), num_slots, slot) for slot in slots]
 
 
 @lru_cache(maxsize=2**10)

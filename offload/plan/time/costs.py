@@ -15,6 +15,7 @@ from typing import Literal
 
 from offload.plan.facts.embedding import new_row_gradients_bytes, num_trained_on_host
 from offload.plan.facts.facts import LayerFacts, ModelFacts, adapted_linears
+from offload.plan.facts.head import head_bytes
 from offload.plan.facts.linears import FP32_BYTES, Linear
 from offload.plan.facts.optimizer import outer_optimizer
 from offload.plan.facts.trainable import (
@@ -133,6 +134,7 @@ class Costs:
         d2h_bytes_per_s: Rate of a copy to the host while the device computes.
         fetch_bytes_per_s: Rate of the copy back.
         read_bytes_per_s: Rate at which staging buffers are filled, from memory or from a file.
+        head_bytes: Of an output head that is copied over slots; 0 if the device has it.
         look_up_bytes_per_s: Rate at which rows of the embedding are gathered in host memory.
         add_rows_bytes_per_s: Rate at which gradients by them are added to their sums there.
         duplex_frac: Of the rates to the device, what is left if copies leave it meanwhile.
@@ -169,6 +171,7 @@ class Costs:
     disk_bytes_per_s: tuple[float, float] = (math.inf, math.inf)
     look_up_bytes_per_s: float = math.inf
     add_rows_bytes_per_s: float = math.inf
+    head_bytes: int = 0
     runs: tuple["RunCosts", ...] = ()
 
     @property
@@ -582,4 +585,5 @@ def price(
         duplex_frac=machine.h2d_duplex_bytes_per_s.value / h2d.value,
         look_up_bytes_per_s=in_memory,
         add_rows_bytes_per_s=_add_rows_rate(machine, workload),
+        head_bytes=head_bytes(facts, workload),
     )

@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 
 from offload.plan.facts.codec import CodecName
 from offload.plan.facts.embedding import why_on_device
+from offload.plan.facts.head import why_head_on_device
 from offload.plan.facts.optimizer import Optimizer
-from offload.plan.facts.workload import EmbeddingPlace
+from offload.plan.facts.workload import EmbeddingPlace, HeadPlace
 from offload.plan.plan import Plan
-from offload.plan.request import PlanRequest, with_codec, with_embeddings
+from offload.plan.request import PlanRequest, with_codec, with_embeddings, with_head
 from offload.plan.schedule.schedule import MIN_SLOTS
 from offload.plan.what_if.card import (
     offload_optimizer,
@@ -57,6 +58,7 @@ def what_if(plan: Plan, *, num_cards: int) -> OtherWays:
             _send_activations(plan),
             _offload_weights(plan),
             *_move_embeddings(plan),
+            *_move_head(plan),
             offload_optimizer(plan),
             _codec(plan, "fp8 weights", "fp8", "arXiv:2209.05433"),
             _codec(plan, "4-bit weights", "nf4", "arXiv:2305.14314"),
@@ -126,6 +128,24 @@ def _move_embeddings(plan: Plan) -> tuple[Option, ...]:
         "rows of a step's tokens are gathered in RAM",
         plan=plan,
         request=with_embeddings(_held(plan), wanted),
+        is_in_plan=is_done,
+    )
+    return (option,)
+
+
+def _move_head(plan: Plan) -> tuple[Option, ...]:
+    """Price the output head in the other place, where a device has memory of its own."""
+    facts, typical = plan.facts, plan.request.typical
+    if plan.machine.device == "cpu" or why_head_on_device(facts, typical.adapter):
+        return ()
+    is_done = typical.head == "host"
+    wanted: HeadPlace = "device" if is_done else "host"
+    option = replanned(
+        "offload the head",
+        f"`offload.head: {wanted}`",
+        "it is copied over slots once per step",
+        plan=plan,
+        request=with_head(_held(plan), wanted),
         is_in_plan=is_done,
     )
     return (option,)

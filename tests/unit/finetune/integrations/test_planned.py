@@ -85,6 +85,7 @@ def test_streaming_is_as_planned(tmp_path: Path, compute_dtype: str) -> None:
         "mlp_chunk_tokens": plan.request.typical.mlp_chunk_tokens,
         "layer_kernels": "plain",
         "embeddings": plan.request.typical.embeddings,
+        "head": plan.request.typical.head,
         "compute_dtype": compute_dtype,
     }
 
@@ -112,6 +113,7 @@ def test_all_settings_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
         "mlp_chunk_tokens": 6,
         "layer_kernels": "fused",
         "embeddings": "host",
+        "head": "host",
     }
     given: dict[str, Any] = {}
     monkeypatch.setattr(stream, "attach", lambda _model, **asked: given.update(asked))

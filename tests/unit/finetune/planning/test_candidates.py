@@ -25,7 +25,7 @@ from finetune.training.prepare import with_chosen
 from offload.errors import DoesNotFitError
 from offload.plan.facts.facts import ModelFacts, model_facts
 from offload.plan.machine.machine import GIB, Machine, named_machine
-from offload.plan.request import PlanRequest, with_embeddings
+from offload.plan.request import PlanRequest, with_embeddings, with_head
 from tests.builders import recipe_values
 
 CARD = named_machine("rtx4090")
@@ -247,7 +247,8 @@ def test_mlps_compute_in_tiles_only_where_nothing_fits_otherwise() -> None:
 
 
 def test_tiles_do_not_change_the_requests_before_them() -> None:
-    words = ["train.seq_len=16384", "train.tokens_per_step=16384", "offload.embeddings=device"]
+    words = ["train.seq_len=16384", "train.tokens_per_step=16384"]
+    words += ["offload.embeddings=device", "offload.head=device"]
     asked = model_subject("llama-3.1-8b", words)
     whole = model_subject("llama-3.1-8b", [*words, "offload.mlp_chunk=whole"])
     found, plain = (full_requests(x.recipe, x.facts, num_ranks=1) for x in (asked, whole))
@@ -354,8 +355,8 @@ def test_a_tied_embedding_stays_with_its_head() -> None:
 
 
 def test_the_other_place_does_not_change_the_requests_before_it() -> None:
-    asked = model_subject("qwen3-8b", [])
-    fixed = model_subject("qwen3-8b", ["offload.embeddings=device"])
+    asked = model_subject("qwen3-8b", ["offload.head=device"])
+    fixed = model_subject("qwen3-8b", ["offload.head=device", "offload.embeddings=device"])
     found, plain = (full_requests(x.recipe, x.facts, num_ranks=1) for x in (asked, fixed))
     assert found[: len(plain)] == plain
     assert found[len(plain) :] == [with_embeddings(one, "host") for one in plain]
@@ -423,3 +424,78 @@ def test_an_embedding_that_trains_is_in_ram_only_where_one_process_trains_it() -
     tied = replace(facts, tie_word_embeddings=True, head_parameters=0)
     with pytest.raises(ConfigError, match="the head has the same weight"):
         full_requests(full_8b(embeddings="host"), tied, num_ranks=1)
+
+
+# ------------------------------------------------------------------------------------------ head
+
+
+def places_of(gib: float, *overrides: str, model: str = "qwen3-8b") -> tuple[str, str]:
+    """Return where the embedding and the head are on a card with so much memory."""
+    asked = model_subject(model, ["train.tokens_per_step=4096", *overrides])
+    ways = full_requests(asked.recipe, asked.facts, num_ranks=1)
+    typical = choose(asked.facts, small_card(gib), ways).plan.request.typical
+    return typical.embeddings, typical.head
+
+
+def test_the_head_is_in_ram_only_where_nothing_fits_with_the_embedding_alone_there() -> None:
+    found = [places_of(gib) for gib in (24, 6, 4, 3.4)]
+    assert found == [("device", "device")] * 2 + [("host", "device"), ("host", "host")]
+    assert places_of(24, "offload.head=host") == ("device", "host")
+    assert places_of(4.8, "offload.embeddings=device") == ("device", "host")
+    with pytest.raises(DoesNotFitError) as refused:
+        places_of(3.4, "offload.head=device")
+    assert "`offload.head: host`" in refused.value.hint
+    with pytest.raises(DoesNotFitError, match="the embedding in RAM, the head in RAM"):
+        places_of(2)
+
+
+def test_a_tied_head_stays_with_its_embedding() -> None:
+    asked = model_subject("qwen3-4b", [])
+    ways = full_requests(asked.recipe, asked.facts, num_ranks=1)
+    assert {one.typical.head for one in ways} == {"device"}
+    with pytest.raises(
+        ConfigError, match=r"head: host for this qwen3 model: the embedding has the same"
+    ) as no:
+        places_of(24, "offload.head=host", model="qwen3-4b")
+    assert no.value.hint == "`offload.head: auto`"
+
+
+def test_the_other_place_of_the_head_does_not_change_the_requests_before_it() -> None:
+    asked = model_subject("qwen3-8b", [])
+    fixed = model_subject("qwen3-8b", ["offload.head=device"])
+    found, plain = (full_requests(x.recipe, x.facts, num_ranks=1) for x in (asked, fixed))
+    assert found[: len(plain)] == plain
+    moved = [one for one in plain if one.typical.embeddings == "host"]
+    assert found[len(plain) :] == [with_head(one, "host") for one in moved]
+    # where layers compute in RAM, a head there saves nothing
+    forms = in_forms(found, replace(CARD, device="cpu"))
+    assert {one.typical.head for form in forms for one in form} == {"device"}
+
+
+def test_a_resumed_run_keeps_the_place_of_its_head(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.recipe_file.write_text(resolved_yaml(with_offload(recipe(), head="host")))
+    assert as_begun(recipe(), run.begun()).offload.head == "host"
+    assert as_begun(recipe(offload__head="device"), run.begun()).offload.head == "device"
+    before = resolved_yaml(recipe()).replace("  head: auto\n", "")
+    run.recipe_file.write_text(before)  # of a run that knew no such setting
+    assert as_begun(recipe(), run.begun()) == recipe()
+
+
+def test_where_a_plan_has_put_the_head_is_written_down() -> None:
+    asked = model_subject("qwen3-8b", ["train.tokens_per_step=4096"])
+    ways = full_requests(asked.recipe, asked.facts, num_ranks=1)
+    for gib, place in ((24, "auto"), (3.4, "host")):
+        made = choose(asked.facts, small_card(gib), ways).plan
+        assert with_chosen(asked.recipe, made).offload.head == place
+
+
+@pytest.mark.thorough
+def test_a_head_that_trains_by_name_computes_on_the_device() -> None:
+    words = ["offload.head=host", "train.steps=3"]
+    trained = model_subject("qwen3-8b", [*words, 'train.what=["*lm_head*", "*q_proj*"]'])
+    with pytest.raises(ConfigError, match="it trains, and gradients of it are added up"):
+        full_requests(trained.recipe, trained.facts, num_ranks=1)
+    frozen = model_subject("qwen3-8b", [*words, 'train.what=["*q_proj*"]'])
+    ways = full_requests(frozen.recipe, frozen.facts, num_ranks=1)
+    assert {one.typical.head for one in ways} == {"host"}

@@ -8,6 +8,7 @@ from finetune.recipe.adapter_rules import (
     READS,
     broken_dtype_rules,
     broken_embedding_rules,
+    broken_head_rules,
     broken_method_rules,
 )
 from finetune.recipe.sections import AdapterSection, Settings
@@ -107,3 +108,20 @@ def test_an_embedding_on_the_host_trains_with_all_other_weights() -> None:
     whole = settings({}, embeddings="host")
     whole = whole.model_copy(update={"train": whole.train.model_copy(update={"what": "all"})})
     assert not list(broken_embedding_rules(whole))
+
+
+# ------------------------------------------------------------------------------------------- head
+
+
+def test_what_trains_the_head_is_refused_where_it_waits_on_the_host() -> None:
+    trained = {"modules_to_save": ["norms", "lm_head"]}
+    assert not list(broken_head_rules(settings(trained)))
+    (breach,) = broken_head_rules(settings(trained, head="host"))
+    assert breach.what == "adapter.modules_to_save is norms, lm_head and offload.head is host"
+    assert breach.hint == "`adapter.modules_to_save: [norms]`, or `offload.head: auto`"
+    assert not list(broken_head_rules(settings({"rank": 4}, head="host")))
+    whole = settings({}, head="host")
+    whole = whole.model_copy(update={"train": whole.train.model_copy(update={"what": "all"})})
+    (breach,) = broken_head_rules(whole)
+    assert breach.what == "train.what is all and offload.head is host"
+    assert breach.limit == "a head in host memory does not train"

@@ -10,7 +10,7 @@ from finetune.report.summary import plan_summary
 from offload.plan.facts.facts import AdapterSpec
 from offload.plan.facts.trainable import all_weights
 from offload.plan.machine.machine import GIB, Rate, named_machine
-from offload.plan.request import ObjectiveCost, with_embeddings
+from offload.plan.request import ObjectiveCost, with_embeddings, with_head
 from offload.plan.search import Choice, search
 from tests.builders import qwen3_8b, request, slow_link, ways_of, workload
 
@@ -183,3 +183,24 @@ def test_what_gradients_of_an_embedding_in_ram_save_and_cost_is_shown_and_writte
     written = plan_json(host.plan)["embeddings"]
     assert (written["saved_vram_bytes"], written["most_d2h_bytes"]) == (saved, back)
     assert 0 < written["d2h_s"] < written["add_s"] < written["added_s"] + host.plan.step_s
+
+
+def test_what_a_head_in_ram_saves_and_costs_is_shown_and_written() -> None:
+    device = search(FACTS, CARD, [replace(REQUEST, num_slots=4)], rounding=())
+    assert "head" not in rows(device)
+    assert "head" not in plan_json(device.plan)
+    host = search(FACTS, CARD, [with_head(device.plan.request, "host")], rounding=())
+    (line,) = rows(host)["head"]
+    size, added_s = 151936 * 4096 * 2, host.plan.step_s - device.plan.step_s
+    assert line == (
+        f"in RAM (`offload.head: host`): {size / GIB:.2f} GiB less of device memory; copied over"
+        f" slots once per step, and 4 loads more, which is {shown_time(added_s)} longer"
+    )
+    written = plan_json(host.plan)["head"]
+    assert (written["saved_vram_bytes"], written["h2d_bytes"]) == (size, size)
+    assert written["num_loads"] == 4
+    assert written["added_s"] == pytest.approx(added_s, abs=1e-9)
+    # two slots are smaller than the head: they have room for it and for no more
+    few = search(FACTS, CARD, [replace(host.plan.request, num_slots=2)], rounding=()).plan
+    slot_bytes = few.costs.layers[0].weight_bytes
+    assert plan_json(few)["head"]["saved_vram_bytes"] == 2 * slot_bytes

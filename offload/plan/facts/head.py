@@ -1,0 +1,24 @@
+"""The output head: whether its weight may be in host memory, and its size there."""
+
+from offload.plan.facts.facts import AdapterSpec, ModelFacts
+from offload.plan.facts.trainable import HEAD, outer_module_sizes
+from offload.plan.facts.workload import Workload
+
+
+def head_bytes(facts: ModelFacts, workload: Workload) -> int:
+    """Return what the head takes in host memory, and on the link; 0 if it is on the device."""
+    is_on_host = workload.head == "host"
+    return facts.head_parameters * workload.dtype_bytes if is_on_host else 0
+
+
+def why_head_on_device(facts: ModelFacts, adapter: AdapterSpec) -> str:
+    """Return why the head has to be on the device; nothing if it may be in host memory."""
+    if facts.tie_word_embeddings:
+        return "the embedding has the same weight, and is looked up there"
+    if facts.num_classes:
+        return f"it has {facts.num_classes} outputs and takes little memory"
+    if not facts.head_parameters:
+        return "it has no weight"
+    if outer_module_sizes(facts, adapter).get(HEAD):
+        return "it trains, and gradients of it are added up on the device"
+    return ""
