@@ -140,11 +140,14 @@ def _looked_up_s(
 def _sent_back(schedule: Schedule) -> dict[int, tuple[int, int, int]]:
     """Return the backwards of fronts whose gradients by rows leave, with what moves and adds these.
 
-    All are positions in the schedule; keys are those of the backwards.
+    All are positions in the schedule, after the last visit; keys are those of the backwards.
     """
     kinds = (Kind.FRONT_BACKWARD, Kind.ROW_GRADIENTS, Kind.ADD_ROWS)
     found: dict[int, dict[Kind, int]] = {}
-    for number, op in enumerate(schedule.ops):
+    for number in reversed(range(len(schedule.ops))):
+        op = schedule.ops[number]
+        if op.kind is Kind.BACKWARD:
+            break
         if op.kind in kinds and op.buffer is not None:
             found.setdefault(op.micro_batch_index, {})[op.kind] = number
     each = (tuple(ops[kind] for kind in kinds) for ops in found.values())
