@@ -101,7 +101,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
     classes = {
         name: count * typical.dtype_bytes for name, count in layer.parameters_by_class().items()
     }
-    phases = predicted_phases(plan)
+    phases, head = predicted_phases(plan), HeadCost.of(plan)
     return {
         "machine": plan.machine.name,
         "experts_implementation": asdict(plan.machine.experts_implementation)
@@ -146,7 +146,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             "break_even_tokens": plan.break_even_tokens,
         },
         **_embeddings_json(plan),
-        **_head_json(plan),
+        **({} if head is None else {"head": asdict(head)}),
         **({} if plan.network is None else {"network": _network_json(plan, plan.network)}),
         "objective": _objective_json(plan),
         **_probe_json(plan),
@@ -213,11 +213,6 @@ def embeddings_line(plan: Plan) -> str:
         f" {shown_mib(cost['most_h2d_bytes'])} of rows to it{back} per step, which is"
         f" {shown_time(cost['added_s'])} longer"
     )
-
-
-def _head_json(plan: Plan) -> dict[str, Any]:
-    cost = HeadCost.of(plan)
-    return {} if cost is None else {"head": asdict(cost)}
 
 
 def head_line(cost: HeadCost) -> str:

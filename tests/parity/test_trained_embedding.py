@@ -26,7 +26,7 @@ from finetune.full.chosen_weights import choose_weights
 from finetune.run.loss_scale import LossScale
 from finetune.training.loop import Loop
 from offload.engine.engine import Engine
-from offload.engine.host_gradients import RowSums
+from offload.engine.host.embedding import RowSums
 from offload.engine.run_step import Reducer, RunStep
 from offload.engine.tracing.allocator import LiveBytes
 from offload.engine.tracing.tracer import Tracer

@@ -19,9 +19,10 @@ from finetune.training.full.sums import WeightSums
 from finetune.training.ranks import Ranks
 from finetune.training.world.gradient_sums import DTYPES
 from offload.engine.engine import Engine
+from offload.engine.host.embedding import RowSums
 from offload.engine.host.mapping import aligned_empty
 from offload.engine.host.state_file import StateFile
-from offload.engine.host_gradients import LayerUpdate, RowSums
+from offload.engine.host_gradients import LayerUpdate
 from offload.plan.facts.optimizer import Optimizer
 from offload.plan.owners import owned_around
 from offload.plan.schedule.reduced import Reduced

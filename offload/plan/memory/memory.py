@@ -20,7 +20,7 @@ from offload.plan.facts.embedding import (
     places_bytes,
     row_buffers_bytes,
 )
-from offload.plan.facts.facts import LayerFacts, ModelFacts
+from offload.plan.facts.facts import ModelFacts
 from offload.plan.facts.head import head_bytes
 from offload.plan.facts.layer_layout import record_bytes
 from offload.plan.facts.linears import FP32_BYTES
@@ -44,6 +44,7 @@ from offload.plan.facts.trainable import (
 )
 from offload.plan.facts.workload import Workload
 from offload.plan.machine.machine import MIB, Machine
+from offload.plan.memory.router import router_bytes, router_loss_bytes
 from offload.plan.memory.traced import TracedBytes
 from offload.plan.memory.updates import device_update_bytes
 from offload.plan.memory.visit import VisitBytes, is_masked, visit_bytes
@@ -81,10 +82,6 @@ LOGIT_COPIES = 3
 # If one operator computes the loss, the widest instant is the norm's backward, with so many of its
 # tensors in fp32; logits and their gradient are still there, in the compute dtype.
 NORM_COPIES = 5
-# While the router loss of a micro-batch is computed: the softmax, and the gradient of the logits;
-# of a layer where it is over the step, with their masked copies and gradients in fp32.
-ROUTER_LOSS_COPIES = 2
-ROUTER_LOSS_FP32_COPIES = 3
 # Of a label: its row and the gradient; of each pass its log-probability, alone and with all others.
 LABEL_BYTES, SCORE_BYTES = 8 + FP32_BYTES, 2 * FP32_BYTES
 # Of a token that a loss names at a label: its number; of each its log-probability, alone and with
@@ -538,22 +535,6 @@ def _kept_terms(
             num_bytes=int(router_loss_bytes(facts, workload, num_micro_batches)),
         ),
     )
-
-
-def router_loss_bytes(facts: ModelFacts, workload: Workload, num_micro_batches: float) -> float:
-    """Return what a router loss takes: of one layer over a step, else of all that wait for it."""
-    sizes = [router_bytes(layer, workload) for layer in facts.layers]
-    if workload.router_loss == "step":
-        fp32_copies = ROUTER_LOSS_FP32_COPIES * FP32_BYTES / workload.dtype_bytes
-        return (ROUTER_LOSS_COPIES + fp32_copies) * max(sizes)
-    return (num_micro_batches + ROUTER_LOSS_COPIES) * sum(sizes)
-
-
-def router_bytes(layer: LayerFacts, workload: Workload) -> int:
-    """Return the bytes of a layer's router logits for one micro-batch, if they have a loss."""
-    if workload.router_loss is None:
-        return 0
-    return workload.num_tokens * (layer.num_experts or 0) * workload.dtype_bytes
 
 
 def input_bytes(facts: ModelFacts, workload: Workload) -> int:
