@@ -1,6 +1,7 @@
 """A model's layers bound to slots on a device: everything a pass needs."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -223,10 +224,11 @@ def bind(
             _freeing(host, device),
             may_train=options.trained_weights == "host",
         )
-    head = None
+    head, layered.unread_head = None, nullcontext
     if options.head == "host":
         found = layered.model.get_output_embeddings()
         head = HostHead(layered.model, found, allocate_host=host.blocks.allocate)
+        layered.unread_head = head.unread
     on_host = [id(one.weight) for one in (layered.embedding, head) if one is not None]
     placement.move_the_rest(layered, records, torch_device, on_host=on_host)
     slots = Slots(

@@ -10,6 +10,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch.nn import functional
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
 import offload
@@ -22,7 +23,7 @@ from offload.errors import UnsupportedModelError
 from offload.plan.memory.memory import HEAD
 from offload.plan.schedule.op import Kind, Lane
 from offload.plan.schedule.schedule import Order
-from tests.parity.architectures import LIMIT_S, read_table
+from tests.parity.architectures import read_table
 from tests.parity.objectives import ByRow, against_scored, pairs
 from tests.parity.runs import assert_same, rows, together
 from tests.parity.steps import (
@@ -223,6 +224,32 @@ def test_move_passes_without_gradients_are_the_same() -> None:
         assert torch.equal(torch.as_tensor(one), torch.as_tensor(other))
 
 
+def test_the_head_computes_nowhere_but_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU a product with the weight on the host would fail."""
+    model = copy.deepcopy(tiny("qwen3"))
+    engine = Engine(model, device=torch.device("cpu"), options=HOST)
+    head, linear, places = engine._bound.head, functional.linear, list[bool]()
+    assert head is not None
+    assert head._on_device is not None
+    on_device = head._on_device.data_ptr()
+
+    def noting(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
+        if weight is head.weight:
+            places.append(weight.data_ptr() == on_device)
+        return linear(x, weight, *rest)
+
+    monkeypatch.setattr(functional, "linear", noting)
+    engine.forward_backward(micro_batches())
+    model.eval()
+    engine.score(micro_batches(), adapters=[None, "default"])
+    with engine.generation() as generation:
+        for _ in range(2):
+            generation.next_logits({0: torch.tensor([[3, 5, 7, 9]])})
+    engine.detach()
+    assert len(places) > 4
+    assert all(places)
+
+
 def test_the_logits_are_those_of_the_plain_model() -> None:
     """The reference is transformers alone, before the model is attached."""
     model: Any = with_outputs(tiny("qwen3"), 400).eval()
@@ -342,7 +369,6 @@ def found_with(model: nn.Module, options: EngineOptions) -> tuple[float, dict[st
     return loss, grads
 
 
-@pytest.mark.timeout(LIMIT_S)
 @pytest.mark.parametrize(
     "model_type", tiered(EXACT, default=(), slow=("bloom", "gemma4_text", "opt", "rwkv"))
 )

@@ -148,7 +148,7 @@ class CachedModel:
                 on_call=cache.close,
             )
         more = {self._name: cache, "use_cache": True}
-        with layered.replaced(stand_ins), unchanged(layered.around):
+        with layered.replaced(stand_ins), unchanged(layered.around), layered.unread_head():
             try:
                 layered.model(input_ids=input_ids_BT, **more)
             except TouchedError as error:

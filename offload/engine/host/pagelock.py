@@ -104,7 +104,12 @@ _NOT_NEEDED = PageLock(
 
 
 def page_lock(
-    address: int, num_bytes: int, largest_record_bytes: int, locker: Locker | None
+    address: int,
+    num_bytes: int,
+    largest_record_bytes: int,
+    locker: Locker | None,
+    *,
+    others_bytes: int = 0,
 ) -> PageLock:
     """Page-lock the slab, or a staging ring if the system allows no more; may wait.
 
@@ -116,12 +121,13 @@ def page_lock(
         num_bytes: Its length.
         largest_record_bytes: The largest layer; a staging buffer need not be larger.
         locker: From `open_locker`; None where no device needs locked memory.
+        others_bytes: What is to be locked after it, and has no other way to the device.
     """
     if locker is None:
         return _NOT_NEEDED
     ring_bytes = NUM_STAGING * _piece_bytes(largest_record_bytes)
-    worked_bytes, refusal = largest_lockable(num_bytes, ring_bytes, locker)
-    if worked_bytes == num_bytes:
+    worked_bytes, refusal = largest_lockable(num_bytes + others_bytes, ring_bytes, locker)
+    if worked_bytes == num_bytes + others_bytes:
         refusal = locker.register(address, num_bytes) or ""
         if not refusal:
             return PageLock(

@@ -62,6 +62,7 @@ class HostWeights:
         tier: Tier,
         store_dir: Path | None,
         torch_device: torch.device,
+        others_bytes: int,
     ) -> None:
         """Move the layers to their tier, and page-lock.
 
@@ -73,6 +74,7 @@ class HostWeights:
             store_dir: Where a store is written if the tier is disk and they are in memory; it is
                 removed at the end.
             torch_device: Where layers compute.
+            others_bytes: What is page-locked after the layers, and has to be.
 
         Raises:
             OffloadError: The tier contradicts where the layers are.
@@ -84,7 +86,7 @@ class HostWeights:
         self._store_dir = store_dir
         with numa.thread_on(self._place.cpus):
             self._backing = self._settled(groups, codecs, backing, tier, torch_device)
-            self._lock = self._page_lock(torch_device)
+            self._lock = self._page_lock(torch_device, others_bytes=others_bytes)
         reasons = self._lock.reason, self._place.reason
         self.notes = (*self._tier_notes(), *filter(None, reasons))
         if self._place.node is not None and isinstance(self._backing, Slab):
@@ -259,7 +261,7 @@ class HostWeights:
                 trim_heap()  # of what the layer was in
         return slab
 
-    def _page_lock(self, torch_device: torch.device) -> pagelock.PageLock:
+    def _page_lock(self, torch_device: torch.device, *, others_bytes: int) -> pagelock.PageLock:
         largest_bytes = max(record.num_bytes for record in self._backing.records)
         if isinstance(self._backing, Store):
             locker = pagelock.open_locker(torch_device, None)
@@ -269,6 +271,7 @@ class HostWeights:
             self._backing.num_bytes,
             largest_bytes,
             pagelock.open_locker(torch_device, self._backing.descriptor),
+            others_bytes=others_bytes,
         )
 
     def _bind(self, address: int, num_bytes: int) -> str:

@@ -17,7 +17,7 @@ name. What can be detected while a model runs is checked here, at each visit; th
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -128,6 +128,7 @@ class LayeredModel:
         refuse_shared_state(text_config)
         self.max_positions: int = getattr(text_config, "max_position_embeddings", sys.maxsize)
         self.embedding: HostEmbedding | None = None
+        self.unread_head: Callable[[], AbstractContextManager[None]] = nullcontext
         self._forms: Forms | None = None
         self._returned: dict[int, Form] = {}
         has_router_loss = getattr(text_config, "output_router_logits", False)

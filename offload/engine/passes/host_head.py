@@ -51,6 +51,7 @@ class HostHead:
             TransferError: The system refuses to page-lock the memory.
         """
         self.weight = _own_weight(model, head)
+        self._module = head
         values = self.weight.data
         self.num_bytes = values.nbytes
         self._on_host = allocate_host(values.nbytes)
@@ -84,10 +85,36 @@ class HostHead:
         finally:
             self.weight.data = on_host
 
+    @contextmanager
+    def unread(self) -> Iterator[None]:
+        """Return zeros from the head in a block, in which nothing reads them."""
+        assert self._module is not None
+        own = vars(self._module)
+        before = own.get("forward")
+        own["forward"] = self._zeros
+        try:
+            yield
+        finally:
+            del own["forward"]
+            if before is not None:
+                own["forward"] = before
+
+    def _zeros(self, hidden_BTD: torch.Tensor) -> torch.Tensor:
+        return hidden_BTD.new_zeros(*hidden_BTD.shape[:-1], len(self.weight))
+
     def computing(self, body: Callable[[], None]) -> None:
         """Run an op with the weight on the device."""
         with self.present():
             body()
+
+
+def bytes_to_lock(model: Any) -> int:
+    """Return the page-locked memory that a model's head will take.
+
+    Raises:
+        UnsupportedModelError: As for `HostHead`.
+    """
+    return _own_weight(model, model.get_output_embeddings()).data.nbytes
 
 
 def _own_weight(model: nn.Module, head: nn.Module | None) -> nn.Parameter:

@@ -27,6 +27,13 @@ RING_BYTES = NUM_STAGING * PIECE_BYTES
 ADDRESS = 16 * PAGE
 
 
+def test_what_is_locked_after_the_slab_is_left_room() -> None:
+    for limit, mode in ((25 * GIB, LockMode.PINNED), (25 * GIB - 1, LockMode.STAGED)):
+        lock = page_lock(ADDRESS, 24 * GIB, GIB, FakeLocker(limit), others_bytes=GIB)
+        assert lock.mode is mode
+        assert lock.num_bytes == (24 * GIB if mode is LockMode.PINNED else RING_BYTES)
+
+
 def test_all_of_the_slab_is_locked_where_that_is_allowed() -> None:
     locker = FakeLocker(100 * GIB)
     lock = page_lock(ADDRESS, 24 * GIB, GIB, locker)

@@ -41,7 +41,13 @@ def opened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Open:
         store_dir = tmp_path if tier == "disk" else None
         codecs = [[NATIVE] * len(group) for group in groups]
         return HostWeights(
-            groups, codecs, backing=None, tier=tier, store_dir=store_dir, torch_device=CPU
+            groups,
+            codecs,
+            backing=None,
+            tier=tier,
+            store_dir=store_dir,
+            torch_device=CPU,
+            others_bytes=0,
         )
 
     return open_with
