@@ -15,7 +15,7 @@ from finetune.training.prepare import with_way
 from finetune.training.ranks import Ranks
 from finetune.training.run import Run
 from offload.plan.machine.interconnect import with_interconnect
-from offload.plan.machine.machine import Machine, named_machine
+from offload.plan.machine.machine import GIB, Machine, named_machine
 
 
 class EightRanks(Ranks):
@@ -46,7 +46,11 @@ AUTO = "train.parallel=auto"
 def test_what_is_left_open_is_what_the_plan_says_is_faster_and_why() -> None:
     way, shown = way_of(AUTO, "train.what=all", ranks=EightRanks())
     assert way == "fsdp2"
-    assert "train.parallel: fsdp2: stream is not possible" in shown
+    assert "train.parallel: fsdp2: 408.40 ms per step, and stream 4.31 s" in shown
+    little = replace(CARDS, ram_bytes=144 * GIB)
+    way, shown = way_of(AUTO, "train.what=all", ranks=EightRanks(), machine=little)
+    assert way == "stream"
+    assert "train.parallel: stream: fsdp2 is not possible" in shown
     assert way_of(AUTO, ranks=Ranks()) == ("stream", "")
     assert way_of("train.parallel=stream", ranks=EightRanks()) == ("stream", "")
     assert way_of("train.parallel=fsdp2", ranks=EightRanks()) == ("fsdp2", "")
