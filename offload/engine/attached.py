@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from offload.engine.bound import Bound
+from offload.engine.host.embedding import RowSums
 from offload.engine.host.weights import HostWeights
-from offload.engine.host_gradients import RowSums
 from offload.engine.memory_meter import Arena
 from offload.engine.model.inventory import inventory_of
 from offload.engine.model.layers import LayeredModel

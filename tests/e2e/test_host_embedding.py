@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from offload.engine.host_gradients import RowSums
+from offload.engine.host.embedding import RowSums
 from offload.plan.machine.machine import Machine
 from offload.plan.memory.memory import EMBEDDING_GRADIENTS, EMBEDDINGS, OUTER, ROWS
 from tests.e2e.full_runs import assert_same_runs, full_recipe, weights

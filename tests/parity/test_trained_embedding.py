@@ -26,7 +26,7 @@ from finetune.run.loss_scale import LossScale
 from finetune.training.full.update import _InRows
 from finetune.training.loop import Loop
 from offload.engine.engine import Engine
-from offload.engine.host_gradients import RowSums
+from offload.engine.host.embedding import RowSums
 from offload.engine.tracing.allocator import LiveBytes
 from offload.engine.tracing.tracer import Tracer
 from offload.errors import OffloadError, TransferError, UnsupportedModelError

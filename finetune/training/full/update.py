@@ -20,9 +20,10 @@ from finetune.training.full.sums import WeightSums
 from finetune.training.ranks import Ranks
 from finetune.training.world.gradient_sums import DTYPES
 from offload.engine.engine import Engine
+from offload.engine.host.embedding import RowSums
 from offload.engine.host.mapping import aligned_empty
 from offload.engine.host.state_file import StateFile
-from offload.engine.host_gradients import LayerUpdate, RowSums
+from offload.engine.host_gradients import LayerUpdate
 from offload.plan.schedule.reduced import Reduced
 
 CLIP_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
