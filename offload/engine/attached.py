@@ -3,6 +3,7 @@
 from collections import Counter
 from warnings import warn
 
+import torch
 from torch import nn
 
 from offload.engine.bound import Bound
@@ -12,6 +13,7 @@ from offload.engine.memory_meter import Arena
 from offload.engine.model.inventory import inventory_of
 from offload.engine.model.layers import LayeredModel
 from offload.engine.recompute.tiled import names_left_out
+from offload.engine.streams import Device
 from offload.plan.facts.weights import WeightInventory
 
 
@@ -22,6 +24,7 @@ class Attached:
     _layered: LayeredModel
     _host: HostWeights
     _bound: Bound
+    _device: Device
 
     @property
     def resident_parameters(self) -> dict[str, nn.Parameter]:
@@ -60,6 +63,11 @@ class Attached:
             self._bound.stash.arena,
             self._bound.sent.arena,
         )
+
+    @property
+    def computes_on(self) -> torch.device:
+        """Where the model computes."""
+        return self._device.torch_device
 
     @property
     def row_sums(self) -> RowSums | None:
