@@ -43,6 +43,8 @@ from offload.plan.memory.memory import EMBEDDING_GRADIENTS, EMBEDDINGS
 from offload.plan.schedule.lookups import NUM_ROW_BUFFERS
 from offload.plan.schedule.op import Op
 
+_ROWS = 2**12  # of which another type takes memory for a moment
+
 
 class RowSums:
     """A gradient as large as the weight of an embedding on the host, zero where no token was.
@@ -63,6 +65,7 @@ class RowSums:
         """
         self.total = torch.zeros_like(weight, requires_grad=False)
         self._tokens: list[torch.Tensor] = []
+        self._version_shown: int | None = None
 
     def keep_in_fp32(self) -> None:
         """Add up in fp32 from here on: 16 bits would round small gradients away in a large sum."""
@@ -78,13 +81,22 @@ class RowSums:
             rows_ND: The gradients, on the host.
         """
         self._tokens.append(tokens_N)
-        self.total.index_add_(0, tokens_N, rows_ND.to(self.total.dtype))
+        for some_N, some_ND in zip(tokens_N.split(_ROWS), rows_ND.split(_ROWS), strict=True):
+            self.total.index_add_(0, some_N, some_ND.to(self.total.dtype))
+
+    def shown(self) -> torch.Tensor:
+        """Return the sum as a weight's gradient, which its user may change."""
+        self._version_shown = self.total._version
+        return self.total
 
     def clear(self) -> None:
-        """Set all rows to zero that were added to."""
+        """Set all rows to zero that were added to; all, if somebody else wrote to the sum."""
+        if self._version_shown not in (None, self.total._version):
+            self.total.zero_()
         for tokens_N in self._tokens:
             self.total.index_fill_(0, tokens_N, 0.0)
         self._tokens.clear()
+        self._version_shown = None
 
 
 class HostEmbedding:
@@ -378,69 +390,3 @@ def _require_plain(model: nn.Module, embedding: nn.Module, *, may_train: bool) -
 
 def _refused(what: str, limit: str) -> UnsupportedModelError:
     return UnsupportedModelError(what, limit=limit, hint='`embeddings="device"`')
-
-
-_ROWS = 2**12  # of which another type takes memory for a moment
-
-
-class RowSums:
-    """A gradient as large as the weight of an embedding on the host, zero where no token was.
-
-    Of a micro-batch only the rows of its tokens have a gradient. These come from the device and are
-    added, row by row and one micro-batch after the other. The other rows are zero as in plain
-    PyTorch: an optimizer that keeps means of gradients lets them decay there.
-
-    Attributes:
-        total: (V, D), on the host.
-    """
-
-    def __init__(self, weight: torch.Tensor) -> None:
-        """Begin with zeros, in the weight's type; no memory is touched yet.
-
-        Args:
-            weight: (V, D), on the host.
-        """
-        self.total = torch.zeros_like(weight, requires_grad=False)
-        self._tokens: list[torch.Tensor] = []
-        self._version_shown: int | None = None
-
-    def keep_in_fp32(self) -> None:
-        """Add up in fp32 from here on: 16 bits would round small gradients away in a large sum."""
-        assert not self._tokens
-        self.total = torch.zeros(self.total.shape)
-
-    @torch.no_grad()
-    def add(self, tokens_N: torch.Tensor, rows_ND: torch.Tensor) -> None:
-        """Add the gradients by some rows.
-
-        Args:
-            tokens_N: Whose rows; each once.
-            rows_ND: The gradients, on the host.
-        """
-        self._tokens.append(tokens_N)
-        for some_N, some_ND in zip(tokens_N.split(_ROWS), rows_ND.split(_ROWS), strict=True):
-            self.total.index_add_(0, some_N, some_ND.to(self.total.dtype))
-
-    def shown(self) -> torch.Tensor:
-        """Return the sum as a weight's gradient, which its user may change."""
-        self._version_shown = self.total._version
-        return self.total
-
-    def clear(self) -> None:
-        """Set all rows to zero that were added to; all, if somebody else wrote to the sum."""
-        if self._version_shown not in (None, self.total._version):
-            self.total.zero_()
-        for tokens_N in self._tokens:
-            self.total.index_fill_(0, tokens_N, 0.0)
-        self._tokens.clear()
-        self._version_shown = None
-
-
-def left_over(name: str) -> OffloadError:
-    """Return the error for a weight on the host that still has the gradient of an earlier step."""
-    return OffloadError(
-        f"{name} still has the gradient of an earlier step",
-        limit="gradients of weights on the host are written anew, not added",
-        hint="`optimizer.zero_grad(set_to_none=True)` after `optimizer.step()`, of an optimizer"
-        " over `engine.trained_parameters`; `model.zero_grad()` before `offload.attach`",
-    )
