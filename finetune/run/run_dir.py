@@ -404,7 +404,8 @@ def _that_count(before: Recipe, after: Recipe) -> list[str]:
     """List the settings in which a run differs from what was begun, and that it must not change.
 
     How processes share a step may change, and with it where they hold the layers; and so may the
-    places of optimizer states, input embedding and output head, which change no bit.
+    places of optimizer states, input embedding and output head. These change no bit, but on a GPU
+    the last bits of the norm of an embedding that trains.
     """
     found = differences(before, after)
     if before.train.is_sharded == after.train.is_sharded:

@@ -210,7 +210,9 @@ class MemoryNeeds:
         reserve_bytes *= self.request.local_ranks
         locked_ranks = self.request.local_ranks if is_locked else 0
         inputs_bytes = locked_ranks * host.get(STASH, 0)
-        head_bytes = locked_ranks * host.get(HEAD, 0)
+        head_bytes = 0
+        if HEAD in host:  # it has no other way to the device, nor have inputs and rows
+            head_bytes = locked_ranks * sum(host.get(name, 0) for name in (STASH, ROWS, HEAD))
         sent_bytes = 0
         if is_locked and residency.sends:
             sent_bytes = self._locked_bytes(host) + reserve_bytes
@@ -237,7 +239,7 @@ class MemoryNeeds:
         whole = load.adapter.whole
         each = brought_bytes(load.dtype_bytes, load.optimizer, whole.low_bytes)
         brought = math.ceil(each * sum(whole.layers))
-        return sum(host.get(name, 0) for name in (SLAB, STASH, SENT, HEAD)) + brought
+        return sum(host.get(name, 0) for name in (SLAB, STASH, SENT, ROWS, HEAD)) + brought
 
     def _locked_bytes(self, host: Mapping[str, int]) -> int:
         """Return the page-locked memory of all ranks: what is sent locks no slab out."""

@@ -138,7 +138,8 @@ def page_lock(
                 addresses=(address,),
                 locker=locker,
             )
-    why = f"page-locking {_shown(num_bytes)} of layers was refused ({refusal})"
+    also = f" and {_shown(others_bytes)} more" if others_bytes else ""
+    why = f"page-locking {_shown(num_bytes)} of layers{also} was refused ({refusal})"
     if 0 < worked_bytes < num_bytes:
         why += f", of {_shown(worked_bytes)} not"
     if worked_bytes and ring_bytes < num_bytes:

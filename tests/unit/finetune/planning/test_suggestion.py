@@ -225,9 +225,9 @@ def test_too_little_ram_names_how_much_would_do(capsys) -> None:
 
 def test_a_budget_is_kept_to_by_what_would_do(capsys) -> None:
     asked = ("recipes", "for", "qwen3-14b", "offload.codec=nf4", "--machine", "rtx4090")
-    assert run(*asked, "--vram", 5, "--ram", 32) == 3
+    assert run(*asked, "--vram", 4, "--ram", 32) == 3
     err = capsys.readouterr().err
-    assert "5.00 GiB of VRAM and 32.00 GiB of RAM may be used, so it is short of VRAM\n" in err
+    assert "4.00 GiB of VRAM and 32.00 GiB of RAM may be used, so it is short of VRAM\n" in err
     assert "`--ram" not in err  # no RAM helps
     assert "`--machine rtx" in err
 

@@ -97,7 +97,7 @@ def test_hours_and_money_are_those_of_the_predicted_rate(planner: Planner) -> No
 
 
 def test_what_does_not_fit_says_what_is_short_by_how_much_and_what_would(planner: Planner) -> None:
-    asked = question(model="qwen3-235b-a22b", ram_gib=64)
+    asked = question(model="qwen3-235b-a22b", ram_gib=64, card="rtx3060-8gb")
     answer = planner.answer("plan", asked)
     assert answer["fits"] is False
     for one in answer["shortages"]:
