@@ -40,7 +40,7 @@ from tests.parity.steps import (
 )
 from tests.parity.tiny_models import tiny_model, with_adapters
 from tests.parity.untied_models import KINDS, model_of, step_of
-from tests.tiers import tiered
+from tests.tiers import mostly_slow, tiered
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -50,8 +50,15 @@ SIZES = {"in a slot": 64, "over two slots": 400, "over all slots": 1000}
 """Tokens that the head predicts, each 128 bytes; a layer of the tiny model takes 40 KiB."""
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    mostly_slow(
+        [(kind, dtype) for kind in KINDS for dtype in (torch.float32, torch.bfloat16)],
+        ("qwen3_moe", torch.bfloat16),
+        ("scaled", torch.float32),
+        rest=pytest.mark.thorough,
+    ),
+)
 def test_move_no_bit_differs_where_the_head_is_on_the_host(kind: str, dtype: torch.dtype) -> None:
     model = model_of(kind)
     for parameter in model.parameters():

@@ -323,6 +323,7 @@ def test_move_states_on_disk_change_no_bit(tmp_path: Path) -> None:
     assert_same(*found)
 
 
+@pytest.mark.thorough
 def test_move_float16_is_scaled_checked_and_skipped_as_on_the_device() -> None:
     """The first factor is so large that a step overflows."""
     found = []
@@ -381,8 +382,14 @@ def test_move_evaluating_between_steps_changes_no_bit_and_sees_the_newest_rows()
     assert_same(values_of(alone), values_of(evaluated))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "is_packed"),
+    mostly_slow(
+        [(dtype, packed) for dtype in (torch.float32, torch.bfloat16) for packed in (False, True)],
+        (torch.bfloat16, True),
+        rest=pytest.mark.thorough,
+    ),
+)
 def test_move_gradients_by_the_library_are_those_on_the_device(
     dtype: torch.dtype, *, is_packed: bool
 ) -> None:
