@@ -436,7 +436,8 @@ class Executor:
         VISIT_CACHE.enter((op.kind, number))
         with torch.no_grad(), scored.of_pass(number).around_layers(), self._rows(op):
             front = self._model.front(scored.batch(number).inputs)
-        state.enter(number, front)
+        state.fronts[number] = front
+        state.inputs[0, number] = front.hidden_BTD.contiguous()
 
     def _forward_to_score(
         self, state: PassState, op: Op, part: Part, scored: Scoring | ScoredPasses

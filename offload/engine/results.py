@@ -72,7 +72,8 @@ class PassState:
     """What the ops of one pass exchange; lists are indexed by micro-batch.
 
     Attributes:
-        fronts: What the model passes to its layers; of hidden states the shape alone.
+        fronts: What the model passes to its layers; of hidden states the shape alone, but of passes
+            that only score.
         inputs: Layer inputs (B, T, D) on the device, by layer and micro-batch; the entry of
             layer L is the input of the tail.
         fetched: Inputs that came back from the stash.

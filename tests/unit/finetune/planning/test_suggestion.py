@@ -207,8 +207,8 @@ def test_what_does_not_fit_names_the_least_that_does(capsys) -> None:
     found = re.search(r"`--machine (\S+)` \((\d+) GiB\) with as much RAM", err)
     assert found is not None
     assert run(*asked, "--machine", found[1]) == 0
-    assert found[2] == "16"
-    assert run(*asked, "--vram", 12) == 3
+    assert found[2] == "12"
+    assert run(*asked, "--vram", 10) == 3
 
 
 @pytest.mark.slow
