@@ -247,7 +247,7 @@ def test_a_step_behind_an_evaluation_is_not_below_its_bound(step: Step, is_cold:
 @settings(max_examples=60)
 @given(steps(are_alike=True, is_stashed=False, is_staged=False, may_send=False))
 def test_a_cold_step_of_equal_layers_on_a_slow_link_takes_exactly_its_bound(step: Step) -> None:
-    """All layers are loaded on the way up, one behind the other; the head is on the device."""
+    """All layers are loaded on the way up, one after the other; the head is on the device."""
     slow = replace(step, costs=replace(step.costs, h2d_bytes_per_s=1e-4, head_bytes=0))
     cold = cold_ring(step.num_slots)
     assert slow.simulated_s(cold) == pytest.approx(slow.bound_s(cold), rel=1e-9)

@@ -161,7 +161,7 @@ def _sent_back_s(
     start_s: float,
     lane_free_s: dict[Lane, float],
 ) -> dict[int, tuple[float, float]]:
-    """Return the ends of the first and the last micro-batch of what these ops stand for.
+    """Return when the first and the last micro-batch of these three ops end.
 
     They are the last ops of their lanes.
     """
