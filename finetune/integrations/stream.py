@@ -20,7 +20,7 @@ from offload.engine.bound import EngineOptions
 from offload.engine.engine import Engine
 from offload.engine.passes.scores import TokenScores
 from offload.plan.facts.codec import CodecName
-from offload.plan.facts.workload import EmbeddingPlace, HeadPlace
+from offload.plan.facts.workload import WeightPlace
 from offload.plan.plan import Plan
 from offload.plan.request import HEAD_CHUNK_TOKENS
 
@@ -61,8 +61,8 @@ class Streaming:
     sent_graphs: int = 0
     mlp_chunk_tokens: int | None = None
     layer_kernels: Literal["plain", "fused"] = "plain"
-    embeddings: EmbeddingPlace = "device"
-    head: HeadPlace = "device"
+    embeddings: WeightPlace = "device"
+    head: WeightPlace = "device"
     compute_dtype: Literal["float32", "auto"] = "float32"
 
     @classmethod

@@ -19,7 +19,7 @@ from offload.errors import DoesNotFitError
 from offload.plan.endurance import DRIVE_ENDURANCE_BYTES, DiskWrites
 from offload.plan.facts.codec import CodecName
 from offload.plan.facts.facts import ModelFacts
-from offload.plan.facts.workload import EmbeddingPlace, HeadPlace
+from offload.plan.facts.workload import WeightPlace
 from offload.plan.fit import MemoryNeeds
 from offload.plan.machine.cards import CARDS
 from offload.plan.machine.machine import CARD_NAMES, GIB, Dtype, Machine, Tier
@@ -68,8 +68,8 @@ class Comparison:
     codec: CodecName
     tier: Tier
     stash: Literal["device", "host"]
-    embeddings: EmbeddingPlace
-    head: HeadPlace
+    embeddings: WeightPlace
+    head: WeightPlace
     short: tuple[str, ...]
     num_slots: int
     seq_len: int

@@ -16,7 +16,7 @@ from finetune.scoring.rows import Line, LineScore
 from offload.engine.bound import EngineOptions
 from offload.engine.engine import Engine
 from offload.plan.facts.codec import CodecName
-from offload.plan.facts.workload import EmbeddingPlace, HeadPlace
+from offload.plan.facts.workload import WeightPlace
 from offload.plan.machine.machine import ExpertsImplementation
 from offload.plan.scoring import Cut
 
@@ -141,8 +141,8 @@ class Attaching:
     num_slots: int
     head_chunk_tokens: int
     experts_implementation: ExpertsImplementation | None
-    embeddings: EmbeddingPlace
-    head: HeadPlace
+    embeddings: WeightPlace
+    head: WeightPlace
 
     def open(self, wave: Sequence[Contender], *, pad_id: int) -> Scorer:
         """Load the base, add the adapters of a wave, and attach the model.

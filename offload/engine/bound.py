@@ -24,7 +24,7 @@ from offload.engine.slots import Slots
 from offload.engine.streams import Device
 from offload.errors import OffloadError
 from offload.plan.facts.codec import CodecName
-from offload.plan.facts.workload import EmbeddingPlace, HeadPlace
+from offload.plan.facts.workload import WeightPlace
 from offload.plan.machine.machine import Tier
 from offload.plan.memory.memory import SENT, STASH
 from offload.plan.plan import Plan
@@ -65,8 +65,8 @@ class EngineOptions:
     mlp_chunk_tokens: int | None = None
     layer_kernels: LayerKernels = "plain"
     joins_rows: bool = False
-    embeddings: EmbeddingPlace = "device"
-    head: HeadPlace = "device"
+    embeddings: WeightPlace = "device"
+    head: WeightPlace = "device"
     owned_layers: frozenset[int] | None = None
 
     @property

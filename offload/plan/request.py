@@ -9,7 +9,7 @@ from offload.errors import OffloadError
 from offload.plan.facts.codec import CodecName
 from offload.plan.facts.linears import FP32_BYTES
 from offload.plan.facts.optimizer import UpdatePlace
-from offload.plan.facts.workload import EmbeddingPlace, HeadPlace, Workload
+from offload.plan.facts.workload import WeightPlace, Workload
 from offload.plan.memory.traced import TracedBytes
 from offload.plan.schedule.passes import Passes
 
@@ -355,12 +355,12 @@ def with_states_on_disk(request: PlanRequest) -> PlanRequest:
     return _with_workload(request, are_states_on_disk=True)
 
 
-def with_embeddings(request: PlanRequest, place: EmbeddingPlace) -> PlanRequest:
+def with_embeddings(request: PlanRequest, place: WeightPlace) -> PlanRequest:
     """Return the same request with the input embedding in this place."""
     return _with_workload(request, embeddings=place)
 
 
-def with_head(request: PlanRequest, place: HeadPlace) -> PlanRequest:
+def with_head(request: PlanRequest, place: WeightPlace) -> PlanRequest:
     """Return the same request with the output head in this place."""
     return _with_workload(request, head=place)
 

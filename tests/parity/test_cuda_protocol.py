@@ -22,7 +22,7 @@ import offload
 from offload.engine.engine import Engine
 from offload.engine.streams import CudaDevice, copy_on_host
 from offload.plan.facts.codec import CodecName
-from offload.plan.facts.workload import EmbeddingPlace, HeadPlace
+from offload.plan.facts.workload import WeightPlace
 from offload.plan.schedule.op import Kind, Lane
 from tests.parity.rounding import rounded
 from tests.parity.steps import (
@@ -172,8 +172,8 @@ def attached(
     *,
     num_staging: int,
     codec: CodecName = "native",
-    embeddings: EmbeddingPlace = "device",
-    head: HeadPlace = "device",
+    embeddings: WeightPlace = "device",
+    head: WeightPlace = "device",
     trained_weights: Literal["device", "host"] = "device",
 ) -> Engine:
     options = replace(

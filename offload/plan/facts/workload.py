@@ -21,8 +21,7 @@ from offload.plan.facts.trainable import unread_linears
 # What computes norms, rotary embedding and gated activations: the model's own code, one operator
 # each, or torch's compiler; `auto` is `fused` on CUDA and `plain` on a CPU.
 LayerCode = Literal["auto", "plain", "fused", "compiled"]
-EmbeddingPlace = Literal["device", "host"]
-HeadPlace = Literal["device", "host"]
+WeightPlace = Literal["device", "host"]
 HALF_BYTES = 2  # of the types that flash attention computes
 TILED_GROUPS = ("mlp", "shared_experts")
 
@@ -68,8 +67,8 @@ class Workload:
     packed_tokens: int | None = None
     updates: UpdatePlace = "host"
     are_states_on_disk: bool = False
-    embeddings: EmbeddingPlace = "device"
-    head: HeadPlace = "device"
+    embeddings: WeightPlace = "device"
+    head: WeightPlace = "device"
 
     @property
     def num_tokens(self) -> int:

@@ -87,9 +87,9 @@ def merged_s(
             first_s = max(first_s, firsts_s[other] if is_paired else lasts_s[other])
             last_s = max(last_s, lasts_s[other])
         if number in backwards:
-            fronts_s |= _sent_back_s(
-                backwards[number], durations_s, num_micro_batches, last_s, lane_free_s
-            )
+            lanes_s = [last_s, lane_free_s[Lane.D2H], lane_free_s[Lane.HOST]]  # they end with it
+            sent_back = _ThroughBuffers(lanes_s)
+            fronts_s |= sent_back.ends_s(backwards[number], durations_s, num_micro_batches)
         if number in fronts_s:
             first_s, last_s = fronts_s[number]
         elif isinstance(one_s, tuple):
@@ -121,20 +121,44 @@ def _looked_up_s(
         if op.kind in (Kind.LOOK_UP, Kind.ROWS, Kind.FRONT) and op.buffer is not None:
             found.setdefault(op.micro_batch_index, {})[op.kind] = number
     ends_s: dict[int, tuple[float, float]] = {}
-    gathered_s = arrived_s = computed_s = 0.0
-    free_s = deque([(0.0, 0.0)] * NUM_ROW_BUFFERS)  # the next buffer on the host, and the device
+    rows = _ThroughBuffers([0.0, 0.0, 0.0])
     for _, ops in sorted(found.items()):
         numbers = ops[Kind.LOOK_UP], ops[Kind.ROWS], ops[Kind.FRONT]
-        look_up_s, rows_s, front_s = (_seconds(durations_s[number]) for number in numbers)
-        for turn in range(num_micro_batches):
-            on_host_s, on_device_s = free_s.popleft()
-            gathered_s = max(gathered_s, on_host_s) + look_up_s
-            arrived_s = max(arrived_s, gathered_s, on_device_s) + rows_s
-            computed_s = max(computed_s, arrived_s) + front_s
-            free_s.append((arrived_s, computed_s))
-            for number, end_s in zip(numbers, (gathered_s, arrived_s, computed_s), strict=True):
-                ends_s[number] = (end_s if not turn else ends_s[number][0], end_s)
+        ends_s |= rows.ends_s(numbers, durations_s, num_micro_batches)
     return ends_s
+
+
+class _ThroughBuffers:
+    """Three lanes of which each hands rows to the next, the first two through two buffers each.
+
+    The first lane writes to one kind of buffer and the second to another, so a buffer of the first
+    kind is free once the second lane is done with it, and one of the other once the third is.
+    """
+
+    def __init__(self, lanes_s: list[float]) -> None:
+        """Begin with when each lane is free."""
+        self._lanes_s = lanes_s
+        self._free_s = deque([(0.0, 0.0)] * NUM_ROW_BUFFERS)
+
+    def ends_s(
+        self,
+        numbers: tuple[int, int, int],
+        durations_s: Sequence[float | Pieces],
+        num_micro_batches: int,
+    ) -> dict[int, tuple[float, float]]:
+        """Return when the first and the last micro-batch of three ops end, by their positions."""
+        each_s = [_seconds(durations_s[number]) for number in numbers]
+        first_s, second_s, third_s = self._lanes_s
+        found: list[tuple[float, float, float]] = []
+        for _ in range(num_micro_batches):
+            for_first_s, for_second_s = self._free_s.popleft()
+            first_s = max(first_s, for_first_s) + each_s[0]
+            second_s = max(second_s, first_s, for_second_s) + each_s[1]
+            third_s = max(third_s, second_s) + each_s[2]
+            self._free_s.append((second_s, third_s))
+            found.append((first_s, second_s, third_s))
+        self._lanes_s = [first_s, second_s, third_s]
+        return dict(zip(numbers, zip(found[0], found[-1], strict=True), strict=True))
 
 
 def _sent_back(schedule: Schedule) -> dict[int, tuple[int, int, int]]:
@@ -152,32 +176,6 @@ def _sent_back(schedule: Schedule) -> dict[int, tuple[int, int, int]]:
             found.setdefault(op.micro_batch_index, {})[op.kind] = number
     each = (tuple(ops[kind] for kind in kinds) for ops in found.values())
     return {backward: (backward, leaves, added) for backward, leaves, added in each}
-
-
-def _sent_back_s(
-    numbers: tuple[int, int, int],
-    durations_s: Sequence[float | Pieces],
-    num_micro_batches: int,
-    start_s: float,
-    lane_free_s: dict[Lane, float],
-) -> dict[int, tuple[float, float]]:
-    """Return when the first and the last micro-batch of these three ops end.
-
-    They are the last ops of their lanes.
-    """
-    backward_s, leaves_s, add_s = (_seconds(durations_s[number]) for number in numbers)
-    computed_s, left_s, added_s = start_s, lane_free_s[Lane.D2H], lane_free_s[Lane.HOST]
-    free_s = deque([(0.0, 0.0)] * NUM_ROW_BUFFERS)  # the next buffer on the device, and the host
-    ends_s: dict[int, tuple[float, float]] = {}
-    for turn in range(num_micro_batches):
-        on_device_s, on_host_s = free_s.popleft()
-        computed_s = max(computed_s, on_device_s) + backward_s
-        left_s = max(left_s, computed_s, on_host_s) + leaves_s
-        added_s = max(added_s, left_s) + add_s
-        free_s.append((left_s, added_s))
-        for number, end_s in zip(numbers, (computed_s, left_s, added_s), strict=True):
-            ends_s[number] = (end_s if not turn else ends_s[number][0], end_s)
-    return ends_s
 
 
 def _seconds(duration_s: float | Pieces) -> float:

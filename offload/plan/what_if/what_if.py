@@ -8,13 +8,14 @@ this tool does not offer is priced at its best: transfers that can overlap with 
 time.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from offload.plan.facts.codec import CodecName
 from offload.plan.facts.embedding import why_on_device
 from offload.plan.facts.head import why_head_on_device
 from offload.plan.facts.optimizer import Optimizer
-from offload.plan.facts.workload import EmbeddingPlace, HeadPlace
+from offload.plan.facts.workload import WeightPlace
 from offload.plan.plan import Plan
 from offload.plan.request import PlanRequest, with_codec, with_embeddings, with_head
 from offload.plan.schedule.schedule import MIN_SLOTS
@@ -30,6 +31,9 @@ from offload.plan.what_if.cards import second_cards
 from offload.plan.what_if.option import Figures, Option, figures_of, replanned
 
 NUM_CARDS = 2  # what fits a workstation
+
+
+_Move = Callable[[PlanRequest, WeightPlace], PlanRequest]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,38 +119,37 @@ def _offload_weights(plan: Plan) -> Option:
 
 
 def _move_embeddings(plan: Plan) -> tuple[Option, ...]:
-    """Price the input embedding in the other place, where a device has memory of its own."""
+    """Price the input embedding in the other place."""
     typical, num_ranks = plan.request.typical, plan.request.num_ranks
-    why = why_on_device(plan.facts, typical.adapter, num_ranks=num_ranks)
-    if plan.machine.device == "cpu" or why:
+    if why_on_device(plan.facts, typical.adapter, num_ranks=num_ranks):
         return ()
-    is_done = typical.embeddings == "host"
-    wanted: EmbeddingPlace = "device" if is_done else "host"
-    option = replanned(
-        "offload embeddings",
-        f"`offload.embeddings: {wanted}`",
-        "rows of a step's tokens are gathered in RAM",
-        plan=plan,
-        request=with_embeddings(_held(plan), wanted),
-        is_in_plan=is_done,
-    )
-    return (option,)
+    what = "offload embeddings", "embeddings", "rows of a step's tokens are gathered in RAM"
+    return _move(plan, *what, now=typical.embeddings, move=with_embeddings)
 
 
 def _move_head(plan: Plan) -> tuple[Option, ...]:
-    """Price the output head in the other place, where a device has memory of its own."""
-    facts, typical = plan.facts, plan.request.typical
-    if plan.machine.device == "cpu" or why_head_on_device(facts, typical.adapter):
+    """Price the output head in the other place."""
+    typical = plan.request.typical
+    if why_head_on_device(plan.facts, typical.adapter):
         return ()
-    is_done = typical.head == "host"
-    wanted: HeadPlace = "device" if is_done else "host"
+    what = "offload the head", "head", "it is copied over slots once per step"
+    return _move(plan, *what, now=typical.head, move=with_head)
+
+
+def _move(
+    plan: Plan, name: str, setting: str, source: str, *, now: WeightPlace, move: _Move
+) -> tuple[Option, ...]:
+    """Price something in the other place, where a device has memory of its own."""
+    if plan.machine.device == "cpu":
+        return ()
+    wanted: WeightPlace = "device" if now == "host" else "host"
     option = replanned(
-        "offload the head",
-        f"`offload.head: {wanted}`",
-        "it is copied over slots once per step",
+        name,
+        f"`offload.{setting}: {wanted}`",
+        source,
         plan=plan,
-        request=with_head(_held(plan), wanted),
-        is_in_plan=is_done,
+        request=move(_held(plan), wanted),
+        is_in_plan=now == "host",
     )
     return (option,)
 
