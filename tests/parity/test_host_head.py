@@ -14,16 +14,12 @@ from torch.nn import functional
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
 import offload
-from offload.engine.bound import EngineOptions
 from offload.engine.engine import Engine
-from offload.engine.host_gradients import LayerUpdate
-from offload.engine.model.layers import LayeredModel
 from offload.engine.run_step import RunStep
 from offload.errors import UnsupportedModelError
 from offload.plan.memory.memory import HEAD
 from offload.plan.schedule.op import Kind, Lane
 from offload.plan.schedule.schedule import Order
-from tests.parity.architectures import read_table
 from tests.parity.objectives import ByRow, against_scored, pairs
 from tests.parity.runs import assert_same, rows, together
 from tests.parity.steps import (
@@ -38,8 +34,16 @@ from tests.parity.steps import (
     with_lora,
     with_outputs,
 )
-from tests.parity.tiny_models import tiny_model, with_adapters
-from tests.parity.untied_models import KINDS, model_of, step_of
+from tests.parity.untied_models import (
+    KINDS,
+    exact_types,
+    found_with,
+    model_of,
+    passes_with,
+    step_of,
+    trained_layers_with,
+    untied,
+)
 from tests.tiers import mostly_slow, tiered
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -174,29 +178,7 @@ def test_move_preference_losses_are_the_same_with_reference_and_scored_rows() ->
 
 def test_move_weights_of_layers_that_train_on_the_host_have_the_same_bits() -> None:
     """A layer under the head is loaded again within a step, before its update."""
-
-    def update(one: LayerUpdate) -> None:
-        for name, weight in one.weights.items():
-            weight.sub_(0.1 * one.gradients[name])
-
-    found = []
-    for options in BOTH:
-        torch.manual_seed(0)
-        model: Any = MODELS["qwen3"]().train().requires_grad_(requires_grad=False)
-        model.model.layers.requires_grad_()
-        options = replace(options, trained_weights="host")
-        engine = Engine(model, device=torch.device("cpu"), options=options)
-        losses = []
-        for _ in range(3):
-            losses.append(engine.forward_backward(micro_batches()).loss)
-            engine.updates.defer(update)
-            for weight in engine._bound.host_gradients.parameters.values():
-                weight.grad = None
-        weights = engine.trained_parameters
-        found.append((losses[2], {n: w.detach().clone() for n, w in weights.items()}))
-        assert losses[2] < losses[0]
-        engine.detach()
-    assert_equal(*found)
+    assert_equal(*map(trained_layers_with, BOTH))
 
 
 def test_move_runs_that_share_a_step_are_what_they_are_alone() -> None:
@@ -207,27 +189,7 @@ def test_move_runs_that_share_a_step_are_what_they_are_alone() -> None:
 
 
 def test_move_passes_without_gradients_are_the_same() -> None:
-    """Losses and logits of a batch, scores, the model's own forward, and generation."""
-    found = []
-    batches = micro_batches()
-    for options in BOTH:
-        model = copy.deepcopy(tiny("qwen3")).eval()
-        engine = Engine(model, device=torch.device("cpu"), options=options)
-        rest = {name: value for name, value in batches[1].items() if name != "labels"}
-        answers = [engine.forward(batches[0]).loss_sum, engine.forward(rest).logits]
-        scores = engine.score(batches, adapters=[None, "default"]).scores
-        answers += [tokens.logps_N for adapter in scores for tokens in adapter]
-        with torch.no_grad():
-            answers.append(model(input_ids=batches[2]["input_ids"]).logits)
-        with engine.generation() as generation:
-            ids = torch.tensor([[3, 5, 7, 9]])
-            for _ in range(3):
-                logits_BV = generation.next_logits({0: ids})[0]
-                answers.append(logits_BV)
-                ids = logits_BV.argmax(-1, keepdim=True)
-        found.append(answers)
-        engine.detach()
-    for one, other in zip(*found, strict=True):
+    for one, other in zip(*map(passes_with, BOTH), strict=True):
         assert torch.equal(torch.as_tensor(one), torch.as_tensor(other))
 
 
@@ -354,30 +316,9 @@ def test_a_head_that_is_needed_on_the_device_is_refused_by_name(
 
 # ---------------------------------------------------------------------------- each type of model
 
-TYPES = read_table(Path(__file__).parents[2] / "docs" / "architectures.md").verdicts.values()
-EXACT = [one.model_type for one in TYPES if one.is_exact]
-
-
-def untied(model_type: str) -> nn.Module:
-    """Return a tiny model of a type with adapters, and a head of its own."""
-    model: Any = tiny_model(model_type)
-    head = model.get_output_embeddings()
-    if head is not None and head.weight is model.get_input_embeddings().weight:
-        head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
-    return with_adapters(model, LayeredModel(model).layers)
-
-
-def found_with(model: nn.Module, options: EngineOptions) -> tuple[float, dict[str, torch.Tensor]]:
-    own = copy.deepcopy(model)
-    engine = Engine(own, device=torch.device("cpu"), options=options)
-    loss = engine.forward_backward(micro_batches(), dropout_seed=0).loss
-    grads = {n: p.grad for n, p in own.named_parameters() if p.grad is not None}
-    engine.detach()
-    return loss, grads
-
 
 @pytest.mark.parametrize(
-    "model_type", tiered(EXACT, default=(), slow=("bloom", "gemma4_text", "opt", "rwkv"))
+    "model_type", tiered(exact_types(), default=(), slow=("bloom", "gemma4_text", "opt", "rwkv"))
 )
 def test_move_each_type_of_model_has_the_same_bits(model_type: str) -> None:
     model = untied(model_type)

@@ -3,6 +3,7 @@
 import copy
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -11,12 +12,8 @@ import pytest
 import torch
 from torch import nn
 from transformers import (
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
-    OPTConfig,
-    OPTForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -45,7 +42,8 @@ from tests.parity.full_training import (
     step_of,
     values_of,
 )
-from tests.parity.steps import LAYER_TYPES, MODELS, SHAPE
+from tests.parity.steps import MODELS, SHAPE
+from tests.parity.untied_models import learned_positions, scaled
 from tests.tiers import mostly_slow
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -60,38 +58,12 @@ def padded() -> nn.Module:
     return LlamaForCausalLM(LlamaConfig(**SHAPE, pad_token_id=PADDING))
 
 
-def scaled() -> nn.Module:
-    """Return a model whose embedding multiplies what it looks up."""
-    config = Gemma3TextConfig(
-        **SHAPE, sliding_window=8, layer_types=LAYER_TYPES, tie_word_embeddings=False
-    )
-    return Gemma3ForCausalLM(config)
-
-
-def learned_positions() -> nn.Module:
-    """Return a model that trains positions too, and projects what it looks up; it has a padding."""
-    return OPTForCausalLM(
-        OPTConfig(
-            hidden_size=32,
-            word_embed_proj_dim=16,
-            ffn_dim=48,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            vocab_size=64,
-            max_position_embeddings=64,
-            dropout=0.0,
-            tie_word_embeddings=False,
-            pad_token_id=PADDING,
-        )
-    )
-
-
 KINDS: dict[str, Callable[[], nn.Module]] = {
     "qwen3": MODELS["qwen3"],
     "qwen3_moe": MODELS["qwen3_moe"],
     "padded": padded,
     "scaled": scaled,
-    "learned_positions": learned_positions,
+    "learned_positions": partial(learned_positions, pad_token_id=PADDING),
 }
 
 
