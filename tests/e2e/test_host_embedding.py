@@ -133,9 +133,9 @@ def test_all_weights_train_alike_and_are_what_plain_transformers_loads(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("step", [2, 5])
-def test_a_killed_run_of_all_weights_resumes_to_the_bit(
-    step, tmp_path, write_recipe, machine_file, forked
+@pytest.mark.parametrize(("step", "place"), [(2, "host"), (5, "host"), (3, "device")])
+def test_a_killed_run_of_all_weights_resumes_to_the_bit_in_either_place(
+    step, place, tmp_path, write_recipe, machine_file, forked
 ) -> None:
     recipe = full_recipe(write_recipe, dtype="bfloat16", steps=8)
     run_dir, whole = tmp_path / "run", tmp_path / "whole"
@@ -146,7 +146,7 @@ def test_a_killed_run_of_all_weights_resumes_to_the_bit(
     process = forked.start("finetune", recipe, *words)
     process.wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= step)
     process.end(signal.SIGKILL)
-    assert run("finetune", recipe, *words, "--resume") == 0
+    assert run("finetune", recipe, *machine, f"offload.embeddings={place}", "--resume") == 0
     assert_same_runs(run_dir, whole)
 
 

@@ -42,7 +42,10 @@ def test_a_run_its_evaluation_its_samples_and_its_answers_are_the_same(
 
 
 @pytest.mark.slow
-def test_a_killed_run_resumes_to_the_bit(tmp_path, write_recipe, machine_file, forked) -> None:
+@pytest.mark.parametrize("place", ["host", "device"])
+def test_a_killed_run_resumes_to_the_bit_in_either_place(
+    place, tmp_path, write_recipe, machine_file, forked
+) -> None:
     recipe = write_recipe(train={"steps": 8})
     run_dir, whole = tmp_path / "run", tmp_path / "whole"
     words = ("--machine", machine_file, *ON_HOST)
@@ -51,7 +54,8 @@ def test_a_killed_run_resumes_to_the_bit(tmp_path, write_recipe, machine_file, f
     process = forked.start("finetune", recipe, *words)
     process.wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 3)
     process.end(signal.SIGKILL)
-    assert run("finetune", recipe, *words, "--resume") == 0
+    places = (f"offload.head={place}", f"offload.embeddings={place}")
+    assert run("finetune", recipe, *words[:2], *places, "--resume") == 0
     assert losses(run_dir) == losses(whole)
     assert same_adapter(run_dir, whole)
 
