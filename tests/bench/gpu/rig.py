@@ -195,6 +195,7 @@ def _measured(rig: Rig, plan: Plan, batches: Batches, device: torch.device) -> d
     predicted_s = with_costs(plan, costs).step_s
     return {
         "step_s": quantiles(step_s),
+        "each_step_s": [round(seconds, 4) for seconds in (first.seconds, *step_s)],
         "tokens_per_s": quantiles([plan.tokens_per_step / s for s in step_s]),
         "n": len(steps),
         "loss": first.loss,

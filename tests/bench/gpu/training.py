@@ -1,5 +1,6 @@
 """Steps of a model of real shape through a smaller card: what `moe30b` and `dense` run."""
 
+import gc
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -258,6 +259,9 @@ def run_parts(
             for part in left:
                 left_s = math.inf if part is left[0] else settings.left_s - reserve_s
                 _run_part(journal, session, part, left_s=left_s)
+        del session
+        gc.collect()  # engine and model are in cycles, with slots on the card
+        release_cached(torch.device(machine.device))
 
 
 def row_name(model: Model, part: Part) -> str:
