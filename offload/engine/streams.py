@@ -27,6 +27,8 @@ from offload.engine.lanes import Flag, Job, Workers
 from offload.errors import OffloadError
 from offload.plan.schedule.op import Lane
 
+AHEAD_CYCLES = 20_000_000  # of a card's clock, about 10 ms: the host has queued a layer by then
+
 
 class Event(Protocol):
     """The completion of one op."""
@@ -292,6 +294,25 @@ def release_cached(device: torch.device) -> None:
     """Return torch's cached device memory to the driver; waits for the device."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+def seconds_of(run: Callable[[], object], device: torch.device) -> float:
+    """Return how long a device takes for what is queued, or a CPU for all of it.
+
+    A card is kept busy until all is queued: launching small kernels takes the host longer than they
+    take the card, and in a step the host is ahead. Where `run` waits for the card, the host counts.
+    """
+    if device.type != "cuda":
+        start_s = time.perf_counter()
+        run()
+        return time.perf_counter() - start_s
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(AHEAD_CYCLES)
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3
 
 
 def device_named(name: str) -> torch.device:

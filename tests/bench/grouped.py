@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from offload.engine.experts.lora import SUFFIX
+from offload.engine.streams import seconds_of
 from offload.engine.tracing.allocator import LiveBytes
 from offload.engine.tracing.tracer import Tracer
 from offload.errors import OffloadError
@@ -101,20 +102,6 @@ class Bench:
             if self.case.is_step:
                 out_TD.backward(self._gradient_TD)
         return out_TD.detach()
-
-    def time_s(self, run: Callable[[], object]) -> float:
-        """Return how long something takes the device."""
-        if self.device.type == "cpu":
-            start_s = time.perf_counter()
-            run()
-            return time.perf_counter() - start_s
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(4_000_000)
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / 1e3
 
     def peak_bytes(self, run: Callable[[], object]) -> int:
         """Return what a run allocates at most."""
@@ -210,7 +197,7 @@ def measure(
             truth.setdefault(rank, out)
             error = (out.float() - truth[rank].float()).norm() / truth[rank].float().norm()
             del out
-            took_s = bench.time_s(run)
+            took_s = seconds_of(run, bench.device)
             if took_s * (num_rounds + 1) > max_s:
                 raise RuntimeError(f"a run takes {took_s:.1f} s")
             made[arm, rank] = said | {"error": float(error), "peak_bytes": bench.peak_bytes(run)}
@@ -219,7 +206,10 @@ def measure(
             yield said | {"failed": f"{type(failure).__name__}: {failure}"[:200]}
     truth.clear()
     rounds = [
-        {"": bench.time_s(matmul), **{key: bench.time_s(run) for key, run in runs.items()}}
+        {
+            "": seconds_of(matmul, bench.device),
+            **{key: seconds_of(run, bench.device) for key, run in runs.items()},
+        }
         for _ in range(num_rounds)
     ]
     for (arm, rank), row in made.items():

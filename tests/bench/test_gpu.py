@@ -141,15 +141,24 @@ def test_programs_that_are_run_exist() -> None:
                 assert find_spec(f"tests.bench.{command[0]}")
 
 
-def test_tests_for_a_card_are_found_and_counted() -> None:
+def test_tests_for_a_card_are_found() -> None:
     files = suite.files()
     assert "tests/parity/test_cuda.py" in files
     assert "tests/unit/test_docs.py" not in files
-    junit = """<testsuites><testsuite tests="3" failures="1" errors="0" skipped="0">
-        <testcase classname="a" name="good"/><testcase classname="a" name="other"/>
-        <testcase classname="a" name="bad"><failure/></testcase></testsuite></testsuites>"""
-    found = suite.counted(junit)
-    assert (found["tests"], found["failures"], found["failed"]) == (3, 1, ["a::bad"])
+
+
+def test_tests_that_failed_are_named_though_pytest_was_ended(tmp_path: Path) -> None:
+    log = tmp_path / "tests.txt"
+    log.write_text(
+        "bringing up nodes...\n\n"
+        "[gw0] [ 25%] PASSED tests/a.py::test_good[x, y] \n"
+        "[gw1] [ 50%] FAILED tests/a.py::test_bad[x, y] \n"
+        "[gw1] [ 75%] SKIPPED tests/b.py::test_other \n"
+        "FAILED tests/a.py::test_bad[x, y] - assert 1 == 2\n"
+    )
+    found = suite.counted(log)
+    assert (found["tests"], found["failures"], found["skipped"]) == (3, 1, 1)
+    assert found["failed"] == ["tests/a.py::test_bad[x, y]"]
 
 
 # --------------------------------------------------------------------------- goals and the table

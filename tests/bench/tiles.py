@@ -11,6 +11,7 @@ from rich.table import Table
 
 from offload.engine.experts import fused
 from offload.engine.experts.tiles import MAX_SHARED_BYTES, Blocks, blocks_for
+from offload.engine.streams import seconds_of
 from tests.bench.grouped import OURS, RANK, Bench, Case, Log, Row, failures
 from tests.bench.record import median, quantiles
 from tests.compiled import compile_for
@@ -53,7 +54,7 @@ def sweep(device: torch.device, dtype: torch.dtype, log: Log, *, max_s: float) -
             try:
                 with mock.patch.object(fused, "blocks_for", return_value=blocks):
                     bench.run(compute)
-                    times = [bench.time_s(lambda: bench.run(compute)) for _ in range(5)]  # noqa: B023
+                    times = [seconds_of(lambda: bench.run(compute), bench.device) for _ in range(5)]  # noqa: B023
             except failures() as failure:
                 log.add(key | {"failed": f"{type(failure).__name__}: {failure}"[:200]})
                 continue

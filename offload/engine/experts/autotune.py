@@ -9,8 +9,7 @@ load. The first run of each, in which Triton compiles, is not counted.
 import copy
 import gc
 import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -21,7 +20,7 @@ from offload.engine.experts import fused
 from offload.engine.experts.branch import Branch
 from offload.engine.experts.interface import goes_through_interface, reason_outside
 from offload.engine.experts.lora import LOOP, SUFFIX, register, take_branches
-from offload.engine.streams import release_cached
+from offload.engine.streams import release_cached, seconds_of
 from offload.errors import UnsupportedModelError
 from offload.plan.machine.machine import ExpertsImplementation
 from offload.plan.memory.experts import ROW_BYTES
@@ -190,7 +189,7 @@ class _Bench:
         use(name, self._experts)
         if self._branches:
             take_branches(self._experts)
-        return self._time_s(self._step)
+        return seconds_of(self._step, self._device)
 
     def _step(self) -> None:
         keywords = {"lora": self._branches} if self._branches else {}
@@ -216,15 +215,3 @@ class _Bench:
 
     def _random(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=self._generator, device=self._device)
-
-    def _time_s(self, run: Callable[[], object]) -> float:
-        if self._device.type == "cpu":
-            start_s = time.perf_counter()
-            run()
-            return time.perf_counter() - start_s
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end)) / 1e3

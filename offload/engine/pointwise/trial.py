@@ -7,7 +7,6 @@ The first run of each, in which Triton compiles, is not timed.
 """
 
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +20,7 @@ from torch.nn import functional as F
 from offload.engine.pointwise import ops
 from offload.engine.pointwise.layers import FusedLayers, Part
 from offload.engine.pointwise.recognise import GatedMlp, Norm, Rotary, drawn_mlp, is_close, twin_of
-from offload.engine.streams import release_cached
+from offload.engine.streams import release_cached, seconds_of
 
 NUM_TOKENS, NUM_ROUNDS, NUM_HEADS, NUM_KEY_HEADS, HEAD_DIM = 2048, 5, 16, 4, 128
 NUM_LABELS = 256
@@ -146,7 +145,7 @@ def _compared(
     times_s: dict[bool, list[float]] = {True: [], False: []}
     for _ in range(NUM_ROUNDS):
         for is_fused, compute in ((False, plain), (True, fused)):
-            times_s[is_fused].append(_seconds(compute, device))
+            times_s[is_fused].append(seconds_of(compute, device))
     plain_s, fused_s = statistics.median(times_s[False]), statistics.median(times_s[True])
     reason = "it is slower" if fused_s > plain_s else None
     return Trial(name=name, plain_s=plain_s, fused_s=fused_s, reason=reason)
@@ -194,16 +193,3 @@ def _both(
         lambda gate, up_: (ops.gated(gate, up_, part.curve),),
         both,
     )
-
-
-def _seconds(body: Callable[[], object], device: torch.device) -> float:
-    if device.type != "cuda":
-        start_s = time.perf_counter()
-        body()
-        return time.perf_counter() - start_s
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    body()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end)) / 1e3

@@ -35,7 +35,7 @@ CASES = (
     Case(name="moe30b", module="moe30b", what="Qwen3-30B-A3B through a smaller card"),
     Case(name="profile", module="kernels", limit_s=75.0, what="where a warm step's time goes"),
     Case(name="dense", module="dense", what="Qwen3-8B and Qwen3-32B likewise"),
-    Case(name="tests", module="suite", what="the tests that need a card"),
+    Case(name="tests", module="suite", limit_s=180.0, what="the tests that need a card"),
     Case(
         name="launches",
         module="launches",

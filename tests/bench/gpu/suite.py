@@ -1,12 +1,11 @@
-"""The tests that need a card, file by file: with REQUIRE_GPU=1 one that is skipped fails."""
+"""The tests that need a card, all in one run: with REQUIRE_GPU=1 one that is skipped fails."""
 
 import re
+import signal
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree as ET
 
 from tests.bench.gpu.journal import Journal
 from tests.bench.gpu.settings import Settings
@@ -14,7 +13,9 @@ from tests.bench.record import ROOT
 
 MARK = re.compile(r"pytest\.mark\.gpu\b|mark\.gpu\b")
 REHEARSED = ("tests/unit/test_gpu_marker.py",)
-LAST_LINES, MAX_NAMES = 3, 20
+PART, NUM_PROCESSES = "tests", 4
+OUTCOME = re.compile(r"^\[gw\d+\] \[ *\d+%\] (PASSED|FAILED|ERROR|SKIPPED) (.*\S)")
+LAST_LINES, MAX_NAMES, END_S = 3, 40, 15.0
 
 
 def files() -> list[str]:
@@ -24,47 +25,43 @@ def files() -> list[str]:
 
 
 def run(settings: Settings, journal: Journal) -> None:
-    """Run each file's."""
+    """Run them; their output is in the run's directory."""
+    journal.expect([PART])
     names = list(REHEARSED) if settings.is_rehearsal else files()
-    journal.expect(names)
-    for name in names:
-        if not journal.has(name) and settings.left_s > 0:
-            journal.add(name, **outcome(name, settings))
+    if not journal.has(PART) and settings.left_s > 0:
+        journal.add(PART, **outcome(names, settings))
 
 
-def outcome(name: str, settings: Settings) -> dict[str, Any]:
-    """Run the tests of a file that are marked; in a rehearsal those that are not."""
+def outcome(names: list[str], settings: Settings) -> dict[str, Any]:
+    """Run the tests of files that are marked; in a rehearsal those that are not.
+
+    At the limit pytest is interrupted, so that what failed until then is told, with its reasons.
+    """
     marked = [] if settings.is_rehearsal else ["-m", "gpu"]
     setting = f"REQUIRE_GPU={int(not settings.is_rehearsal)}"
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "junit.xml"
-        command = [sys.executable, "-m", "pytest", "-q", *marked, f"--junitxml={report}", name]
+    options = ["-v", f"-n{NUM_PROCESSES}", "--tb=short", "--no-showlocals", "--color=no"]
+    command = ["env", setting, sys.executable, "-m", "pytest", *options, *marked, *names]
+    log = settings.out / "tests.txt"
+    with log.open("w") as out:
+        child = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT)
         try:
-            done = subprocess.run(
-                ["env", setting, *command],
-                cwd=ROOT,
-                capture_output=True,
-                text=True,
-                timeout=max(1.0, settings.left_s),
-                check=False,
-            )
+            child.wait(max(1.0, settings.left_s - END_S))
         except subprocess.TimeoutExpired:
-            return {"error": "stopped: no time was left"}
-        lines = done.stdout.strip().splitlines()[-LAST_LINES:]
-        counts = counted(report.read_text()) if report.exists() else {}
-    return {"exit_status": done.returncode, "last_lines": lines, **counts}
+            child.send_signal(signal.SIGINT)
+            child.wait()
+    return {"exit_status": child.returncode, **counted(log)}
 
 
-def counted(junit: str) -> dict[str, Any]:
-    """Return how many tests passed, failed and were skipped, and which failed."""
-    suites = list(ET.fromstring(junit).iter("testsuite"))
-    count = {
-        key: sum(int(suite.get(key, 0)) for suite in suites)
-        for key in ("tests", "failures", "errors", "skipped")
+def counted(log: Path) -> dict[str, Any]:
+    """Return how many tests passed, failed and were skipped, which failed, and the last lines."""
+    lines = log.read_text(errors="replace").strip().splitlines()
+    found = [(match[1], match[2]) for line in lines if (match := OUTCOME.search(line))]
+    of_test = {name: word for word, name in found}
+    failed = sorted(name for name, word in of_test.items() if word in ("FAILED", "ERROR"))
+    return {
+        "tests": len(of_test),
+        "failures": len(failed),
+        "skipped": sum(word == "SKIPPED" for word in of_test.values()),
+        "failed": failed[:MAX_NAMES],
+        "last_lines": lines[-LAST_LINES:],
     }
-    failed = [
-        f"{case.get('classname')}::{case.get('name')}"
-        for case in ET.fromstring(junit).iter("testcase")
-        if case.find("failure") is not None or case.find("error") is not None
-    ]
-    return count | {"failed": failed[:MAX_NAMES]}

@@ -112,8 +112,8 @@ def _words(rows: Sequence[Row]) -> Iterator[str]:
             counts = f"{row['num_tensors']} gradients, {row['num_ways']} ways"
             yield f"{name}: {equal}, {counts}; {ratio}"
         elif "exit_status" in row:
-            told = [f"{row[key]} {key}" for key in ("tests", "failures", "errors") if key in row]
-            yield f"{name}: {', '.join(told) or row['last_lines']}"
+            told = [f"{row[key]} {key}" for key in ("tests", "failures", "skipped")]
+            yield f"{name}: {', '.join([*told, *row['failed']])}"
         elif "lock_bytes_per_s" in row:
             made, locked = row["fill_bytes_per_s"] / 1e9, row["lock_bytes_per_s"] / 1e9
             lock = "" if row["lock_mode"] == "not needed" else f", locked at {locked:.2f}"

@@ -85,7 +85,7 @@ def test_an_operator_that_fails_or_is_slower_is_not_used(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(ops, "norm", fails)
     times_s = iter([1.0, 2.0] * 100)
-    monkeypatch.setattr(trial, "_seconds", lambda *_: next(times_s))
+    monkeypatch.setattr(trial, "seconds_of", lambda *_: next(times_s))
     for one in try_fused(layers(), VOCABULARY, CPU):
         wanted = "RuntimeError: no compiler" if one.name.startswith("Norm") else "it is slower"
         assert one.reason == wanted
