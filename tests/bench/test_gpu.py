@@ -37,7 +37,7 @@ from tests.bench.gpu.parts import (
     planned,
     worth_running,
 )
-from tests.bench.gpu.record import NOTHING, RefusedError, require_worth, section
+from tests.bench.gpu.record import NOTHING, RefusedError, brief, require_worth, section
 from tests.bench.gpu.settings import Settings
 from tests.bench.gpu.table import REHEARSED, text_of
 from tests.bench.gpu.training import TINY, Session
@@ -223,7 +223,6 @@ def test_a_rehearsal_reaches_no_goal_and_misses_none() -> None:
         ({}, " M offload/probe/machine.py", r"not clean: M offload/probe/machine\.py"),
         ({"rehearsal": True}, "", "of a rehearsal"),
         ({"code_sha256": "b" * 64}, "", "by other code"),
-        ({"dirty": True}, "", "a tree that was not clean"),
         ({"gpu": "Other"}, "", "several cards"),
         ({"case": "dense"}, "", "dense was interrupted"),
     ],
@@ -233,14 +232,15 @@ def test_what_could_not_be_repeated_is_not_kept(
 ) -> None:
     rows = [row("moe30b", "a"), row("moe30b", "case", state="complete")]
     require_worth(rows, digest="a" * 64, changes="")
-    unknown = [one | {"git_sha": "unknown", "dirty": True} for one in rows]
-    require_worth(unknown, digest="a" * 64, changes="")  # a machine without git
+    beside = [one | {"git_sha": "unknown", "dirty": True} for one in rows]
+    require_worth(beside, digest="a" * 64, changes="")  # wheels lay beside the same code
     with pytest.raises(RefusedError, match=why):
         require_worth([*rows, rows[0] | change], digest="a" * 64, changes=changes)
 
 
 def test_what_is_said_of_speed_comes_from_what_is_kept(tmp_path: Path) -> None:
     assert section(tmp_path) == NOTHING
+    assert brief(tmp_path).startswith(NOTHING)
     assert NOTHING.startswith("Nothing has been measured on a GPU yet")
     kept = row("dense", "b", r3_share=quantiles([0.97]), tokens_per_s=quantiles([1234.0]))
     (tmp_path / "one.jsonl").write_text(json.dumps(kept) + "\n")
@@ -249,6 +249,12 @@ def test_what_is_said_of_speed_comes_from_what_is_kept(tmp_path: Path) -> None:
     assert "2026-11-21" in text
     assert "| dense | b | 1,234 |" in text
     assert "- at least 95 % of R3: 1 of 1" in text
+    assert brief(tmp_path).startswith(NOTHING)  # it streams too few tokens for README
+    more = kept | {"of_m_star": 2.0, "resident_share": 1.02, "calibrated_error": -0.019}
+    more |= {"note": "2 slots", "resident_is": "all layers on the card"}
+    (tmp_path / "two.jsonl").write_text(json.dumps(more) + "\n")
+    told = "Card, 2026-11-21, b (2 slots): 1,234 tokens/s, 97% of R3, 102% of the resident rate"
+    assert told in brief(tmp_path)
 
 
 # ------------------------------------------------------------------------------ plans and models

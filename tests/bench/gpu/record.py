@@ -1,10 +1,10 @@
-"""Keeps the rows of a run for good, and writes what README says of speed from all that are kept.
+"""Keeps the rows of a run for good, and writes what README and docs say of speed from all of them.
 
     python -m tests.bench.gpu.record DIR      the rows in DIR, measured by the code that is here
-    python -m tests.bench.gpu.record          README alone
+    python -m tests.bench.gpu.record          README and docs alone
 
-Only from a clean tree: what is kept was measured by the commit that it names. A machine without git
-names its code by a digest, which must be that of the tree here. Files are never changed.
+Only from a clean tree whose digest is that of the rows: what is kept was measured by the commit
+that it names, whatever else lay beside the code where it was measured. Files are never changed.
 """
 
 import argparse
@@ -14,19 +14,21 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.bench.gpu.goals import Row, verdicts
+from tests.bench.gpu.goals import TWICE, Row, verdicts
 from tests.bench.gpu.journal import CASE, PARTS, ROWS, read
-from tests.bench.gpu.table import head, steps
-from tests.bench.record import ROOT, UNKNOWN, code_digest, git
+from tests.bench.gpu.table import head, others, rates, steps
+from tests.bench.record import ROOT, code_digest, git
 
 RESULTS, README = ROOT / "tests/bench/results", ROOT / "README.md"
+PAGE = ROOT / "docs/development/benchmarks.md"
 BEGIN, END = "<!-- performance -->\n", "<!-- end of performance -->\n"
 NOTHING = """\
 Nothing has been measured on a GPU yet: every figure for a card in this file is a prediction.
-With a card at hand, `python -m tests.bench.gpu --out DIR` measures in nine minutes what there is
-time for, those cases first that tell most, and goes on where it stopped when it is run again;
-`--rehearse` runs it on a CPU, tiny.
 """
+SOMETHING = """\
+[All figures](docs/development/benchmarks.md#on-a-gpu). Other cards' figures here are predictions.
+"""
+COMMAND = "`python -m tests.bench.gpu --out DIR` measures a card.\n"
 
 
 class RefusedError(Exception):
@@ -49,7 +51,8 @@ def keep(run: Path, results: Path = RESULTS) -> Path:
     if file.exists():
         raise RefusedError(f"{file} exists, and results are never changed")
     results.mkdir(exist_ok=True)
-    file.write_text("".join(json.dumps({**row, "git_sha": sha}) + "\n" for row in rows))
+    known = {"git_sha": sha, "dirty": False}  # by the digest
+    file.write_text("".join(json.dumps(row | known) + "\n" for row in rows))
     return file
 
 
@@ -69,8 +72,6 @@ def require_worth(rows: Sequence[Row], *, digest: str, changes: str) -> None:
         raise RefusedError("these are rows of a rehearsal")
     if any(row["code_sha256"] != digest for row in rows):
         raise RefusedError("rows were measured by other code than is here; check that commit out")
-    if any(row["dirty"] and row["git_sha"] != UNKNOWN for row in rows):
-        raise RefusedError("rows were measured in a tree that was not clean")
     if len({(row["gpu"], row["vram_gib"]) for row in rows}) > 1:
         raise RefusedError("rows are of several cards or caps")
     begun = {row["case"] for row in rows}
@@ -79,14 +80,38 @@ def require_worth(rows: Sequence[Row], *, digest: str, changes: str) -> None:
         raise RefusedError(f"{min(begun - ended)} was interrupted; run it again")
 
 
+def brief(results: Path = RESULTS) -> str:
+    """Return what README says of speed on a GPU: a line for each step of twice M*."""
+    files = sorted(results.glob("*.jsonl"))
+    told = "".join(_line(row) for file in files for row in _rows(file) if _is_told(row))
+    return (f"{told}\n{SOMETHING}" if told else NOTHING) + COMMAND
+
+
+def _is_told(row: Row) -> bool:
+    return (row.get("of_m_star") or 0.0) >= TWICE and "resident_share" in row
+
+
+def _line(row: Row) -> str:
+    return (
+        f"- {row['gpu']}, {row['date'][:10]}, {row['part']} ({row['note']}):"
+        f" {row['tokens_per_s']['p50']:,.0f} tokens/s, {row['r3_share']['p50']:.0%} of R3,"
+        f" {row['resident_share']:.0%} of the resident rate,"
+        f" predicted {row['calibrated_error']:+.1%}\n"
+    )
+
+
 def section(results: Path = RESULTS) -> str:
-    """Return what README says of speed on a GPU."""
+    """Return what the docs say of speed on a GPU: all rows that are kept."""
     files = sorted(results.glob("*.jsonl"))
     return "\n".join(map(_said, files)) if files else NOTHING
 
 
+def _rows(file: Path) -> list[Row]:
+    return [row for row in read(file) if row["part"] not in (PARTS, CASE)]
+
+
 def _said(file: Path) -> str:
-    rows = [row for row in read(file) if row["part"] not in (PARTS, CASE)]
+    rows = _rows(file)
     of_training = [row for row in rows if "r3_share" in row]
     lines = [
         f"- {verdict.goal.text}: {verdict.num_reached} of {verdict.num}"
@@ -94,19 +119,20 @@ def _said(file: Path) -> str:
         if verdict.num
     ]
     text = head(rows).replace("## ", "### ", 1)
-    return "\n".join(filter(None, (text, steps(of_training), "\n".join(lines) + "\n")))
+    reached = "Goals:\n\n" + "\n".join(lines) + "\n" if lines else ""
+    return "\n".join(filter(None, (text, rates(rows), steps(of_training), others(rows), reached)))
 
 
-def with_section(readme: str, text: str) -> str:
-    """Return README with another section."""
-    before, _, rest = readme.partition(BEGIN)
+def with_section(page: str, text: str) -> str:
+    """Return a page with another section between the marks."""
+    before, _, rest = page.partition(BEGIN)
     _, mark, after = rest.partition(END)
-    assert mark, f"README has no {BEGIN.strip()} and {END.strip()}"
+    assert mark, f"there is no {BEGIN.strip()} and {END.strip()}"
     return before + BEGIN + text + END + after
 
 
 def main() -> int:
-    """Keep the rows of a run, if one is named, and write README's section."""
+    """Keep the rows of a run, if one is named, and write the sections on speed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -118,7 +144,8 @@ def main() -> int:
         except RefusedError as refusal:
             sys.stderr.write(f"error: not kept: {refusal}\n")
             return 1
-    README.write_text(with_section(README.read_text(), section()))
+    for page, text in ((README, brief()), (PAGE, section())):
+        page.write_text(with_section(page.read_text(), text))
     return 0
 
 
