@@ -24,19 +24,18 @@ from finetune.training.compile import FAILURES as COMPILER_FAILURES
 from finetune.training.compile import compile_layers, refusal
 from offload.engine.memory_meter import torch_pinned_bytes
 from offload.plan.facts.codec import CodecName
-from offload.plan.facts.facts import AdapterSpec, linear_names, model_facts
 from offload.plan.schedule.op import Op
 from offload.plan.schedule.schedule import Order
 from tests.bench.gpu.card import Card
+from tests.bench.gpu.dense import adapter_of
 from tests.bench.gpu.journal import Journal
-from tests.bench.gpu.models import fields
 from tests.bench.gpu.parts import MIN_LAYERS, Part
 from tests.bench.gpu.rig import Batches, Rig
 from tests.bench.gpu.settings import Settings
 from tests.bench.gpu.training import FAILURES, Session, machine_for, model_of
 from tests.bench.record import quantiles
 
-SHAPE, RANK, SEQ_LEN = "qwen3-8b", 16, 2048
+SHAPE, SEQ_LEN = "qwen3-8b", 2048
 NUM_LAYERS, NUM_SLOTS, NUM_STEPS = 2 * MIN_LAYERS, 6, 5
 ENGINE, AGAIN, COMPILED = "the engine", "the engine, again", "compiled layers"
 CODECS: tuple[CodecName, ...] = ("native", "nf4")
@@ -198,11 +197,9 @@ def run(settings: Settings, journal: Journal) -> None:
     """Measure all arms of both forms of the weights, inputs in RAM so that both lanes are busy."""
     codecs = REHEARSED_CODECS if settings.is_rehearsal else CODECS
     journal.expect([f"{codec}: {name}" for codec in codecs for name in arms(codec)])
-    linears = linear_names(model_facts(fields(SHAPE)))
-    adapter = AdapterSpec(rank=RANK, targets=linears, experts=False)
-    model = model_of(SHAPE, adapter, is_rehearsal=settings.is_rehearsal)
+    model = model_of(SHAPE, adapter_of(SHAPE), is_rehearsal=settings.is_rehearsal)
     num_layers = min(settings.num_layers or NUM_LAYERS, model.facts.num_layers)
-    model = model.with_layers(num_layers)
+    model = replace(model.with_layers(num_layers), layer_code="plain")  # one arm compiles it
     for codec in codecs:
         left = [name for name in arms(codec) if not journal.has(f"{codec}: {name}")]
         if not left or settings.left_s < 0:

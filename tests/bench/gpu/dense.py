@@ -17,13 +17,17 @@ FORMS: tuple[tuple[str, CodecName, tuple[float, ...]], ...] = (
 )
 
 
+def adapter_of(shape: str) -> AdapterSpec:
+    """Return an adapter on all linear layers, computed as a run does it."""
+    targets = linear_names(model_facts(fields(shape)))
+    return AdapterSpec(rank=RANK, targets=targets, experts=False, is_in_base_dtype=True)
+
+
 def run(settings: Settings, journal: Journal) -> None:
     """Measure all parts."""
     work = []
     for shape, codec, budgets in FORMS[:1] if settings.is_rehearsal else FORMS:
-        targets = linear_names(model_facts(fields(shape)))
-        adapter = AdapterSpec(rank=RANK, targets=targets, experts=False)
-        model = model_of(shape, adapter, is_rehearsal=settings.is_rehearsal)
+        model = model_of(shape, adapter_of(shape), is_rehearsal=settings.is_rehearsal)
         parts = parts_of(codec, budgets, settings, SEQ_LENS)
         work.append((model, worth_running(model, machine_for(model, settings, parts[0]), parts)))
     journal.expect([row_name(model, part) for model, parts in work for part in parts])

@@ -4,11 +4,9 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
 
-from offload.plan.facts.facts import AdapterSpec, linear_names, model_facts
 from tests.bench.gpu import dense, moe30b
 from tests.bench.gpu.card import Card
 from tests.bench.gpu.journal import Journal
-from tests.bench.gpu.models import fields
 from tests.bench.gpu.parts import MIN_LAYERS, Model, Part
 from tests.bench.gpu.rig import NUM_WARM, rates_of
 from tests.bench.gpu.settings import Settings
@@ -21,10 +19,9 @@ SEQ_LEN, VRAM_GIB, OF_M_STAR = 8192, 32.0, 0.5
 def run(settings: Settings, journal: Journal) -> None:
     """Profile a mixture and a dense model, their weights in bf16."""
     dense_shape = dense.FORMS[0][0]
-    linears = linear_names(model_facts(fields(dense_shape)))
     work = (
         (moe30b.SHAPE, moe30b.ADAPTER),
-        (dense_shape, AdapterSpec(rank=dense.RANK, targets=linears, experts=False)),
+        (dense_shape, dense.adapter_of(dense_shape)),
     )
     journal.expect([shape for shape, _ in work])
     for shape, adapter in work:

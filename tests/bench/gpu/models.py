@@ -21,6 +21,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from finetune.adapter.expert_lora import compute_beside
+from finetune.adapter.linear_lora import compute_in_base_dtype
 from offload.engine.codecs.codec import NATIVE
 from offload.engine.experts.autotune import use
 from offload.engine.experts.interface import goes_through_interface
@@ -125,6 +126,8 @@ def make(
     )
     torch.manual_seed(0)
     model: Any = compute_beside(get_peft_model(base, lora))
+    if adapter.is_in_base_dtype:
+        compute_in_base_dtype(model)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:  # zero to begin with, which would leave A without gradients
             nn.init.normal_(parameter, std=STD / 10)

@@ -9,7 +9,7 @@ from tests.bench.gpu.settings import Settings
 from tests.bench.gpu.training import machine_for, model_of, row_name, run_parts
 
 SHAPE, RANK = "qwen3-30b-a3b", 8
-ADAPTER = AdapterSpec(rank=RANK, targets=ATTENTION, experts=True)
+ADAPTER = AdapterSpec(rank=RANK, targets=ATTENTION, experts=True, is_in_base_dtype=True)
 FORMS: tuple[tuple[CodecName, tuple[float, ...]], ...] = (
     ("native", (24, 32)),
     ("nf4", (24, 12, 32)),

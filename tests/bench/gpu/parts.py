@@ -19,7 +19,7 @@ from offload.errors import DoesNotFitError
 from offload.plan.facts.codec import CodecName
 from offload.plan.facts.facts import AdapterSpec, ModelFacts, model_facts
 from offload.plan.facts.optimizer import Optimizer
-from offload.plan.facts.workload import Workload
+from offload.plan.facts.workload import LayerCode, Workload
 from offload.plan.fit import MemoryNeeds
 from offload.plan.machine.machine import GIB, Machine
 from offload.plan.memory.memory import total_bytes
@@ -51,6 +51,7 @@ class Model:
         adapter: What trains.
         dtype: Of its weights as they compute.
         optimizer: What updates the adapter.
+        layer_code: What computes norms, rotations and gates.
     """
 
     shape: str
@@ -58,6 +59,7 @@ class Model:
     adapter: AdapterSpec
     dtype: str
     optimizer: Optimizer
+    layer_code: LayerCode = "auto"
 
     @property
     def facts(self) -> ModelFacts:
@@ -310,4 +312,5 @@ def workload_of(model: Model, part: Part) -> Workload:
         optimizer=model.optimizer,
         dtype_bytes=2 if model.dtype == "bfloat16" else 4,
         codec=part.codec,
+        layer_code=model.layer_code,
     )

@@ -59,7 +59,7 @@ class Rig:
         self, made: Made, device: torch.device | Device, *, plan: Plan, optimizer: Optimizer
     ) -> None:
         """Attach the engine as a plan has it."""
-        request = plan.request
+        request, typical = plan.request, plan.request.typical
         self._slab: Slab = made.slab
         self._model = made.model
         self.engine = Engine(
@@ -68,12 +68,15 @@ class Rig:
             options=EngineOptions(
                 num_slots=plan.num_slots,
                 num_kept_graphs=plan.num_kept_graphs,
-                codec=request.typical.codec,
+                codec=typical.codec,
                 tier="ram",
                 store_dir=None,
                 stash="host" if request.is_stashed else "device",
                 trained_weights="device",
-                head_chunk_tokens=request.typical.head_chunk_tokens,
+                head_chunk_tokens=typical.head_chunk_tokens,
+                layer_kernels="fused"
+                if typical.code_on(plan.machine.device) == "fused"
+                else "plain",
             ),
             backing=made.slab,
         )
