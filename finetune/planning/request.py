@@ -26,7 +26,7 @@ from offload.plan.facts.facts import (
 from offload.plan.facts.head import why_head_on_device
 from offload.plan.facts.linears import FP32_BYTES
 from offload.plan.facts.trainable import all_weights, prefix_spec, virtual_shapes
-from offload.plan.facts.workload import LayerCode, Workload
+from offload.plan.facts.workload import TILED_GROUPS, LayerCode, Workload
 from offload.plan.machine.machine import (
     DTYPE_BYTES,
     Dtype,
@@ -332,6 +332,15 @@ def _request(
             limit="only a mixture of experts has a router loss",
             hint="`train.router_loss_coef: null`",
         )
+    if typical.mlp_chunk_tokens is not None and not any(
+        x.group in TILED_GROUPS for layer in facts.layers for x in layer.linears
+    ):
+        raise ConfigError(
+            f"offload.mlp_chunk: {typical.mlp_chunk_tokens}, but every MLP of this"
+            f" {facts.model_type} model is a mixture of experts",
+            limit="routed experts are not computed in chunks of tokens",
+            hint="`offload.mlp_chunk: auto`",
+        )
     why = why_on_device(facts, typical.adapter, num_ranks=num_ranks)
     if typical.embeddings == "host" and why:
         raise ConfigError(
@@ -393,7 +402,15 @@ def _num_slots(recipe: Recipe, facts: ModelFacts) -> int | None:
     wanted: int | Literal["auto", "all"] = recipe.offload.num_slots
     if wanted == "auto":
         return None
-    return facts.num_layers if wanted == "all" else wanted
+    if wanted == "all":
+        return facts.num_layers
+    if wanted > facts.num_layers:
+        raise ConfigError(
+            f"offload.num_slots: {wanted} for a model of {facts.num_layers} layers",
+            limit="a slot holds one layer",
+            hint="`offload.num_slots: all`",
+        )
+    return wanted
 
 
 def _num_kept_graphs(recipe: Recipe, facts: ModelFacts) -> int | None:
