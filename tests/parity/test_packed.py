@@ -352,3 +352,15 @@ def test_row_lens_that_do_not_fit_are_refused(change: Any, what: str) -> None:
     with pytest.raises(OffloadError, match=what):
         engine.forward_backward([change(packed(*rows_of(4, 5)))])
     engine.detach()
+
+
+@pytest.mark.parametrize(("name", "num_calls"), [("qwen3", 1), ("gpt_oss", NUM_LAYERS)])
+def test_layers_share_one_call_where_the_one_before_is_passed_the_same_objects(
+    name: str, num_calls: int
+) -> None:
+    """Those of gpt_oss are passed another mask in turn: of all tokens, and of a window."""
+    batch = packed(*rows_of(12, 5, 17))
+    del batch["labels"]
+    calls = LayeredModel(tiny(name)).front(batch).packed
+    assert len(calls) == NUM_LAYERS
+    assert len({id(call) for call in calls}) == num_calls

@@ -60,6 +60,7 @@ from offload.engine.model.recorders import (
     Note,
     TouchedError,
     between,
+    require_in_order,
 )
 from offload.engine.model.visit import Graph, visit_with_graph
 from offload.engine.model.watch import Watch
@@ -391,7 +392,7 @@ class Inspection:
             ):
                 output = model.whole(**model.given({**inputs, **labels, "use_cache": False}))
             watch.end()
-            model.require_in_order(notes)
+            require_in_order(notes, len(model.layers))
         except torch.OutOfMemoryError:
             raise
         except FORWARD_ERRORS as error:

@@ -17,10 +17,9 @@ name. What can be detected while a model runs is checked here, at each visit; th
 """
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
@@ -43,14 +42,14 @@ from offload.engine.model.recorded_args import Call, Leaves, Snapshot, front_arg
 from offload.engine.model.recorders import (
     FORMS,
     AllRecordedError,
-    Between,
     Form,
     Injector,
     Last,
     Note,
     StandIn,
     TouchedError,
-    modes_of_torch,
+    problems,
+    require_in_order,
 )
 from offload.engine.model.router import RouterLoss
 from offload.engine.packing.attention import rows_apart
@@ -185,12 +184,14 @@ class LayeredModel:
         rows = list(batch["input_ids"].split(lens, dim=1))
         if len(set(lens)) == 1:  # only a row of another length shows which dimensions count tokens
             rows.append(rows[0].repeat(1, 2))
-        by_row = [self.notes({"input_ids": row}) for row in rows]
+        by_row = self._notes_of([{"input_ids": row} for row in rows])
         hidden_BTD = torch.cat([notes[0].hidden for notes in by_row[: len(lens)]], dim=1)
         joined = JoinedRows.of(lens, hidden_BTD.device) if self.joins_rows else None
         packed = packed_calls([[note.call for note in notes] for notes in by_row], lens, joined)
-        cut = tuple(call.cut(leaves) for call in packed)
-        return Front(hidden_BTD=hidden_BTD, calls=(), leaves=leaves, packed=cut)
+        distinct = {id(call): call for call in packed}  # layers share them
+        cut = {key: call.cut(leaves) for key, call in distinct.items()}
+        shared = tuple(cut[id(call)] for call in packed)
+        return Front(hidden_BTD=hidden_BTD, calls=(), leaves=leaves, packed=shared)
 
     def notes(self, batch: Batch, *, cache: object = None, **more: Any) -> list[Note]:
         """Record the arguments of all layers, which may be kept.
@@ -203,21 +204,27 @@ class LayeredModel:
         Raises:
             UnsupportedModelError: As for `front`.
         """
+        (notes,) = self._notes_of([batch], cache=cache, **more)
+        return notes
+
+    def _notes_of(
+        self, batches: Sequence[Batch], *, cache: object = None, **more: Any
+    ) -> list[list[Note]]:
+        first = batches[0]
         try:
             if self._forms is None:
-                self._few = {name: batch[name][:1, :3] for name in FRONT_INPUTS if name in batch}
-                with same_randomness(batch["input_ids"].device):
+                self._few = {name: first[name][:1, :3] for name in FRONT_INPUTS if name in first}
+                with same_randomness(first["input_ids"].device):
                     self._forms = self._find_forms()
-            notes = self.record(batch, self._forms, **more)
+            found = list(self._recorded(batches, self._forms, **more))
         except TouchedError as error:
             self.refuse(str(error), limit=ONE_STATE)
-        for note in notes:
-            for name, problem in note.call.problems(shared=cache):
-                self.refuse(
-                    f"passes `{name}` to layer {note.layer}, {problem}",
-                    limit="a layer may be passed constants, tensors and containers of them",
-                )
-        return notes
+        for layer, name, problem in (one for notes in found for one in problems(notes, cache)):
+            self.refuse(
+                f"passes `{name}` to layer {layer}, {problem}",
+                limit="a layer may be passed constants, tensors and containers of them",
+            )
+        return found
 
     def layer_forward(self, layer: int, hidden_BTD: torch.Tensor, call: LayerCall) -> torch.Tensor:
         """Run one layer; its weights must be in place.
@@ -389,9 +396,20 @@ class LayeredModel:
         Raises:
             TouchedError: Its layers could not be visited one by one.
         """
+        (notes,) = self._recorded([batch], forms, root=root, **more)
+        return notes
+
+    def _recorded(
+        self, batches: Iterable[Batch], forms: Forms, *, root: nn.Module | None = None, **more: Any
+    ) -> Iterator[list[Note]]:
+        """Yield the notes of each batch, all with the same stand-ins."""
         notes: list[Note] = []
-        self._record(batch, forms, notes, root=root, **more)
-        return [note.alone() for note in notes]
+        with self._standing_in(forms, notes):
+            for batch in batches:
+                self._run(batch, root, **more)
+                require_in_order(notes, len(self.layers))
+                yield [note.alone() for note in notes]
+                notes.clear()
 
     @property
     def forms(self) -> Forms:
@@ -409,7 +427,9 @@ class LayeredModel:
             notes: list[Note] = []
             forms = (form,) * len(self.layers)
             try:
-                self._record(self._few, forms, notes)
+                with self._standing_in(forms, notes):
+                    self._run(self._few)
+                    require_in_order(notes, len(self.layers))
             except torch.OutOfMemoryError:
                 raise
             except FORWARD_ERRORS as error:
@@ -456,21 +476,18 @@ class LayeredModel:
             )
         self._forms = forms
 
-    def _record(
-        self,
-        batch: Batch,
-        forms: Forms,
-        notes: list[Note],
-        root: nn.Module | None = None,
-        **more: Any,
-    ) -> None:
+    @contextmanager
+    def _standing_in(self, forms: Forms, notes: list[Note]) -> Iterator[None]:
         stand_ins = self.stand_ins(StandIn, forms, notes=notes)
         last = len(self.layers) - 1
         stand_ins[last] = Last(self.layers[last], last, notes=notes, form=forms[last])
+        with self.replaced(stand_ins):
+            yield
+
+    def _run(self, batch: Batch, root: nn.Module | None = None, **more: Any) -> None:
         inputs = {name: batch[name] for name in FRONT_INPUTS if name in batch}
-        with self.replaced(stand_ins), suppress(AllRecordedError):
+        with suppress(AllRecordedError):
             (root or self.model)(**self.given({"use_cache": False, **inputs, **more}))
-        self.require_in_order(notes)
 
     def stand_ins(self, kind: type[StandIn], forms: Forms, *, notes: list[Note]) -> list[StandIn]:
         """Return a stand-in for each layer."""
@@ -478,33 +495,6 @@ class LayeredModel:
             kind(layer, i, notes=notes, form=form)
             for i, (layer, form) in enumerate(zip(self.layers, forms, strict=True))
         ]
-
-    def require_in_order(self, notes: Sequence[Note]) -> None:
-        """Check that each layer was called once and in order, with arguments that may be kept.
-
-        Raises:
-            TouchedError: It was not.
-        """
-        visited = [note.layer for note in notes]
-        if visited != list(range(len(self.layers))):
-            raise TouchedError(f"visits its layers in the order {visited}, not each once")
-        for before, note in pairwise(notes):
-            if note.hidden is not before.returned:
-                raise TouchedError(
-                    f"changes the hidden state between layers {before.layer} and {note.layer}"
-                )
-            if any(isinstance(part, Between) for part in note.call.parts()):
-                raise TouchedError(f"hands more than a hidden state on to layer {note.layer}")
-        modes = modes_of_torch(notes[0].hidden.device)
-        for note in notes:
-            if note.modes != modes:
-                raise TouchedError(
-                    f"calls layer {note.layer} in a mode of torch's of its own (autocast, no_grad)"
-                )
-            if not note.is_as_then():
-                raise TouchedError(
-                    f"changes what it has passed to layer {note.layer} before it calls another"
-                )
 
     @contextmanager
     def replaced(self, stand_ins: Sequence[nn.Module]) -> Iterator[None]:

@@ -9,6 +9,7 @@ A module inside the model may give the front more arguments (`FrontArguments`), 
 that has a part for each layer (`ByLayer`), such as keys and values that train.
 """
 
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,7 +19,8 @@ import torch
 from torch import nn
 
 _CONSTANTS = (bool, int, float, str, torch.dtype, torch.device)
-_WITHOUT_PARTS = (torch.Tensor, type(None), *_CONSTANTS)  # asked first: abstract classes are slow
+_WITHOUT_PARTS = (torch.Tensor, type(None), *_CONSTANTS)
+_PLAIN = frozenset(_WITHOUT_PARTS)  # asked first, by type: a front asks for each row and layer
 
 
 class FrontArguments(nn.Module, ABC):
@@ -55,13 +57,25 @@ class Call:
     kwargs: Mapping[str, Any]
     is_hidden_keyword: bool = False
 
-    def parts(self) -> Iterator[object]:
-        """Yield all arguments and, recursively, the contents of containers."""
-        yield from _walk((self.args, self.kwargs))
+    def parts(self) -> Sequence[object]:
+        """Return all arguments and, recursively, the contents of containers."""
+        return _walk((self.args, self.kwargs))
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Yield the tensors among the parts."""
         yield from (part for part in self.parts() if isinstance(part, torch.Tensor))
+
+    def is_given(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_hidden_keyword: bool
+    ) -> bool:
+        """Return whether these arguments are the same objects."""
+        return (
+            self.is_hidden_keyword == is_hidden_keyword
+            and len(self.args) == len(args)
+            and self.kwargs.keys() == kwargs.keys()
+            and all(map(operator.is_, self.args, args))
+            and all(value is kwargs[name] for name, value in self.kwargs.items())
+        )
 
     def problems(self, *, shared: object = None) -> Iterator[tuple[str, str]]:
         """Yield the name of each argument that may not be passed, and why.
@@ -72,7 +86,9 @@ class Call:
         named = [*((f"argument {i + 1}", v) for i, v in enumerate(self.args)), *self.kwargs.items()]
         for name, value in named:
             for part in _walk(value):
-                if part is not shared and not isinstance(part, _HARMLESS):
+                if type(part) in _PLAIN or part is shared:
+                    continue
+                if not isinstance(part, _HARMLESS):
                     yield name, f"a {type(part).__name__} that layers could share state through"
 
     def is_same(self, other: "Call") -> bool:
@@ -96,8 +112,10 @@ class Call:
         """Return the call with the parts of one layer in place of arguments with all of them."""
 
         def own(value: Any) -> Any:
-            return value.of_layer(layer) if isinstance(value, ByLayer) else value
+            return value.of_layer(layer) if _is_by_layer(value) else value
 
+        if not any(map(_is_by_layer, (*self.args, *self.kwargs.values()))):
+            return self
         return replace(
             self,
             args=tuple(map(own, self.args)),
@@ -118,19 +136,7 @@ class Call:
         return {key: value for key, value in named.items() if value is not None}
 
 
-_HARMLESS = (
-    torch.Tensor,
-    tuple,
-    list,
-    Mapping,
-    bool,
-    int,
-    float,
-    str,
-    torch.dtype,
-    torch.device,
-    type(None),
-)
+_HARMLESS = (*_WITHOUT_PARTS, tuple, list, Mapping)
 
 
 class Snapshot:
@@ -141,7 +147,7 @@ class Snapshot:
 
     def __init__(self, *values: object) -> None:
         """Record values and, recursively, the contents of containers."""
-        self._seen = [(part, _look(part)) for value in values for part in _walk(value)]
+        self._seen = [(part, look_of(part)) for value in values for part in _walk(value)]
 
     def __eq__(self, other: object) -> bool:
         """Return whether the same objects were seen, without a write to them in between."""
@@ -170,6 +176,8 @@ class Leaves:
 
     def cut(self, call: Call) -> Call:
         """Return the call with leaves in place of tensors that require grad."""
+        if not any(tensor.requires_grad for tensor in call.tensors()):
+            return call
         return Call(
             args=tuple(self._cut(value) for value in call.args),
             kwargs={name: self._cut(value) for name, value in call.kwargs.items()},
@@ -192,17 +200,27 @@ class Leaves:
         return type(value)(map(self._cut, value))
 
 
-def _walk(value: object) -> Iterator[object]:
-    """Yield a value and, if it is a container, its contents."""
-    yield value
-    if isinstance(value, _WITHOUT_PARTS):
+def _walk(value: object) -> list[object]:
+    """Return a value and, if it is a container, its contents."""
+    found: list[object] = []
+    _collect(value, found)
+    return found
+
+
+def _collect(value: object, found: list[object]) -> None:
+    found.append(value)
+    if type(value) in _PLAIN or isinstance(value, _WITHOUT_PARTS):
         return
-    if isinstance(value, Mapping):
-        for part in value.values():
-            yield from _walk(part)
-    elif isinstance(value, tuple | list):
+    if isinstance(value, tuple | list):
         for part in value:
-            yield from _walk(part)
+            _collect(part, found)
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            _collect(part, found)
+
+
+def _is_by_layer(value: object) -> bool:
+    return type(value) not in _PLAIN and isinstance(value, ByLayer)
 
 
 def _changed(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -215,12 +233,14 @@ def _changed(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     return value
 
 
-def _look(value: object) -> object:
+def look_of(value: object) -> object:
     """Return a version or size that changes when a value is written to."""
     if isinstance(value, torch.Tensor):  # torch does not count for inference tensors
         return None if value.is_inference() else value._version
-    if isinstance(value, _WITHOUT_PARTS):
+    if type(value) in _PLAIN or isinstance(value, _WITHOUT_PARTS):
         return None
+    if isinstance(value, tuple | list):
+        return len(value)
     if isinstance(value, Mapping):
         return tuple(value)
     if isinstance(value, Sequence):
@@ -243,5 +263,5 @@ def _is_same_part(one: object, other: object) -> bool:
             return False
         return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
     if isinstance(one, Mapping | tuple | list):
-        return type(one) is type(other) and _look(one) == _look(other)
+        return type(one) is type(other) and look_of(one) == look_of(other)
     return one is other or _is_same_constant(one, other)

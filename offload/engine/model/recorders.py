@@ -12,15 +12,16 @@ A layer may return the hidden state alone or first in a tuple, which is not visi
 `FORMS` lists the possibilities; the first that the model's forward accepts is used.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
-from offload.engine.model.recorded_args import Call, Snapshot
+from offload.engine.model.recorded_args import Call, Snapshot, look_of
 
 
 class TouchedError(Exception):
@@ -130,8 +131,9 @@ class Note:
         layer: Index of the layer it replaces.
         hidden: The hidden state that it received.
         returned: The hidden state that it returned.
-        call: The other arguments.
-        seen: Snapshot of all arguments at the call.
+        call: The other arguments; one object for layers in a row that are passed the same ones.
+        seen: Snapshot of the other arguments at the first of these layers' calls.
+        hidden_look: Of the hidden state, at its own call.
         modes: Torch's modes at the call.
     """
 
@@ -140,15 +142,70 @@ class Note:
     returned: torch.Tensor
     call: Call
     seen: Snapshot
+    hidden_look: object
     modes: tuple[object, ...]
 
     def alone(self) -> "Note":
         """Return the note with what its layer alone is passed of arguments of all layers."""
-        return replace(self, call=self.call.of_layer(self.layer))
+        own = self.call.of_layer(self.layer)
+        return self if own is self.call else replace(self, call=own)
 
     def is_as_then(self) -> bool:
-        """Return whether no argument was written to since."""
-        return self.seen == Snapshot(self.hidden, self.call.args, self.call.kwargs)
+        """Return whether no argument was written to since, but for the hidden state."""
+        return self.seen == Snapshot(self.call.args, self.call.kwargs)
+
+    def is_hidden_as_then(self) -> bool:
+        """Return whether the hidden state was not written to since."""
+        return self.hidden_look == look_of(self.hidden)
+
+
+def require_in_order(notes: Sequence[Note], num_layers: int) -> None:
+    """Check that each layer was called once and in order, with arguments that may be kept.
+
+    Raises:
+        TouchedError: It was not.
+    """
+    visited = [note.layer for note in notes]
+    if visited != list(range(num_layers)):
+        raise TouchedError(f"visits its layers in the order {visited}, not each once")
+    for before, note in pairwise(notes):
+        if note.hidden is not before.returned:
+            raise TouchedError(
+                f"changes the hidden state between layers {before.layer} and {note.layer}"
+            )
+        is_known = note.call is before.call
+        if not is_known and any(isinstance(part, Between) for part in note.call.parts()):
+            raise TouchedError(f"hands more than a hidden state on to layer {note.layer}")
+    modes = modes_of_torch(notes[0].hidden.device)
+    for note, is_known in _with_known(notes):
+        if note.modes != modes:
+            raise TouchedError(
+                f"calls layer {note.layer} in a mode of torch's of its own (autocast, no_grad)"
+            )
+        if not (note.is_hidden_as_then() and (is_known or note.is_as_then())):
+            raise TouchedError(
+                f"changes what it has passed to layer {note.layer} before it calls another"
+            )
+
+
+def problems(notes: Sequence[Note], shared: object) -> Iterator[tuple[int, str, str]]:
+    """Yield the layer and name of each argument that may not be passed, and why.
+
+    Args:
+        notes: Of all layers.
+        shared: An object that layers may share.
+    """
+    for note, is_known in _with_known(notes):
+        if not is_known:
+            for name, problem in note.call.problems(shared=shared):
+                yield note.layer, name, problem
+
+
+def _with_known(notes: Sequence[Note]) -> Iterator[tuple[Note, bool]]:
+    """Yield notes, each with whether its call is the one before it."""
+    yield notes[0], False
+    for before, note in pairwise(notes):
+        yield note, note.call is before.call
 
 
 def modes_of_torch(device: torch.device) -> tuple[object, ...]:
@@ -191,15 +248,21 @@ class StandIn(nn.Module):
         if not isinstance(hidden, torch.Tensor):
             raise TouchedError(f"passes a {type(hidden).__name__} to a layer as hidden state")
         own = self.__dict__
-        call = Call(args=args[1:], kwargs=kwargs, is_hidden_keyword=is_keyword)
+        notes: list[Note] = own["notes"]
+        if notes and notes[-1].call.is_given(args[1:], kwargs, is_hidden_keyword=is_keyword):
+            call, seen = notes[-1].call, notes[-1].seen
+        else:
+            call = Call(args=args[1:], kwargs=kwargs, is_hidden_keyword=is_keyword)
+            seen = Snapshot(call.args, call.kwargs)
         returned = self._returned(hidden)
-        own["notes"].append(
+        notes.append(
             Note(
                 layer=own["index"],
                 hidden=hidden,
                 returned=returned,
                 call=call,
-                seen=Snapshot(hidden, call.args, call.kwargs),
+                seen=seen,
+                hidden_look=look_of(hidden),
                 modes=modes_of_torch(hidden.device),
             )
         )

@@ -12,8 +12,10 @@ a layer gets all tokens at once. A layer for which this is not right, as `check`
 once for each row: a row is then computed to the bit as it is alone.
 """
 
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -83,7 +85,7 @@ class PackedCall:
 def packed_calls(
     rows: "Sequence[Sequence[Call]]", lens: Sequence[int], joined: JoinedRows | None = None
 ) -> tuple[PackedCall, ...]:
-    """Return each layer's call for packed rows.
+    """Return each layer's call for packed rows; layers in a row that are passed the same share one.
 
     Args:
         rows: Of each row, the calls of all layers. Not all may have the same number of tokens; a
@@ -100,11 +102,17 @@ def packed_calls(
             seen[key] = joined.seeing(lens, call.masks)
         return seen.get(key)
 
-    calls = [
-        PackedCall(lens=tuple(lens), rows=tuple(some[: len(lens)]), together=joiner.call(some))
-        for some in zip(*rows, strict=True)
-    ]
-    return tuple(replace(call, joined=joined_of(call)) for call in calls)
+    def packed(some: "Sequence[Call]") -> PackedCall:
+        call = PackedCall(
+            lens=tuple(lens), rows=tuple(some[: len(lens)]), together=joiner.call(some)
+        )
+        return replace(call, joined=joined_of(call))
+
+    by_layer = list(zip(*rows, strict=True))
+    calls = [packed(by_layer[0])]
+    for before, some in pairwise(by_layer):  # most layers are passed what the one before was
+        calls.append(calls[-1] if all(map(operator.is_, before, some)) else packed(some))
+    return tuple(calls)
 
 
 class _Joiner:
