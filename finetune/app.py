@@ -61,7 +61,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _quiet_libraries() -> None:
     """Silence library messages meant for their developers; errors are still shown.
 
-    torch's warnings are kept: a driver that is too old concerns the user.
+    torch's warnings are kept: a driver that is too old concerns the user. But for one: torch 2.11
+    tells of its own thread for backwards, once, that it gets its context late.
     """
     import logging
     import warnings
@@ -72,3 +73,4 @@ def _quiet_libraries() -> None:
     for category in (FutureWarning, DeprecationWarning, PendingDeprecationWarning):
         warnings.filterwarnings("ignore", category=category)
     warnings.filterwarnings("ignore", category=UserWarning, module=CHATTY_MODULES)
+    warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current CUDA")

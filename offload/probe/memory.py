@@ -1,8 +1,10 @@
 """How much memory there is: free host memory within cgroups, page locks, a CUDA context."""
 
 import os
+import statistics
 import subprocess
 import sys
+from collections.abc import Iterable
 
 from offload.errors import MachineError
 from offload.plan.machine.machine import MIB
@@ -11,6 +13,7 @@ LEAST_REHEARSED_BYTES, MAX_REHEARSED_BYTES = 256 * MIB, 4096 * MIB
 # What a run imports after it has measured the machine, transformers' model code and peft: 178 to
 # 186 MiB with transformers 5.23 and peft 0.21, on a CPU. The library tells whether it is there.
 RUN_LIBRARIES_BYTES, RUN_LIBRARY = 182 * MIB, "peft"
+NUM_CONTEXT_TRIALS, STEADY_BYTES = 3, 16 * MIB
 HOLD_CONTEXT = (
     "import sys, torch; torch.zeros(1, device='cuda'); print(flush=True); sys.stdin.read()"
 )
@@ -42,6 +45,27 @@ def cuda_context_bytes() -> int:
     import torch
 
     torch.zeros(1, device="cuda")
+    return steady_bytes(_context_trial_bytes() for _ in range(NUM_CONTEXT_TRIALS))
+
+
+def steady_bytes(trials: Iterable[tuple[int, int]]) -> int:
+    """Return what a context takes, though others may take or free memory of the card meanwhile.
+
+    Args:
+        trials: What was taken while one started, and what was free again once it had ended. The
+            first in which these agree counts; no other is asked for.
+    """
+    found: list[int] = []
+    for taken, freed in trials:
+        found += taken, freed
+        if taken > 0 and abs(taken - freed) <= STEADY_BYTES:
+            return taken
+    return statistics.median_low([num_bytes for num_bytes in found if num_bytes > 0] or [0])
+
+
+def _context_trial_bytes() -> tuple[int, int]:
+    import torch
+
     before_bytes, _ = torch.cuda.mem_get_info()
     with subprocess.Popen(
         [sys.executable, "-c", HOLD_CONTEXT], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -56,7 +80,8 @@ def cuda_context_bytes() -> int:
             limit="its size is measured by starting one",
             hint="look at `nvidia-smi`: the card may be in exclusive mode or full",
         )
-    return max(0, before_bytes - during_bytes)
+    after_bytes, _ = torch.cuda.mem_get_info()
+    return before_bytes - during_bytes, after_bytes - during_bytes
 
 
 def pinned_bytes(ram_bytes: int) -> int:

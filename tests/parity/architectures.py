@@ -97,11 +97,11 @@ def gradients(model: nn.Module) -> Gradients:
 
 
 def streamed(
-    model: nn.Module, batches: Sequence[Batch], *, num_slots: int
+    model: nn.Module, batches: Sequence[Batch], *, num_slots: int, device: str = "cpu"
 ) -> tuple[float, Gradients]:
     """Return loss and gradients of one step of the engine."""
     model = copy.deepcopy(model)
-    engine = offload.attach(model, num_slots=num_slots, device="cpu", head_chunk_tokens=7)
+    engine = offload.attach(model, num_slots=num_slots, device=device, head_chunk_tokens=7)
     try:
         loss = engine.forward_backward(batches, dropout_seed=0).loss
         return loss, gradients(model)

@@ -12,6 +12,7 @@ Run as a program, this file is that child. It does not import torch, so it start
 import contextlib
 import ctypes
 import mmap
+import os
 import signal
 import subprocess
 import sys
@@ -39,7 +40,8 @@ def rehearse_lock(
         runtime: From `loaded_runtime_path`.
         device_index: The CUDA device.
         num_bytes: How many bytes.
-        fd: The memory to lock, from its start; None allocates new memory, which must be free.
+        fd: The memory to lock, from its start; None allocates new memory, which must be free, as
+            does what is more than the descriptor has.
         timeout_s: The child is killed after this time.
         program: The child's program.
 
@@ -94,14 +96,24 @@ def _main(path: str, device_index: int, num_bytes: int, fd: int) -> int:
     if cuda.open_device(device_index) is not None:
         return _UNTRIED
     try:
-        memory = mmap.mmap(fd, num_bytes)
+        areas = _mapped(fd, num_bytes)
     except OSError:  # a read-only descriptor, or no memory: unrelated to locks
         return _UNTRIED
-    refusal = cuda.register(ctypes.addressof(ctypes.c_char.from_buffer(memory)), num_bytes)
-    if refusal is not None:
-        sys.stdout.write(refusal)
-        return _REFUSED
+    for area in areas:
+        refusal = cuda.register(ctypes.addressof(ctypes.c_char.from_buffer(area)), len(area))
+        if refusal is not None:
+            sys.stdout.write(refusal)
+            return _REFUSED
     return _LOCKED
+
+
+def _mapped(fd: int, num_bytes: int) -> list[mmap.mmap]:
+    """Map the memory of a descriptor; for what is to be locked besides, new memory."""
+    shared_bytes = 0 if fd < 0 else min(num_bytes, os.fstat(fd).st_size)
+    sizes = {fd: shared_bytes} if shared_bytes else {}
+    if num_bytes > shared_bytes:
+        sizes[-1] = num_bytes - shared_bytes
+    return [mmap.mmap(source, size) for source, size in sizes.items()]
 
 
 if __name__ == "__main__":

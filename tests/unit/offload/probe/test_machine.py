@@ -11,9 +11,9 @@ from offload.engine.host.limits import free_host_bytes, resident_bytes
 from offload.errors import MachineError
 from offload.plan.machine.machine import Machine, Rate
 from offload.probe.machine import has_grouped_gemm, probe
-from offload.probe.memory import RUN_LIBRARIES_BYTES
+from offload.probe.memory import RUN_LIBRARIES_BYTES, steady_bytes
 
-GIB = 2**30
+GIB, MIB = 2**30, 2**20
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +109,24 @@ def test_an_unknown_device_is_refused() -> None:
 def test_cuda_without_a_card_is_refused() -> None:
     with pytest.raises(MachineError, match="torch sees no CUDA device"):
         probe(device="cuda", dtype="bfloat16", seconds=1.0)
+
+
+@pytest.mark.parametrize(
+    ("trials", "num_left", "expected"),
+    [
+        ([(500, 501), (700, 700)], 1, 500),
+        ([(-200, 500), (500, 500)], 0, 500),  # another process ended while it started
+        ([(1300, 500), (500, 499)], 0, 500),  # or began
+        ([(-200, 500), (1300, 500), (500, -600)], 0, 500),
+        ([(0, 0), (0, 0)], 0, 0),
+    ],
+)
+def test_the_context_of_a_card_is_measured_beside_other_processes(
+    trials: list[tuple[int, int]], num_left: int, expected: int
+) -> None:
+    asked = iter([(taken * MIB, freed * MIB) for taken, freed in trials])
+    assert steady_bytes(asked) == expected * MIB
+    assert len(list(asked)) == num_left
 
 
 @pytest.mark.gpu

@@ -266,11 +266,17 @@ def test_a_model_without_experts_has_none() -> None:
     assert find_experts(nn.Sequential(nn.Linear(2, 2), module)) is module
 
 
+def let_cublas_allocate(device: torch.device) -> None:
+    """Multiply forward and backward: each thread's cuBLAS keeps a workspace, of 32 MiB in tests."""
+    weight, bias = (torch.ones(n, device=device, requires_grad=True) for n in ((16, 16), 16))
+    nn.functional.linear(weight, weight, bias).sum().backward()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("ranks", [{}, {"gate_up_proj": 16, "down_proj": 16}])
 def test_a_card_tries_all_ways_and_keeps_no_memory(ranks: Mapping[str, int]) -> None:
     device = torch.device("cuda")
-    torch.zeros(1, device=device)
+    let_cublas_allocate(device)
     config = Qwen3MoeConfig(hidden_size=2048, moe_intermediate_size=768, num_experts=16)
     with torch.device("meta"):
         module = Qwen3MoeExperts(config).to(torch.bfloat16)
@@ -286,5 +292,5 @@ def test_a_card_tries_all_ways_and_keeps_no_memory(ranks: Mapping[str, int]) -> 
     assert [trial.reason for trial in trials] == [None, None, None]
     assert all(trial.seconds for trial in trials)
     del trials
-    assert torch.cuda.memory_allocated() - allocated < 64 * 2**20  # cuBLAS keeps its workspace
+    assert torch.cuda.memory_allocated() - allocated < 4 * 2**20  # half of the tokens' states
     assert torch.cuda.memory_reserved() - reserved < 64 * 2**20

@@ -56,6 +56,18 @@ def test_the_child_locks_the_very_memory_of_the_descriptor(fake_runtime: Path) -
     os.close(fd)
 
 
+def test_more_than_the_descriptor_has_is_locked_as_well(fake_runtime: Path) -> None:
+    """Of a head on the host: it is locked after the layers, which alone are shared."""
+    fd = os.memfd_create("slab")
+    os.ftruncate(fd, MOST_BYTES)
+    with mmap.mmap(fd, MOST_BYTES) as memory:
+        assert rehearsed(fake_runtime, fd=fd, num_bytes=MOST_BYTES + 100) is None
+        assert memory[0] == 1
+        refusal = rehearsed(fake_runtime, fd=fd, num_bytes=2 * MOST_BYTES + 1)
+        assert refusal == "out of memory, CUDA error 2"
+    os.close(fd)
+
+
 def test_a_card_that_gives_a_child_no_context_says_nothing_about_locks(fake_runtime: Path) -> None:
     assert rehearsed(fake_runtime, device_index=SPENT_DEVICE, num_bytes=2 * MOST_BYTES) is None
 
