@@ -402,15 +402,7 @@ def _num_slots(recipe: Recipe, facts: ModelFacts) -> int | None:
     wanted: int | Literal["auto", "all"] = recipe.offload.num_slots
     if wanted == "auto":
         return None
-    if wanted == "all":
-        return facts.num_layers
-    if wanted > facts.num_layers:
-        raise ConfigError(
-            f"offload.num_slots: {wanted} for a model of {facts.num_layers} layers",
-            limit="a slot holds one layer",
-            hint="`offload.num_slots: all`",
-        )
-    return wanted
+    return facts.num_layers if wanted == "all" else wanted
 
 
 def _num_kept_graphs(recipe: Recipe, facts: ModelFacts) -> int | None:

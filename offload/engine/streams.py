@@ -306,12 +306,13 @@ def seconds_of(run: Callable[[], object], device: torch.device) -> float:
         start_s = time.perf_counter()
         run()
         return time.perf_counter() - start_s
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(AHEAD_CYCLES)
-    start.record()
-    run()
-    end.record()
-    end.synchronize()
+    with torch.cuda.device(device):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(AHEAD_CYCLES)
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
     return float(start.elapsed_time(end)) / 1e3
 
 

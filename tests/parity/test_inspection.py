@@ -112,6 +112,33 @@ class ChangesDict(CustomModel):
         return layer(hidden, scale=self.context)
 
 
+class ChangesDictAndBack(CustomModel):
+    """One dict for all layers, with another value while one of them is called."""
+
+    layer = Scaled
+
+    def call(self, layer: Any, hidden: torch.Tensor, index: int) -> torch.Tensor:
+        if index == 0:
+            self.context = {"by": 1.0}
+        self.context["by"] = 3.0 if index == 1 else 1.0
+        output: torch.Tensor = layer(hidden, scale=self.context)
+        self.context["by"] = 1.0
+        return output
+
+
+class RefillsDict(CustomModel):
+    """One dict for all layers, refilled for two in the middle."""
+
+    layer = Scaled
+
+    def call(self, layer: Any, hidden: torch.Tensor, index: int) -> torch.Tensor:
+        if index == 0:
+            self.context: dict[str, float] = {}
+        self.context.clear()
+        self.context["by"] = 2.0 if index in (1, 2) else 1.0
+        return layer(hidden, scale=self.context)
+
+
 class ChangesTensor(CustomModel):
     layer = Scaled
     factor: torch.Tensor
@@ -169,9 +196,15 @@ class Detaches(CustomModel):
         return layer(hidden).detach() if index == 1 else layer(hidden)
 
 
-@pytest.mark.parametrize("kind", [ChangesDict, ChangesTensor])
-def test_what_is_changed_in_place_between_layers_is_refused(kind: type[CustomModel]) -> None:
-    assert_refused(built(kind), "changes what it has passed to layer 0 before it calls another")
+@pytest.mark.parametrize(
+    ("kind", "layer"),
+    [(ChangesDict, 0), (ChangesTensor, 0), (ChangesDictAndBack, 1), (RefillsDict, 1)],
+)
+def test_what_is_changed_in_place_between_layers_is_refused(
+    kind: type[CustomModel], layer: int
+) -> None:
+    what = f"changes what it has passed to layer {layer} before it calls another"
+    assert_refused(built(kind), what)
 
 
 def test_another_container_for_each_layer_is_exact() -> None:

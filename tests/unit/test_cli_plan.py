@@ -233,25 +233,10 @@ def test_random_layers_are_not_sent_to_a_disk(capsys) -> None:
     assert "offload.tier" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("recipe", "setting", "cause"),
-    [
-        ("qwen30b_lora_5090", "offload.num_slots=49", "49 for a model of 48 layers"),
-        ("qwen30b_lora_5090", "offload.mlp_chunk=512", "every MLP of this qwen3_moe model"),
-    ],
-)
-def test_a_setting_that_the_model_gives_no_effect_is_refused(
-    recipe: str, setting: str, cause: str, capsys
-) -> None:
-    assert run("plan", recipe, "--machine", "rtx5090", setting) == 1
+def test_an_mlp_in_chunks_is_refused_where_every_mlp_is_a_mixture(capsys) -> None:
+    setting = "offload.mlp_chunk=512"
+    assert run("plan", "qwen30b_lora_5090", "--machine", "rtx5090", setting) == 1
     error = capsys.readouterr().err
-    assert cause in error
-    name, _, _ = setting.partition("=")
-    assert f"hint: `{name}: " in error
-
-
-def test_the_largest_settings_that_a_model_has_are_taken(capsys) -> None:
-    assert run("plan", "quickstart", "--machine", "rtx4090", "offload.num_slots=6") == 0
-    settings = ("offload.mlp_chunk=512", "offload.num_slots=2")
-    assert run("plan", "qwen3_8b_lora_3060", "--machine", "rtx3060", *settings) == 0
-    assert "num_slots" not in capsys.readouterr().err
+    assert "offload.mlp_chunk: 512, but every MLP of this qwen3_moe model is a mixture" in error
+    assert "hint: `offload.mlp_chunk: auto`" in error
+    assert run("plan", "qwen3_8b_lora_3060", "--machine", "rtx3060", setting) == 0

@@ -20,6 +20,7 @@ from torch import nn
 
 _CONSTANTS = (bool, int, float, str, torch.dtype, torch.device)
 _WITHOUT_PARTS = (torch.Tensor, type(None), *_CONSTANTS)
+_FIXED = frozenset((*_WITHOUT_PARTS, tuple))
 _PLAIN = frozenset(_WITHOUT_PARTS)  # asked first, by type: a front asks for each row and layer
 
 
@@ -148,6 +149,11 @@ class Snapshot:
     def __init__(self, *values: object) -> None:
         """Record values and, recursively, the contents of containers."""
         self._seen = [(part, look_of(part)) for value in values for part in _walk(value)]
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether no write to them can be undone: tensors count writes, lists and dicts do not."""
+        return all(type(part) in _FIXED for part, _ in self._seen)
 
     def __eq__(self, other: object) -> bool:
         """Return whether the same objects were seen, without a write to them in between."""

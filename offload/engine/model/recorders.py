@@ -152,11 +152,16 @@ class Note:
 
     def is_as_then(self) -> bool:
         """Return whether no argument was written to since, but for the hidden state."""
-        return self.seen == Snapshot(self.call.args, self.call.kwargs)
+        return self.seen == _seen_of(self.call)
 
     def is_hidden_as_then(self) -> bool:
         """Return whether the hidden state was not written to since."""
         return self.hidden_look == look_of(self.hidden)
+
+
+def _seen_of(call: Call) -> Snapshot:
+    """Return the state of a call's arguments; the mapping of the named ones is its own."""
+    return Snapshot(call.args, *call.kwargs.values())
 
 
 def require_in_order(notes: Sequence[Note], num_layers: int) -> None:
@@ -249,11 +254,15 @@ class StandIn(nn.Module):
             raise TouchedError(f"passes a {type(hidden).__name__} to a layer as hidden state")
         own = self.__dict__
         notes: list[Note] = own["notes"]
-        if notes and notes[-1].call.is_given(args[1:], kwargs, is_hidden_keyword=is_keyword):
+        if (
+            notes
+            and notes[-1].call.is_given(args[1:], kwargs, is_hidden_keyword=is_keyword)
+            and (notes[-1].seen.is_fixed or notes[-1].is_as_then())
+        ):
             call, seen = notes[-1].call, notes[-1].seen
         else:
             call = Call(args=args[1:], kwargs=kwargs, is_hidden_keyword=is_keyword)
-            seen = Snapshot(call.args, call.kwargs)
+            seen = _seen_of(call)
         returned = self._returned(hidden)
         notes.append(
             Note(

@@ -84,11 +84,11 @@ def brief(results: Path = RESULTS) -> str:
     """Return what README says of speed on a GPU: a line for each step of twice M*."""
     files = sorted(results.glob("*.jsonl"))
     told = "".join(_line(row) for file in files for row in _rows(file) if _is_told(row))
-    return (f"{told}\n{SOMETHING}" if told else NOTHING) + COMMAND
+    return (f"{told}\n{SOMETHING}" if files else NOTHING) + COMMAND
 
 
 def _is_told(row: Row) -> bool:
-    return (row.get("of_m_star") or 0.0) >= TWICE and "resident_share" in row
+    return (row.get("of_m_star") or 0.0) >= TWICE and "resident_step_s" in row
 
 
 def _line(row: Row) -> str:

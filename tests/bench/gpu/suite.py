@@ -48,7 +48,11 @@ def outcome(names: list[str], settings: Settings) -> dict[str, Any]:
             child.wait(max(1.0, settings.left_s - END_S))
         except subprocess.TimeoutExpired:
             child.send_signal(signal.SIGINT)
-            child.wait()
+            try:
+                child.wait(END_S - 3)
+            except subprocess.TimeoutExpired:  # a worker waits for the card
+                child.kill()
+                child.wait()
     return {"exit_status": child.returncode, **counted(log)}
 
 

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -29,7 +28,8 @@ from finetune.interrupts import raised
 from finetune.studio.background import Background
 with suppress(KeyboardInterrupt), raised(), Background(Path(sys.argv[1])):
     print(multiprocessing.active_children()[0].pid, flush=True)
-    time.sleep(60)
+    for _ in range(600):  # a signal just before a sleep does not end it: Python sees it afterwards
+        time.sleep(0.1)
 """
 
 
@@ -104,25 +104,9 @@ def test_it_ends_with_the_command(tmp_path: Path, number: signal.Signals) -> Non
             os.kill(process.pid, number)
         else:
             os.killpg(process.pid, number)  # as a terminal does: to both processes
-        assert process.stderr is not None
-        pipe = Path(f"/proc/self/fd/{process.stderr.fileno()}").readlink()
-        try:
-            _, said = process.communicate(timeout=20)  # their ends of the pipe are closed
-        except subprocess.TimeoutExpired:
-            pytest.fail(f"the pipe is open in {holders(pipe)}; the command is {process.poll()}")
+        _, said = process.communicate(timeout=20)  # their ends of the pipe are closed
     assert said == ""
     until = time.monotonic() + 20
     while Path(f"/proc/{pid}").exists() and time.monotonic() < until:
         time.sleep(0.01)
     assert not Path(f"/proc/{pid}").exists()
-
-
-def holders(pipe: Path) -> dict[str, str]:
-    """Return the other processes that have a pipe open, with their commands."""
-    found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has ended
-            links = {link.readlink() for link in (folder / "fd").iterdir()}
-            if pipe in links and folder.name != str(os.getpid()):
-                found[folder.name] = (folder / "cmdline").read_text().replace("\0", " ")
-    return found
