@@ -35,7 +35,7 @@ Pcie = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Card:
-    """Published figures of a card, and measurements by others.
+    """Published figures of a card, and measurements.
 
     Attributes:
         memory_gib: Device memory, as the card is sold.
@@ -48,7 +48,7 @@ class Card:
         listed_mib: Device memory that nvidia-smi lists; None if no such list was found.
         has_bf16: Whether it computes in bfloat16; cards before Ampere do not.
         has_grouped_gemm: Whether torch's grouped products are one kernel on it.
-        measured_gemm_tflops: Large products, as measured by others.
+        measured_gemm_tflops: Large products, as measured by others; of the H200 by `sluice probe`.
         measured_memory_gb_per_s: Large copies within device memory, likewise.
         measured_fp32_tflops: Likewise.
         measured_link_gb_per_s: Likewise.
@@ -181,6 +181,10 @@ CARDS: Mapping[str, Card] = {
         line="server",
         sheet="datasheet",
         has_grouped_gemm=True,
+        measured_gemm_tflops=744,
+        measured_memory_gb_per_s=3480,
+        measured_fp32_tflops=50,
+        measured_link_gb_per_s=55.5,
     ),
     "b200": Card(
         memory_gib=179,
@@ -197,7 +201,8 @@ CARDS: Mapping[str, Card] = {
 
 # Watts of a whole card at most, as published: "graphics card power" of a GeForce, board power of a
 # workstation card, thermal design power of a server card (of A100 the SXM board, of V100 the PCIe
-# card). Of each at least one published table or article was read; cards that are not here were not.
+# card), of H200 its driver's limit. Of each other at least one published table or article was read;
+# of cards that are not here none was.
 BOARD_W: Mapping[str, int] = {
     "rtx3060": 170,
     "rtx3060ti": 200,
@@ -233,4 +238,5 @@ BOARD_W: Mapping[str, int] = {
     "v100": 250,
     "v100-32gb": 250,
     "a100": 400,
+    "h200": 700,
 }
