@@ -137,7 +137,6 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "a kept graph": {"kept_graphs": 1},
     "kept attention": {"kept_outputs": 2},
     "a sent graph": {"sent_graphs": 1},
-    "tiles": {"mlp_chunk_tokens": 4},
     "embedding on the host": {"embeddings": "host"},
 }
 
@@ -151,6 +150,12 @@ def test_move_each_way_to_compute_a_layer_again_gives_the_same_bits(
     found = step(ours, **option)
     assert found[0] == wanted[0]
     assert all(map(torch.equal, found[1], wanted[1]))
+
+
+@pytest.mark.slow
+def test_reorder_tiles_of_an_mlp_change_no_more_than_rounding() -> None:
+    ours, _ = with_prefix("qwen3", FEW)
+    assert_same(step(ours, mlp_chunk_tokens=4), step(ours))
 
 
 def test_move_a_second_step_finds_the_prefix_as_the_first_did() -> None:
