@@ -52,14 +52,14 @@ def wait_for(condition, process: subprocess.Popen[str]) -> None:
         time.sleep(0.0005)
 
 
-def assert_same_training(ours: Path, theirs: Path, *, rel: float = LOSS_TOLERANCE) -> None:
+def assert_same_training(ours: Path, theirs: Path) -> None:
     """Compare losses, tokens, validation and adapters of two runs (REORDER)."""
     for mine, other in zip(rows_of(ours), rows_of(theirs), strict=True):
         for name in ("loss", "grad_norm", "eval_loss"):
             if name in other and other[name] is None:  # of a step that was skipped
                 assert mine[name] is None
             elif name in other:
-                assert mine[name] == pytest.approx(other[name], rel=rel), name
+                assert mine[name] == pytest.approx(other[name], rel=LOSS_TOLERANCE), name
         for name in ("lr", "num_tokens", "num_label_tokens"):
             assert mine[name] == other[name]
     trained, expected = adapter(ours), adapter(theirs)

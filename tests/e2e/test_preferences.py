@@ -224,12 +224,12 @@ def test_two_ranks_train_as_one_process_does(
     # 3 micro-batches: one rank has two of them, the other one
     recipe = recipe_for(write_recipe, tmp_path, name, adapter={"experts": False, "dropout": 0.2})
     words = ("finetune", recipe, "--machine", machine_file)
+    if name == "reward":  # a new head: at a higher rate some CPUs' roundings grow to 2.6e-6
+        words += ("train.lr=0.0005",)
     ranks = forked.start_ranks(*words, f"output.dir={tmp_path / 'two'}", f"train.shares={shares}")
     assert [rank.end() for rank in ranks] == [0, 0], [rank.shown for rank in ranks]
     assert run(*words, f"output.dir={tmp_path / 'one'}") == 0
-    # a new head's scores are near 0, and so are their differences: on an EPYC 2.6e-6 in step 6
-    rel = 2 * LOSS_TOLERANCE if name == "reward" else LOSS_TOLERANCE
-    assert_same_preferences(tmp_path / "two", tmp_path / "one", rel=rel)
+    assert_same_preferences(tmp_path / "two", tmp_path / "one")
 
 
 @pytest.mark.slow
@@ -250,9 +250,9 @@ def test_a_slow_card_prefers_as_one_process_does(
     assert_same_preferences(tmp_path / "two", tmp_path / "one")
 
 
-def assert_same_preferences(ours: Path, theirs: Path, *, rel: float = LOSS_TOLERANCE) -> None:
+def assert_same_preferences(ours: Path, theirs: Path) -> None:
     """Compare the training of two runs, and the rewards that they report."""
-    assert_same_training(ours, theirs, rel=rel)
+    assert_same_training(ours, theirs)
     for mine, other in zip(rows_of(ours), rows_of(theirs), strict=True):
         assert mine.keys() == other.keys()
         for key in other:
