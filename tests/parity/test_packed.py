@@ -19,6 +19,7 @@ from offload.engine.engine import Engine
 from offload.engine.model.layers import LayeredModel
 from offload.errors import OffloadError
 from tests.parity.architectures import PACKED, rel_error
+from tests.parity.custom_model import WIDTH, CustomConfig, CustomLayer, CustomModel
 from tests.parity.packed_rows import LENS, packed, plain_alone, rows_of
 from tests.parity.steps import NUM_LAYERS, OPTIONS, assert_equal, gradients, tiny
 from tests.parity.tiny_models import tiny_model, with_adapters
@@ -364,3 +365,43 @@ def test_layers_share_one_call_where_the_one_before_is_passed_the_same_objects(
     calls = LayeredModel(tiny(name)).front(batch).packed
     assert len(calls) == NUM_LAYERS
     assert len({id(call) for call in calls}) == num_calls
+
+
+class Scaled(CustomLayer):
+    def forward(self, hidden: torch.Tensor, factor: Any = None, **arguments: Any) -> Any:
+        return hidden + factor * torch.tanh(self.mlp(self.attend(hidden)))
+
+
+class PassesWhatTrains(CustomModel):
+    """Passes one tensor that requires grad, with a value for each token, to all its layers."""
+
+    layer = Scaled
+
+    def prepare(self) -> None:
+        self.gate = nn.Linear(WIDTH, 1)
+
+    def call(self, layer: Any, hidden: torch.Tensor, index: int) -> torch.Tensor:
+        if index == 0:
+            self.factor = torch.tanh(self.gate(hidden))
+        output: torch.Tensor = layer(hidden, factor=self.factor)
+        return output
+
+
+def test_reorder_a_trained_argument_of_all_layers_gets_the_gradients_of_rows_alone() -> None:
+    """All layers share one record of it; the reference is plain autograd, row by row."""
+    torch.manual_seed(0)
+    model = PassesWhatTrains(CustomConfig()).requires_grad_(requires_grad=False)
+    model.gate.requires_grad_()
+    alone = copy.deepcopy(model)
+    rows = rows_of(12, 5, 17)
+    num = sum(row.shape[1] - 1 for row in rows)
+    for row in rows:
+        log_BTV = alone(row).logits[:, :-1].log_softmax(-1)
+        (-log_BTV.gather(-1, row[:, 1:, None]).sum() / num).backward()
+    engine = Engine(model, device=torch.device("cpu"), options=OPTIONS)
+    engine.forward_backward([packed(*rows)])
+    engine.detach()
+    for ours, theirs in zip(model.gate.parameters(), alone.gate.parameters(), strict=True):
+        assert ours.grad is not None
+        assert theirs.grad is not None
+        assert (ours.grad - theirs.grad).norm() <= 1e-5 * theirs.grad.norm()
