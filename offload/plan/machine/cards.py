@@ -201,8 +201,7 @@ CARDS: Mapping[str, Card] = {
 
 # Watts of a whole card at most, as published: "graphics card power" of a GeForce, board power of a
 # workstation card, thermal design power of a server card (of A100 the SXM board, of V100 the PCIe
-# card), of H200 its driver's limit. Of each other at least one published table or article was read;
-# of cards that are not here none was.
+# card). Of each at least one published table or article was read; cards that are not here were not.
 BOARD_W: Mapping[str, int] = {
     "rtx3060": 170,
     "rtx3060ti": 200,
@@ -238,5 +237,4 @@ BOARD_W: Mapping[str, int] = {
     "v100": 250,
     "v100-32gb": 250,
     "a100": 400,
-    "h200": 700,
 }
