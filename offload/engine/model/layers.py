@@ -402,7 +402,7 @@ class LayeredModel:
     def _recorded(
         self, batches: Iterable[Batch], forms: Forms, *, root: nn.Module | None = None, **more: Any
     ) -> Iterator[list[Note]]:
-        """Yield the notes of each batch, all with the same stand-ins."""
+        """Yield the notes of each batch; all batches use the same stand-ins."""
         notes: list[Note] = []
         with self._standing_in(forms, notes):
             for batch in batches:

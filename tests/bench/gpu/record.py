@@ -3,8 +3,8 @@
     python -m tests.bench.gpu.record DIR      the rows in DIR, measured by the code that is here
     python -m tests.bench.gpu.record          README and docs alone
 
-Only from a clean tree whose digest is that of the rows: what is kept was measured by the commit
-that it names, whatever else lay beside the code where it was measured. Files are never changed.
+Only from a clean tree with the digest that the rows have: so they were measured by the commit that
+they name, even where untracked files made that tree dirty. Files are never changed.
 """
 
 import argparse
@@ -83,11 +83,11 @@ def require_worth(rows: Sequence[Row], *, digest: str, changes: str) -> None:
 def brief(results: Path = RESULTS) -> str:
     """Return what README says of speed on a GPU: a line for each step of twice M*."""
     files = sorted(results.glob("*.jsonl"))
-    told = "".join(_line(row) for file in files for row in _rows(file) if _is_told(row))
-    return (f"{told}\n{SOMETHING}" if files else NOTHING) + COMMAND
+    lines = "".join(_line(row) for file in files for row in _rows(file) if _is_shown(row))
+    return (f"{lines}\n{SOMETHING}" if files else NOTHING) + COMMAND
 
 
-def _is_told(row: Row) -> bool:
+def _is_shown(row: Row) -> bool:
     return (row.get("of_m_star") or 0.0) >= TWICE and "resident_step_s" in row
 
 
