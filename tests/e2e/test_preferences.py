@@ -223,9 +223,9 @@ def test_two_ranks_train_as_one_process_does(
 ) -> None:
     # 3 micro-batches: one rank has two of them, the other one
     recipe = recipe_for(write_recipe, tmp_path, name, adapter={"experts": False, "dropout": 0.2})
-    words = ("finetune", recipe, "--machine", machine_file)
-    if name == "reward":  # a new head: at a higher rate some CPUs' roundings grow to 2.6e-6
-        words += ("train.lr=0.0005",)
+    # a new head: at a higher rate some CPUs' roundings grow to 2.6e-6
+    rate = ("train.lr=0.0005",) if name == "reward" else ()
+    words = ("finetune", recipe, "--machine", machine_file, *rate)
     ranks = forked.start_ranks(*words, f"output.dir={tmp_path / 'two'}", f"train.shares={shares}")
     assert [rank.end() for rank in ranks] == [0, 0], [rank.shown for rank in ranks]
     assert run(*words, f"output.dir={tmp_path / 'one'}") == 0
