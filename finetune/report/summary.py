@@ -195,6 +195,8 @@ def _memory_rows(plan: Plan) -> Iterator[tuple[str, Sequence[str]]]:
     is_cuda, limit_bytes, limit = machine.device == "cuda", machine.vram_bytes, ""
     if budget_bytes is not None and budget_bytes < limit_bytes:
         limit_bytes, limit = budget_bytes, " (`offload.vram_budget`)"
+    elif is_cuda and budget_bytes is not None and budget_bytes > limit_bytes:
+        limit = ", less than `offload.vram_budget`"
     if is_cuda or limit:
         name = "VRAM" if is_cuda else "computing"
         yield name, [_memory_line(plan.device_memory, limit_bytes, limit)]

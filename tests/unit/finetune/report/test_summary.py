@@ -109,6 +109,8 @@ def test_memory_is_shown_against_what_there_is_or_what_may_be_used() -> None:
     assert "12.94 GiB slab" in found["RAM"][0]
     less = search(FACTS, CARD, [replace(REQUEST, vram_budget_bytes=12 * GIB)], rounding=())
     assert " of 12.00 GiB (`offload.vram_budget`): " in rows(less)["VRAM"][0]
+    more = search(FACTS, CARD, [replace(REQUEST, vram_budget_bytes=24 * GIB)], rounding=())
+    assert " of 14.69 GiB, less than `offload.vram_budget`: " in rows(more)["VRAM"][0]
 
 
 def test_a_cpu_has_one_memory() -> None:
