@@ -361,7 +361,7 @@ def sum_outer(
     out,  # (E, R, N) fp32
     token_S,
     end_E,
-    rank,
+    RANK: tl.constexpr,
     num_n,
     IS_GATHERED: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -379,10 +379,10 @@ def sum_outer(
         row = first + tl.arange(0, BLOCK_M)
         is_row = row < end
         row = tl.minimum(row, end - 1).to(tl.int64)
-        is_left = is_row[None, :] & (r < rank)[:, None]
-        a = tl.load(left + (row * rank)[None, :] + r[:, None], is_left, other=0.0)
+        is_left = is_row[None, :] & (r < RANK)[:, None]
+        a = tl.load(left + (row * RANK)[None, :] + r[:, None], is_left, other=0.0)
         taken = tl.load(token_S + row) if IS_GATHERED else row
         b = tl.load(right + (taken * num_n)[:, None] + (n % num_n)[None, :])
         acc = add_dot(acc, a, b)
-    place = out + (expert * rank + r)[:, None] * num_n + n[None, :]
-    tl.store(place, acc, (r < rank)[:, None] & (n < num_n)[None, :])
+    place = out + (expert * RANK + r)[:, None] * num_n + n[None, :]
+    tl.store(place, acc, (r < RANK)[:, None] & (n < num_n)[None, :])

@@ -132,7 +132,7 @@ class Launcher:
             out=out_ERN,
             token_S=self._routing.token_S,
             end_E=self._routing.end_E,
-            rank=rank,
+            RANK=rank,
             num_n=num_n,
             IS_GATHERED=is_gathered,
             BLOCK_M=blocks.m,
