@@ -217,11 +217,10 @@ def bind(
         for name in (STASH, SENT)
     )
     head, layered.unread_head = None, nullcontext
-    found = layered.model.get_output_embeddings()
     if options.head == "host":
         head = HostHead(
             layered.model,
-            found,
+            layered.model.get_output_embeddings(),
             allocate_host=host.blocks.allocate,
             embeddings=options.embeddings,
         )
@@ -233,7 +232,7 @@ def bind(
             torch_device,
             _freeing(host, device),
             may_train=options.trained_weights == "host",
-            head=without_adapter(found),
+            head=without_adapter(layered.model.get_output_embeddings()),
             is_head_on_host=head is not None,
         )
     on_host = [id(one.weight) for one in (layered.embedding, head) if one is not None]

@@ -179,7 +179,7 @@ def test_move_gradients_of_an_adapter_on_the_head_are_the_same() -> None:
 def test_move_preference_losses_are_the_same_with_reference_and_scored_rows() -> None:
     found, kinds = [], []
     for options in BOTH:
-        model = wide()
+        model: Any = wide()
         torch.manual_seed(1)
         nn.init.normal_(model.get_base_model().lm_head.weight, std=0.1)
         engine = on_cpu(model, options)
@@ -325,7 +325,7 @@ def test_between_passes_the_weight_has_its_values_and_is_held_once() -> None:
 
 
 def test_values_that_are_written_to_the_weight_are_those_of_the_next_step() -> None:
-    model = wide()
+    model: Any = wide()
     engine = on_cpu(model)
     engine.forward_backward(micro_batches(), dropout_seed=0)
     other = torch.randn(400, 32, generator=torch.Generator().manual_seed(5))
@@ -384,13 +384,13 @@ def with_third_user() -> nn.Module:
     base = model.get_base_model()
     base.other = nn.Linear(32, 64, bias=False)
     base.other.weight = base.lm_head.weight
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 def unfrozen() -> nn.Module:
     model: Any = tied("qwen3")
     model.get_output_embeddings().weight.requires_grad_()
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 def copied() -> nn.Module:
@@ -416,7 +416,7 @@ def of_embedding() -> nn.Module:
 def with_max_norm() -> nn.Module:
     model: Any = tied("qwen3")
     model.get_input_embeddings().max_norm = 1.0
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 PAIR: dict[str, Any] = {"embeddings": "host", "head": "host"}

@@ -64,7 +64,7 @@ def tied(kind: str, *, dropout: float = 0.2) -> PeftModel:
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(parameter, std=0.1)
-    return model.train()  # type: ignore[no-any-return]
+    return model.train()
 
 
 def wide(num_tokens: int = 400, *, dropout: float = 0.0) -> PeftModel:

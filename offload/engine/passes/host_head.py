@@ -151,7 +151,7 @@ def bytes_to_lock(model: "PreTrainedModel", head: WeightPlace, embeddings: Weigh
 def without_adapter(head: nn.Module | None) -> nn.Module | None:
     """Return the head that an adapter is put on, or the head itself."""
     unwrap: Any = getattr(head, "get_base_layer", None)
-    return head if unwrap is None else unwrap()  # type: ignore[no-any-return]  # of peft
+    return head if unwrap is None else unwrap()
 
 
 def _own_weight(

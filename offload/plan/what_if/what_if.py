@@ -126,10 +126,10 @@ def _move_embeddings(plan: Plan) -> tuple[Option, ...]:
     now, what = typical.embeddings, "rows of a step's tokens are gathered in RAM"
     if plan.facts.tie_word_embeddings:
         what += ", and all are copied over slots once per step"
-        name, settings = "offload embeddings and head", ("embeddings", "head")
-        return _move(plan, name, settings, what, now=now, move=with_tied)
-    name, settings = "offload embeddings", ("embeddings",)
-    return _move(plan, name, settings, what, now=now, move=with_embeddings)
+        name, both = "offload embeddings and head", ("embeddings", "head")
+        return _move(plan, name, both, what, now=now, move=with_tied)
+    one = ("embeddings",)
+    return _move(plan, "offload embeddings", one, what, now=now, move=with_embeddings)
 
 
 def _move_head(plan: Plan) -> tuple[Option, ...]:
