@@ -1,7 +1,9 @@
 """Runs of a model whose head is its embedding, which waits in RAM: the same bits in all they do."""
 
+import copy
 import json
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +11,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig
 
+from offload.plan.machine.machine import Machine
 from offload.plan.memory.memory import EMBEDDINGS, HEAD, OUTER, ROWS, SLOTS
 from tests.doubles import tiny_tokenizer
 from tests.e2e.conftest import RecipeWriter, recipe_writer
 from tests.e2e.full_runs import assert_same_runs, full_recipe, weights
 from tests.e2e.runs import assert_same_training, losses, rows_of, run, same_adapter
+from tests.e2e.sweeps import Sections, assert_same_bits, trained_together
+from tests.tiers import mostly_slow
 
 ON_HOST = ("offload.head=host", "offload.embeddings=host")
 
@@ -97,14 +102,79 @@ def test_a_run_its_evaluation_its_samples_and_its_answers_are_the_same(
     assert planned_before[OUTER] - on_device[OUTER] == table.nbytes
 
 
+WAYS: dict[str, dict[str, dict[str, Any]]] = {
+    "dpo": {
+        "objective": {"method": "dpo"},
+        "data": {"format": "auto", "prompt_column": None, "completion_column": None},
+        "train": {"steps": 3},
+    },
+    "packed": {"data": {"packing": "on"}, "train": {"steps": 3}},
+    "float16": {"model": {"dtype": "float16"}, "train": {"steps": 3, "lr": 0.001}},
+    "bfloat16": {
+        "model": {"dtype": "bfloat16"},
+        "train": {"steps": 3},
+        "offload": {"codec": "bf16_packed", "num_slots": 2, "device": "cpu"},
+    },
+    "prefix": {
+        "adapter": {
+            "method": "prefix",
+            "num_virtual_tokens": 3,
+            "rank": 16,
+            "alpha": 32.0,
+            "targets": "all-linear",
+        },
+        "train": {"steps": 3},
+    },
+    "noise": {"train": {"steps": 3, "neftune_alpha": 5.0}},
+    "disk": {"train": {"steps": 3}, "offload": {"tier": "disk", "num_slots": 2, "device": "cpu"}},
+}
+
+
+@pytest.mark.parametrize("way", mostly_slow(list(WAYS), "dpo", "disk"))
 @pytest.mark.thorough
-def test_layers_on_disk_give_the_same_run(tmp_path, write_tied, machine_file) -> None:
-    recipe = write_tied(train={"steps": 3})
-    for tier, place in (("ram", "device"), ("disk", "host")):
-        words = ("--machine", machine_file, *placed(place), f"offload.tier={tier}")
-        assert run("finetune", recipe, *words, f"output.dir={tmp_path / tier}") == 0
-    assert losses(tmp_path / "ram") == losses(tmp_path / "disk")
-    assert same_adapter(tmp_path / "ram", tmp_path / "disk")
+def test_other_runs_are_the_same(way, tmp_path, write_tied, machine_file) -> None:
+    sections = copy.deepcopy(WAYS[way])
+    if way == "dpo":
+        pairs = tmp_path / "pairs.jsonl"
+        rows = [
+            {"prompt": f"{n} and", "chosen": f"{n + 1}", "rejected": f"{n}!"} for n in range(40)
+        ]
+        pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        sections["data"]["path"] = str(pairs)
+    recipe = write_tied(**sections, output={"eval_every": 3})
+    here: Any = Machine.from_json(machine_file.read_text())
+    dtype = sections.get("model", {}).get("dtype", "float32")
+    (tmp_path / "here.json").write_text(replace(here, dtype=dtype).to_json())
+    for place in ("device", "host"):
+        words = ("--machine", tmp_path / "here.json", *placed(place))
+        assert run("finetune", recipe, *words, f"output.dir={tmp_path / place}") == 0
+    assert losses(tmp_path / "host") == losses(tmp_path / "device")
+    evaluated = [[x.get("eval_loss") for x in rows_of(tmp_path / y)] for y in ("host", "device")]
+    assert evaluated[0] == evaluated[1]
+    assert same_adapter(tmp_path / "device", tmp_path / "host")
+
+
+@pytest.mark.slow
+def test_runs_that_share_a_stream_are_each_what_they_are_alone_on_the_device(
+    tmp_path, write_tied, machine_file
+) -> None:
+    offload: dict[str, object] = {"device": "cpu", "num_slots": 2}
+    offload |= {"head": "host", "embeddings": "host"}
+    runs: list[Sections] = [
+        {"train": {"lr": 0.02}, "output": {"eval_every": 2}, "offload": offload},
+        {"adapter": {"rank": 2, "targets": ["q_proj"]}, "train": {"seed": 3}, "offload": offload},
+    ]
+    folders, _ = trained_together(write_tied, runs, machine_file, tmp_path)
+    for folder in folders:
+        assert run_alone(folder, machine_file, *placed("device"))
+        assert_same_bits(folder, folder.with_name(f"{folder.name}-alone"))
+
+
+def run_alone(folder: Path, machine_file: Path, *words: str) -> bool:
+    """Run the recipe that a run has left in its directory by itself, with some settings."""
+    own = folder.with_name(f"{folder.name}-alone")
+    recipe = folder / "recipe.yaml"
+    return run("finetune", recipe, "--machine", machine_file, *words, f"output.dir={own}") == 0
 
 
 @pytest.mark.thorough
