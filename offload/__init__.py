@@ -99,11 +99,11 @@ def attach(  # noqa: PLR0913 - the door to all of it
             rounding: Triton kernels on CUDA, which no card has run yet; plain torch on a CPU, which
             is slower than "plain". An MLP that is computed some tokens at a time keeps its gate.
         embeddings: Where the input embedding's weight is: on the device, or on the host, from where
-            each micro-batch brings the rows of its tokens. It is not the head's then, and trains
-            only with `trained_weights` "host".
+            each micro-batch brings the rows of its tokens. It trains there only with
+            `trained_weights` "host".
         head: Where the output head's weight is: on the device, or on the host, from where a step
-            copies it once over slots that are not needed meanwhile. It is frozen then, and not the
-            embedding's.
+            copies it once over slots that are not needed meanwhile. It is frozen then. One weight
+            of embedding and head is in one place for both, and frozen on the host.
         backing: Where the layers were loaded to (`offload.engine.model.load_hook`); None copies
             them.
         store_dir: With tier "disk" and no backing: a directory for a file as large as the layers.

@@ -34,6 +34,7 @@ from offload.plan.request import (
     with_head_chunk,
     with_mlp_chunk,
     with_states_on_disk,
+    with_tied,
     with_updates_on,
 )
 from offload.plan.search import Choice, search
@@ -258,7 +259,8 @@ def with_forms(
 ) -> list[PlanRequest]:
     """Return requests, and the same with MLPs in tiles and with embedding and head in RAM.
 
-    The head is there only where the embedding is, if that may be there.
+    The head is there only where the embedding is, if that may be there; one weight of both is there
+    for both, or not at all.
 
     MLPs are computed in tiles where these cost no arithmetic, as nothing reads an MLP's output in a
     recompute, and where formulas of their memory are tested: families whose facts are read from a
@@ -283,6 +285,10 @@ def with_forms(
             if num_tokens < request.largest.num_tokens
         ]
     each = [(run.typical.adapter, run.num_ranks) for run in ways[0].runs]
+    if facts.tie_word_embeddings:
+        may_move = may_move_embeddings and may_move_head
+        may_move &= not any(why_head_on_device(facts, adapter) for adapter, _ in each)
+        return [*found, *(with_tied(one, "host") for one in found if may_move)]
     if may_move_embeddings and not any(
         why_on_device(facts, adapter, num_ranks=num) for adapter, num in each
     ):

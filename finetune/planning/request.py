@@ -10,6 +10,7 @@ from finetune.errors import ConfigError
 from finetune.model.config import read_config
 from finetune.planning.ranks import require_owners
 from finetune.recipe.objective_section import ObjectiveSection
+from finetune.recipe.offload_section import OffloadSection
 from finetune.recipe.recipe import Recipe
 from finetune.recipe.sections import AdapterSection, ModelSection
 from offload.errors import MachineError
@@ -26,7 +27,7 @@ from offload.plan.facts.facts import (
 from offload.plan.facts.head import why_head_on_device
 from offload.plan.facts.linears import FP32_BYTES
 from offload.plan.facts.trainable import all_weights, prefix_spec, virtual_shapes
-from offload.plan.facts.workload import TILED_GROUPS, LayerCode, Workload
+from offload.plan.facts.workload import TILED_GROUPS, LayerCode, WeightPlace, Workload
 from offload.plan.machine.machine import (
     DTYPE_BYTES,
     Dtype,
@@ -294,6 +295,7 @@ def _longest(recipe: Recipe) -> int:
 
 def _workload(recipe: Recipe, facts: ModelFacts, seq_len: int, *, label_tokens: int) -> Workload:
     chunk, tile = recipe.offload.head_chunk, recipe.offload.mlp_chunk
+    embeddings, head = _places(recipe.offload, facts)
     return Workload(
         micro_batch_size=recipe.train.sequences,
         seq_len=seq_len,
@@ -307,9 +309,21 @@ def _workload(recipe: Recipe, facts: ModelFacts, seq_len: int, *, label_tokens: 
         leaves_out=not recipe.train.compile,  # compiled layers are computed whole
         layer_code=_layer_code(recipe),
         mlp_chunk_tokens=tile if isinstance(tile, int) else None,
-        embeddings="host" if recipe.offload.embeddings == "host" else "device",
-        head="host" if recipe.offload.head == "host" else "device",
+        embeddings=embeddings,
+        head=head,
     )
+
+
+def _places(offload: OffloadSection, facts: ModelFacts) -> tuple[WeightPlace, WeightPlace]:
+    """Return where embedding and head are by a recipe; `auto` is first tried on the device.
+
+    If they have one weight, `auto` is where the other of the two is.
+    """
+    embeddings, head = offload.embeddings, offload.head
+    if facts.tie_word_embeddings:
+        embeddings = head if embeddings == "auto" else embeddings
+        head = embeddings if head == "auto" else head
+    return "host" if embeddings == "host" else "device", "host" if head == "host" else "device"
 
 
 def _request(
@@ -341,20 +355,7 @@ def _request(
             limit="routed experts are not computed in chunks of tokens",
             hint="`offload.mlp_chunk: auto`",
         )
-    why = why_on_device(facts, typical.adapter, num_ranks=num_ranks)
-    if typical.embeddings == "host" and why:
-        raise ConfigError(
-            f"offload.embeddings: host for this {facts.model_type} model: {why}",
-            limit="an embedding in host memory is frozen, or trains with weights of the model in"
-            " one process, and nothing else has its weight",
-            hint="`offload.embeddings: auto`",
-        )
-    if typical.head == "host" and (why := why_head_on_device(facts, typical.adapter)):
-        raise ConfigError(
-            f"offload.head: host for this {facts.model_type} model: {why}",
-            limit="a head in host memory is frozen, and nothing else has its weight",
-            hint="`offload.head: auto`",
-        )
+    _require_places(recipe.offload, facts, typical, num_ranks=num_ranks)
     has_backward = not recipe.train.is_head_alone
     return PlanRequest(
         typical=typical,
@@ -385,6 +386,44 @@ def _request(
             is_by_layer=recipe.train.reduce_gradients == "by_layer",
         ),
     )
+
+
+def _require_places(
+    offload: OffloadSection, facts: ModelFacts, typical: Workload, *, num_ranks: int
+) -> None:
+    """Check that embedding and head may be where a recipe has them.
+
+    Raises:
+        ConfigError: One may not be in host memory, or both have one weight and only one is there.
+    """
+    places = {"embeddings": offload.embeddings, "head": offload.head}
+    moved = [name for name, place in places.items() if place == "host"]
+    autos = {name: f"`offload.{name}: auto`" for name in moved}
+    if facts.tie_word_embeddings:
+        autos = dict.fromkeys(moved, " with ".join(autos.values()))
+    why = why_on_device(facts, typical.adapter, num_ranks=num_ranks)
+    if "embeddings" in moved and why:
+        raise ConfigError(
+            f"offload.embeddings: host for this {facts.model_type} model: {why}",
+            limit="an embedding in host memory is frozen, or trains with weights of the model in"
+            " one process and is not the head too",
+            hint=autos["embeddings"],
+        )
+    if "head" in moved and (why := why_head_on_device(facts, typical.adapter)):
+        raise ConfigError(
+            f"offload.head: host for this {facts.model_type} model: {why}",
+            limit="a head in host memory is frozen",
+            hint=autos["head"],
+        )
+    if facts.tie_word_embeddings and typical.embeddings != typical.head:
+        (here,) = moved
+        other = "head" if here == "embeddings" else "embeddings"
+        raise ConfigError(
+            f"offload.{here}: host with offload.{other}: device for this {facts.model_type} model:"
+            " they are one weight",
+            limit="one weight is in one place",
+            hint=f"`offload.{other}: host`, or `offload.{here}: device`",
+        )
 
 
 def _objective_cost(objective: ObjectiveSection) -> ObjectiveCost | None:

@@ -78,13 +78,14 @@ class OffloadSection(Section):
         default="auto",
         description="Where the input embedding waits; from `host`, each micro-batch brings the rows"
         " of its tokens, and if it trains, gradients by them go back. `auto` takes `host` where a"
-        " step would not fit otherwise.",
+        " step would not fit otherwise. If the head has its weight, both are in one place.",
     )
     head: Literal["auto", "device", "host"] = Field(
         default="auto",
         description="Where the output head waits; from `host`, it is copied once per step over the"
         " slots of layers that are needed again last. `auto` takes `host` where a step would not"
-        " fit otherwise, even with the embedding in RAM.",
+        " fit otherwise, even with the embedding in RAM. If it has the embedding's weight, both"
+        " are in one place.",
     )
 
     @property

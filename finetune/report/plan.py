@@ -208,8 +208,9 @@ def embeddings_line(plan: Plan) -> str:
     back = ""
     if "most_d2h_bytes" in cost:
         back = f" and {shown_mib(cost['most_d2h_bytes'])} of their gradients back,"
+    one = ", one weight with the head" if plan.facts.tie_word_embeddings else ""
     return (
-        f"in RAM (`offload.embeddings: host`): {size}, and at most"
+        f"in RAM (`offload.embeddings: host`{one}): {size}, and at most"
         f" {shown_mib(cost['most_h2d_bytes'])} of rows to it{back} per step, which is"
         f" {shown_time(cost['added_s'])} longer"
     )

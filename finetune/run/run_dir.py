@@ -447,10 +447,14 @@ def as_begun(recipe: Recipe, begun: Recipe | None, *, num_ranks: int = 1) -> Rec
 def _placed_as_begun(recipe: Recipe, begun: Recipe, *, num_ranks: int) -> Recipe:
     """Return the recipe with embedding and head where they were.
 
-    Several processes train an embedding on their devices alone.
+    Several processes train an embedding on their devices alone. Both may be one weight, so one that
+    was in host memory with the other stays there only with it.
     """
     now, then = recipe.offload, begun.offload
     may_stay = not recipe.train.is_full or num_ranks == 1
+    was_pair = then.embeddings == then.head == "host"
+    if was_pair and "device" in (now.embeddings, now.head):
+        return recipe
     return with_offload(
         recipe,
         embeddings=then.embeddings if now.embeddings == "auto" and may_stay else None,

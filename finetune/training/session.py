@@ -327,7 +327,8 @@ def load_adapted(runs: Sequence[Run], plan: Plan) -> Adapted:
         )
     set_router_loss(loaded.model, recipe.train.router_loss_coef)
     shared = None
-    if plan.request.typical.embeddings == "host" and ranks.num > 1:
+    is_tied = plan.facts.tie_word_embeddings  # each rank has a head's weight by itself
+    if plan.request.typical.embeddings == "host" and ranks.num > 1 and not is_tied:
         make_slab = _shared_slab(ranks, run.device, place.node, is_trained=False)
         shared = _shared_embedding(loaded.model, make_slab)
     ranks.exchange(None)  # from here on the slab is filled

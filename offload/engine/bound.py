@@ -18,7 +18,7 @@ from offload.engine.host_gradients import HostGradients, LateUpdates
 from offload.engine.memory_meter import Arena
 from offload.engine.model import placement
 from offload.engine.model.layers import LayeredModel
-from offload.engine.passes.host_head import HostHead
+from offload.engine.passes.host_head import HostHead, without_adapter
 from offload.engine.results import Computing, Places
 from offload.engine.slots import Slots
 from offload.engine.streams import Device
@@ -216,19 +216,25 @@ def bind(
         )
         for name in (STASH, SENT)
     )
+    head, layered.unread_head = None, nullcontext
+    if options.head == "host":
+        head = HostHead(
+            layered.model,
+            layered.model.get_output_embeddings(),
+            allocate_host=host.blocks.allocate,
+            embeddings=options.embeddings,
+        )
+        layered.unread_head = head.unread
     layered.embedding = None
-    if options.embeddings == "host":
+    if options.embeddings == "host":  # after the head, which holds a weight of both
         layered.embedding = host.hold_embedding(
             layered.model,
             torch_device,
             _freeing(host, device),
             may_train=options.trained_weights == "host",
+            head=without_adapter(layered.model.get_output_embeddings()),
+            is_head_on_host=head is not None,
         )
-    head, layered.unread_head = None, nullcontext
-    if options.head == "host":
-        found = layered.model.get_output_embeddings()
-        head = HostHead(layered.model, found, allocate_host=host.blocks.allocate)
-        layered.unread_head = head.unread
     on_host = [id(one.weight) for one in (layered.embedding, head) if one is not None]
     placement.move_the_rest(layered, records, torch_device, on_host=on_host)
     slots = Slots(

@@ -107,7 +107,7 @@ class Engine(Attached):
             tier=options.tier,
             store_dir=options.store_dir,
             torch_device=torch_device,
-            others_bytes=bytes_to_lock(self._layered.model) if options.head == "host" else 0,
+            others_bytes=bytes_to_lock(self._layered.model, options.head, options.embeddings),
         )
         if isinstance(device, torch.device):
             device = open_device(

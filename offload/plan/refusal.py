@@ -26,6 +26,7 @@ from offload.plan.memory.memory import (
     SLOTS,
     SMALLER_CHUNK,
     SMALLER_TILES,
+    TIED_IN_RAM,
     UPDATES_IN_RAM,
     MemoryTerm,
 )
@@ -37,6 +38,7 @@ from offload.plan.request import (
     with_embeddings,
     with_head,
     with_states_on_disk,
+    with_tied,
     with_updates_on,
 )
 from offload.plan.schedule.schedule import MIN_SLOTS
@@ -93,6 +95,7 @@ def _largest_terms(needs: MemoryNeeds, shortage: Shortage) -> str:
 def _effective(term: MemoryTerm, needs: MemoryNeeds) -> list[str]:
     """Return the settings that make a term smaller and are not in effect yet."""
     request, largest = needs.request, needs.request.largest
+    is_tied = needs.facts.tie_word_embeddings
     if term.name == SLOTS and term.num_bytes == head_bytes(needs.facts, largest):
         return []  # smaller or fewer slots would be as large
     has_no_effect = {
@@ -103,8 +106,9 @@ def _effective(term: MemoryTerm, needs: MemoryNeeds) -> list[str]:
         RANK: not _is_frozen(request),
         FEWER_TARGETS: not _is_frozen(request),
         INPUTS_IN_RAM: request.is_stashed,
-        EMBEDDINGS_IN_RAM: not _may_move_embedding(needs),
-        HEAD_IN_RAM: not _may_move_head(needs),
+        EMBEDDINGS_IN_RAM: is_tied or not _may_move_embedding(needs),
+        HEAD_IN_RAM: is_tied or not _may_move_head(needs),
+        TIED_IN_RAM: not is_tied or not _may_move_head(needs),
         UPDATES_IN_RAM: largest.updates == "host",
         ON_DRIVE: not _states_on_disk(request),
         SMALLER_TILES: (largest.mlp_chunk_tokens or 0) <= MLP_CHUNKS[-1],
@@ -130,6 +134,8 @@ def _may_move_head(needs: MemoryNeeds) -> bool:
 
 def _moved(needs: MemoryNeeds, request: PlanRequest) -> list[tuple[str, PlanRequest]]:
     """Return the request with what may go to RAM of the weights around the layers."""
+    if needs.facts.tie_word_embeddings:
+        return [(TIED_IN_RAM, with_tied(request, "host"))] if _may_move_head(needs) else []
     moved = [("", request)]
     if _may_move_embedding(needs):
         moved.append((EMBEDDINGS_IN_RAM, with_embeddings(request, "host")))

@@ -365,6 +365,11 @@ def with_head(request: PlanRequest, place: WeightPlace) -> PlanRequest:
     return _with_workload(request, head=place)
 
 
+def with_tied(request: PlanRequest, place: WeightPlace) -> PlanRequest:
+    """Return the same request with the weight of embedding and head in this place."""
+    return _with_workload(request, embeddings=place, head=place)
+
+
 def with_updates_on(request: PlanRequest, place: UpdatePlace) -> PlanRequest:
     """Return the same request with the layers' own weights updated in this place."""
     return _with_workload(request, updates=place)

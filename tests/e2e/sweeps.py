@@ -1,13 +1,42 @@
-"""Two runs' directories, compared file by file for what a run has learned."""
+"""Runs that share a stream, and two runs' directories, compared for what a run has learned."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from rich.console import Console
 from safetensors.torch import load_file
+
+from finetune.recipe.load import load_recipe
+from finetune.report.screen import Screen
+from finetune.train import Start, finetune_together
+from finetune.training.ranks import Ranks
+from finetune.training.shared.member import Outcome
+from finetune.training.shared.together import judged_alone
+from tests.e2e.conftest import RecipeWriter
+
+Sections = dict[str, dict[str, object]]
 
 # of metrics.jsonl; the others are times and loads, which runs that share a step share
 LEARNED = ("step", "loss", "grad_norm", "lr", "num_tokens", "num_label_tokens")
+
+
+def trained_together(
+    write: RecipeWriter, runs: Sequence[Sections], machine_file: Path, tmp_path: Path
+) -> tuple[list[Path], list[Outcome]]:
+    """Train runs over one stream; return their directories, and how they ended."""
+    screen = Screen(Console(quiet=True), is_verbose=False)
+    starts, folders = [], []
+    for number, sections in enumerate(runs):
+        folders.append(tmp_path / f"shared-{number}")
+        output = {**sections.get("output", {}), "dir": str(folders[-1])}
+        recipe = load_recipe(str(write(**{**sections, "output": output})), [])
+        starts.append(Start(recipe=recipe, screen=screen, is_resume=False, may_overwrite=False))
+    outcomes = finetune_together(
+        starts, ranks=Ranks(), screen=screen, machine_file=machine_file, judge=judged_alone
+    )
+    return folders, outcomes
 
 
 def states(folder: Path) -> dict[str, dict[str, object]]:

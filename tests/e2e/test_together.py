@@ -1,24 +1,14 @@
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from rich.console import Console
 
-from finetune.recipe.load import load_recipe
-from finetune.report.screen import Screen
 from finetune.run.run_dir import RunDir
-from finetune.train import Start, finetune_together
-from finetune.training.ranks import Ranks
-from finetune.training.shared.member import Outcome
-from finetune.training.shared.together import judged_alone
 from tests.e2e.conftest import RecipeWriter
 from tests.e2e.runs import run
-from tests.e2e.sweeps import assert_same_bits
-
-Sections = dict[str, dict[str, object]]
+from tests.e2e.sweeps import Sections, assert_same_bits, trained_together
 
 
 @pytest.fixture(scope="session")
@@ -30,22 +20,6 @@ def pairs_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
-
-
-def trained_together(
-    write: RecipeWriter, runs: Sequence[Sections], machine_file: Path, tmp_path: Path
-) -> tuple[list[Path], list[Outcome]]:
-    screen = Screen(Console(quiet=True), is_verbose=False)
-    starts, folders = [], []
-    for number, sections in enumerate(runs):
-        folders.append(tmp_path / f"shared-{number}")
-        output = {**sections.get("output", {}), "dir": str(folders[-1])}
-        recipe = load_recipe(str(write(**{**sections, "output": output})), [])
-        starts.append(Start(recipe=recipe, screen=screen, is_resume=False, may_overwrite=False))
-    outcomes = finetune_together(
-        starts, ranks=Ranks(), screen=screen, machine_file=machine_file, judge=judged_alone
-    )
-    return folders, outcomes
 
 
 def alone(run_dir: Path, machine_file: Path) -> Path:

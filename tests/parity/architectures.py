@@ -359,7 +359,7 @@ def write_table(verdicts: Sequence[Verdict]) -> str:
         " values, as many as peft counts, which are those without latent attention, recurrences"
         " or layers of different heads; the others are refused by name. Bottleneck adapters are"
         " not there. `offload.embeddings: host` and `offload.head: host` give every exact type the"
-        " bits of `device`; its head needs weights of its own.",
+        " bits of `device`; if its head has the embedding's weight, both together do.",
         "",
         "| model type | verdict | packs | reason |",
         "|---|---|---|---|",

@@ -24,6 +24,7 @@ from offload.engine.streams import CudaDevice, copy_on_host
 from offload.plan.facts.codec import CodecName
 from offload.plan.facts.workload import WeightPlace
 from offload.plan.schedule.op import Kind, Lane
+from offload.plan.schedule.schedule import Order
 from tests.parity.rounding import rounded
 from tests.parity.steps import (
     MODELS,
@@ -37,6 +38,7 @@ from tests.parity.steps import (
     tiny,
     with_outputs,
 )
+from tests.parity.tied_models import wide
 from tests.tiers import diagonal, mostly_slow
 
 TIMEOUT_S = 60
@@ -338,6 +340,32 @@ def test_move_a_head_on_the_host_is_in_the_slots_when_it_computes_and_layers_are
         result = engine.forward_backward(micro_batches(), dropout_seed=0)
         assert_equal((result.loss, gradients(model)), expected)
         kinds = [span.kind for span in result.timeline.spans]
+    assert kinds.count(Kind.HEAD) > 2  # over both slots, in pieces
+    assert device.cuda.num_waits_for_nothing == 0
+    engine.detach()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("seed", "num_staging"), [(0, 0), (1, 2)])
+@pytest.mark.parametrize("order", Order)
+def test_move_rows_and_head_of_one_weight_on_the_host_are_there_when_they_are_read(
+    open_device: Open, order: Order, seed: int, num_staging: int
+) -> None:
+    """Late copies, and a thread that gathers rows of one pass while another's head computes."""
+    model, batches = wide(), micro_batches(5)
+    reference = copy.deepcopy(model)
+    engine = offload.attach(reference, num_slots=2, device="cpu", head_chunk_tokens=7)
+    result = engine.forward_backward(batches, dropout_seed=0, order=order)
+    expected = result.loss, gradients(reference)
+    device = open_device(seed=seed, is_staged=True)
+    engine = attached(model, device, num_staging=num_staging, embeddings="host", head="host")
+    kinds: list[Kind] = []
+    for _ in range(2):
+        model.zero_grad()
+        result = engine.forward_backward(batches, dropout_seed=0, order=order)
+        assert_equal((result.loss, gradients(model)), expected)
+        kinds = [span.kind for span in result.timeline.spans]
+    assert kinds.count(Kind.LOOK_UP) == kinds.count(Kind.ROWS) == 5
     assert kinds.count(Kind.HEAD) > 2  # over both slots, in pieces
     assert device.cuda.num_waits_for_nothing == 0
     engine.detach()

@@ -205,10 +205,6 @@ def test_an_attached_embedding_is_held_once_and_given_back() -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "tied": (
-        lambda: with_lora(MODELS["gemma3_text"]()),
-        "`lm_head` has the same weight as `model.embed_tokens`",
-    ),
     "trained": (lambda: adapted(modules_to_save=["embed_tokens"]), "is ModulesToSaveWrapper"),
     "LoRA": (lambda: adapted("embed_tokens"), "is Embedding"),
     "tokens": (lambda: adapted(trainable_token_indices=[3]), "is TrainableTokensWrapper"),

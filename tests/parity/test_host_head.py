@@ -296,10 +296,6 @@ def test_the_weight_has_its_values_where_an_op_of_the_head_fails() -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "tied": (
-        lambda: with_lora(MODELS["gemma3_text"]()),
-        "`model.embed_tokens` has the same weight as `lm_head`",
-    ),
     "trained": (lambda: adapted(modules_to_save=["lm_head"]), "is ModulesToSaveWrapper"),
     "unfrozen": (lambda: unfrozen(), "`lm_head` trains"),
     "no linear layer": (lambda: with_other_head(), "`lm_head` is Sequential"),

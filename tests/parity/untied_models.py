@@ -123,7 +123,9 @@ def found_with(model: nn.Module, options: EngineOptions) -> tuple[float, dict[st
     return loss, grads
 
 
-def trained_layers_with(options: EngineOptions) -> tuple[float, dict[str, torch.Tensor]]:
+def trained_layers_with(
+    options: EngineOptions, make: Callable[[], PreTrainedModel] = MODELS["qwen3"]
+) -> tuple[float, dict[str, torch.Tensor]]:
     """Return a loss and the layers' weights after three steps in which these train on the host."""
 
     def update(one: LayerUpdate) -> None:
@@ -131,7 +133,7 @@ def trained_layers_with(options: EngineOptions) -> tuple[float, dict[str, torch.
             weight.sub_(0.1 * one.gradients[name])
 
     torch.manual_seed(0)
-    model: Any = MODELS["qwen3"]().train().requires_grad_(requires_grad=False)
+    model: Any = make().train().requires_grad_(requires_grad=False)
     model.model.layers.requires_grad_()
     options = replace(options, trained_weights="host")
     engine = Engine(model, device=torch.device("cpu"), options=options)
@@ -147,10 +149,10 @@ def trained_layers_with(options: EngineOptions) -> tuple[float, dict[str, torch.
     return losses[2], weights
 
 
-def passes_with(options: EngineOptions) -> list[Any]:
+def passes_with(options: EngineOptions, model: Any = None) -> list[Any]:
     """Return losses and logits of a batch, scores, the model's own logits, and generated ones."""
     batches = micro_batches()
-    model = copy.deepcopy(tiny("qwen3")).eval()
+    model = copy.deepcopy(tiny("qwen3") if model is None else model).eval()
     engine = Engine(model, device=torch.device("cpu"), options=options)
     rest = {name: value for name, value in batches[1].items() if name != "labels"}
     answers = [engine.forward(batches[0]).loss_sum, engine.forward(rest).logits]

@@ -16,6 +16,10 @@ changes its tokens, gets the row of NaN: the loss shows it, and nothing waits fo
 Passes that wait for their result anyway, such as those of generation, bring no rows ahead of time:
 each lookup gathers its own. Norm and head are run on dummy tokens, whose embeddings nobody reads.
 
+A frozen weight that is the output head's too is kept once, in the page-locked memory that the head
+is copied from. While the head computes, the parameter refers to the device. So lookups read the
+values on the host, and never what the parameter refers to.
+
 A weight that trains has its gradient on the host too. A front looks tokens up in a leaf over its
 rows. Autograd adds up the gradients of a token's places in these rows as it would in the whole
 weight: in the same order and the same type, since the order of rows is that of tokens. They leave
@@ -43,6 +47,8 @@ from offload.plan.memory.memory import EMBEDDING_GRADIENTS, EMBEDDINGS
 from offload.plan.schedule.lookups import NUM_ROW_BUFFERS
 from offload.plan.schedule.op import Op
 
+PLACES = ("embeddings", "head")
+"""The settings that say where the weights of the input embedding and the output head are."""
 _ROWS = 2**12  # of which another type takes memory for a moment
 
 
@@ -109,40 +115,68 @@ class HostEmbedding:
     """
 
     def __init__(
-        self, model: nn.Module, embedding: nn.Module, *, rows: Stash, may_train: bool
+        self,
+        model: nn.Module,
+        embedding: nn.Module,
+        *,
+        rows: Stash,
+        may_train: bool,
+        head: nn.Module | None,
+        is_head_on_host: bool,
     ) -> None:
         """Keep the weight in host memory, and take over the lookups in it.
 
         Args:
-            model: The model, which may use the weight nowhere else.
+            model: The model, which may use the weight nowhere else than in a head on the host.
             embedding: Its input embedding.
             rows: Room for rows, on the host and on the device.
             may_train: Whether weights that train are on the host.
+            head: Its output head, without an adapter; None if it has none.
+            is_head_on_host: Whether that one's weight has been moved to host memory.
 
         Raises:
             UnsupportedModelError: The weight trains and may not, something else uses it, or it is
                 no plain embedding.
         """
-        _require_plain(model, embedding, may_train=may_train)
+        hint = on_device(embedding, head, PLACES, is_other_on_host=is_head_on_host)
+        _require_plain(model, embedding, may_train=may_train, hint=hint)
         assert isinstance(embedding, nn.Embedding)
+        self.weight = cast("nn.Parameter", embedding.weight)
+        require_alone(
+            model,
+            self.weight,
+            embedding,
+            head,
+            PLACES,
+            is_other_on_host=is_head_on_host,
+        )
         self._module, self._rows = embedding, rows
         self._tokens: Mapping[int, torch.Tensor] = {}
         self._present: _Rows | None = None
         self._leaves: dict[int, torch.Tensor] = {}
         self._is_read = True
-        self.weight = cast("nn.Parameter", embedding.weight)
         self.name = next(n for n, p in model.named_parameters() if p is self.weight)
-        self.weight.data = _alone_on_host(self.weight.data)
+        is_tied = head is not None and any(p is self.weight for p in head._parameters.values())
+        self._held_by_head: torch.Tensor | None = self.weight.data if is_tied else None
+        if not is_tied:
+            self.weight.data = _alone_on_host(self.weight.data)
         self.sums = RowSums(self.weight.data) if self.weight.requires_grad else None
         vars(embedding)["forward"] = self._forward
 
     @property
     def arenas(self) -> tuple[Arena, ...]:
-        """The weight, the page-locked buffers of rows, and the sums of its gradients."""
+        """The weight, unless the head holds it; the page-locked buffers of rows; its gradients."""
+        if self._held_by_head is not None:
+            return (self._rows.arena,)
         held = Arena(name=EMBEDDINGS, blocks=[self.weight.data]), self._rows.arena
         if self.sums is None:
             return held
         return (*held, Arena(name=EMBEDDING_GRADIENTS, blocks=[self.sums.total]))
+
+    @property
+    def values(self) -> torch.Tensor:
+        """The weight's values on the host (V, D), wherever a head lets the parameter refer to."""
+        return self.weight.data if self._held_by_head is None else self._held_by_head
 
     def let_go(self) -> None:
         """Give the lookups back; the weight stays where it is."""
@@ -185,7 +219,7 @@ class HostEmbedding:
         with torch.no_grad():
             ids_N.copy_(tokens_N)
             rows_ND[0] = torch.nan
-            torch.index_select(self.weight.data, 0, tokens_N, out=rows_ND[1:])
+            torch.index_select(self.values, 0, tokens_N, out=rows_ND[1:])
 
     def bring(self, op: Op, device: Device) -> None:
         """Copy them to the device, on the running lane."""
@@ -274,7 +308,7 @@ class HostEmbedding:
                 *ids.shape, self.weight.shape[1], dtype=self.weight.dtype, device=ids.device
             )
         if self._present is None:
-            return functional.embedding(ids.to(self.weight.device), self.weight.data).to(ids.device)
+            return functional.embedding(ids.cpu(), self.values).to(ids.device)
         ids_N, ids = self._present.ids_N, ids.long()
         places = torch.searchsorted(ids_N, ids).clamp_(max=len(ids_N) - 1)
         return functional.embedding(
@@ -357,7 +391,7 @@ def left_over(name: str) -> OffloadError:
     )
 
 
-def _require_plain(model: nn.Module, embedding: nn.Module, *, may_train: bool) -> None:
+def _require_plain(model: nn.Module, embedding: nn.Module, *, may_train: bool, hint: str) -> None:
     """Check that an embedding can be looked up in rows of it.
 
     Raises:
@@ -367,26 +401,77 @@ def _require_plain(model: nn.Module, embedding: nn.Module, *, may_train: bool) -
     if not isinstance(embedding, nn.Embedding) or "forward" in vars(embedding):
         of = "has another forward than" if isinstance(embedding, nn.Embedding) else "is"
         raise _refused(
-            f"`{name}` {of} {type(embedding).__name__}", "a plain embedding is looked up"
+            f"`{name}` {of} {type(embedding).__name__}", "a plain embedding is looked up", hint
         )
     if embedding.max_norm is not None:
-        raise _refused(f"`{name}` has a max_norm", "a lookup would write to its weight")
+        raise _refused(f"`{name}` has a max_norm", "a lookup would write to its weight", hint)
     weight = embedding.weight
     trained = [parameter for parameter in embedding.parameters() if parameter.requires_grad]
     if trained and not may_train:
-        raise _refused(f"`{name}` trains", 'it may if `trained_weights` is "host" too')
+        raise _refused(f"`{name}` trains", 'it may if `trained_weights` is "host" too', hint)
     if any(parameter is not weight for parameter in trained):
-        raise _refused(f"`{name}` trains more than its weight", "rows have gradients by that alone")
-    users = [
-        path
+        limit = "rows have gradients by that alone"
+        raise _refused(f"`{name}` trains more than its weight", limit, hint)
+
+
+def require_alone(
+    model: nn.Module,
+    weight: nn.Parameter,
+    own: nn.Module,
+    other: nn.Module | None,
+    settings: tuple[str, str],
+    *,
+    is_other_on_host: bool,
+) -> None:
+    """Check that a weight on the host is one module's, or, frozen, of embedding and head there.
+
+    Args:
+        model: All modules that may have the weight.
+        weight: The weight.
+        own: The module whose weight is to be on the host.
+        other: The head of an embedding, or the embedding of a head; None if there is none.
+        settings: What says where each of the two has its weight.
+        is_other_on_host: Whether the other's is on the host.
+
+    Raises:
+        UnsupportedModelError: Something else has it, both train it, or only one is on the host.
+    """
+    users = {
+        module: path
         for path, module in model.named_modules()
-        if module is not embedding and any(p is weight for p in module._parameters.values())
-    ]
-    if users:
-        raise _refused(
-            f"`{users[0]}` has the same weight as `{name}`", "it is on the device for it"
-        )
+        if any(p is weight for p in module._parameters.values())
+    }
+    name = users.pop(own, "it")
+    if not users:
+        return
+    hint = on_device(own, other, settings, is_other_on_host=is_other_on_host)
+    limit = "it is on the device for it"
+    user = next((module for module in users if module is not other), other)
+    if user is other and weight.requires_grad:
+        limit = "a weight of both that trains is on the device"
+    elif user is other and is_other_on_host:
+        return
+    elif user is other:
+        limit = "a weight of both is in one place"
+        hint = f'`{settings[1]}="host"` too, or {hint}'
+    assert user is not None
+    raise UnsupportedModelError(
+        f"`{users[user]}` has the same weight as `{name}`", limit=limit, hint=hint
+    )
 
 
-def _refused(what: str, limit: str) -> UnsupportedModelError:
-    return UnsupportedModelError(what, limit=limit, hint='`embeddings="device"`')
+def on_device(
+    own: nn.Module, other: nn.Module | None, settings: tuple[str, str], *, is_other_on_host: bool
+) -> str:
+    """Return the settings that leave a module's weight on the device, for a hint.
+
+    A weight that the other has too is there for both. Arguments are those of `require_alone`.
+    """
+    hint, others = (f'`{setting}="device"`' for setting in settings)
+    known = set() if other is None else {id(parameter) for parameter in other.parameters()}
+    is_shared = any(id(parameter) in known for parameter in own.parameters())
+    return f"{hint} with {others}" if is_shared and is_other_on_host else hint
+
+
+def _refused(what: str, limit: str, hint: str = '`embeddings="device"`') -> UnsupportedModelError:
+    return UnsupportedModelError(what, limit=limit, hint=hint)

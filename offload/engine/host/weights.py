@@ -135,6 +135,8 @@ class HostWeights:
         free: Callable[[torch.Tensor], None],
         *,
         may_train: bool,
+        head: nn.Module | None,
+        is_head_on_host: bool,
     ) -> HostEmbedding:
         """Keep the input embedding's weight on the host until `give_back` or `close`.
 
@@ -143,6 +145,8 @@ class HostWeights:
             torch_device: Where rows of it are looked up.
             free: Frees a block of host memory once no copy uses it.
             may_train: Whether weights that train are on the host.
+            head: The output head without an adapter; None if there is none.
+            is_head_on_host: Whether its weight is on the host already.
 
         Raises:
             UnsupportedModelError: The embedding cannot be looked up in rows of it.
@@ -151,7 +155,12 @@ class HostWeights:
             ROWS, allocate_host=self.blocks.allocate, free_host=free, torch_device=torch_device
         )
         self._embedding = HostEmbedding(
-            model, model.get_input_embeddings(), rows=rows, may_train=may_train
+            model,
+            model.get_input_embeddings(),
+            rows=rows,
+            may_train=may_train,
+            head=head,
+            is_head_on_host=is_head_on_host,
         )
         return self._embedding
 

@@ -3,7 +3,8 @@
 Its weight stays in page-locked host memory. A step copies it once over the slots of layers that are
 needed again last (`offload.plan.schedule.head`), and the ops after the last layer compute from
 there. Between these ops the parameter has its values on the host, so it may be read at any time,
-and it is never one of a layer's.
+and it is never one of a layer's. A weight that is the input embedding's too is here as well, once
+for both: see `offload.engine.host.embedding`.
 
 A backward reads what the parameter refers to when it runs, so an op that computes gradients ends
 them before the parameter refers to host memory again.
@@ -11,17 +12,22 @@ them before the parameter refers to host memory again.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from offload.engine.host.embedding import PLACES, on_device, require_alone
 from offload.engine.host.stash import Allocate
 from offload.engine.memory_meter import Arena
 from offload.engine.streams import Device
-from offload.errors import UnsupportedModelError
+from offload.errors import OffloadError, UnsupportedModelError
+from offload.plan.facts.workload import WeightPlace
 from offload.plan.memory.memory import HEAD
 from offload.plan.schedule.op import Kind, Op
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 READERS = (Kind.SCORE, Kind.TAIL)
 """Ops that compute with the head."""
@@ -36,21 +42,29 @@ class HostHead:
     """
 
     def __init__(
-        self, model: nn.Module, head: nn.Module | None, *, allocate_host: Allocate
+        self,
+        model: "PreTrainedModel",
+        head: nn.Module | None,
+        *,
+        allocate_host: Allocate,
+        embeddings: WeightPlace,
     ) -> None:
         """Move the weight to memory that a device can copy from.
 
         Args:
-            model: The model, which may use the weight nowhere else.
+            model: The model, which may use the weight nowhere else than in an input embedding on
+                the host.
             head: Its output head, with or without an adapter; None if it has none.
             allocate_host: Returns such memory, uint8.
+            embeddings: Where its input embedding's weight is to be.
 
         Raises:
             UnsupportedModelError: The weight trains, something else uses it, or it is no plain
                 linear layer's.
             TransferError: The system refuses to page-lock the memory.
         """
-        self.weight = _own_weight(model, head)
+        self.weight = _own_weight(model, head, embeddings=embeddings)
+        self._name = next(name for name, p in model.named_parameters() if p is self.weight)
         self._module = head
         values = self.weight.data
         self.num_bytes = values.nbytes
@@ -76,9 +90,19 @@ class HostHead:
 
     @contextmanager
     def present(self) -> Iterator[None]:
-        """Let the parameter refer to the device in a block; the weight must be there."""
+        """Let the parameter refer to the device in a block; the weight must be there.
+
+        Raises:
+            OffloadError: The parameter refers to other memory than what is copied to the device.
+        """
         assert self._on_device is not None
         on_host = self.weight.data
+        if on_host.data_ptr() != self._on_host.data_ptr():
+            raise OffloadError(
+                f"`{self._name}` was given other memory since the model was attached",
+                limit="a head in host memory is copied from where `offload.attach` has put it",
+                hint="write to it, `weight.copy_(...)`; or `engine.detach()`, and attach again",
+            )
         self.weight.data = self._on_device.view(on_host.dtype).view(on_host.shape)
         try:
             yield
@@ -108,45 +132,54 @@ class HostHead:
             body()
 
 
-def bytes_to_lock(model: Any) -> int:
+def bytes_to_lock(model: "PreTrainedModel", head: WeightPlace, embeddings: WeightPlace) -> int:
     """Return the page-locked memory that a model's head will take.
+
+    Args:
+        model: The model.
+        head: Where its output head's weight is to be.
+        embeddings: Where its input embedding's weight is to be.
 
     Raises:
         UnsupportedModelError: As for `HostHead`.
     """
-    return _own_weight(model, model.get_output_embeddings()).data.nbytes
+    if head == "device":
+        return 0
+    return _own_weight(model, model.get_output_embeddings(), embeddings=embeddings).data.nbytes
 
 
-def _own_weight(model: nn.Module, head: nn.Module | None) -> nn.Parameter:
-    """Return the frozen weight of a head that nothing else has.
+def without_adapter(head: nn.Module | None) -> nn.Module | None:
+    """Return the head that an adapter is put on, or the head itself."""
+    unwrap: Any = getattr(head, "get_base_layer", None)
+    return head if unwrap is None else unwrap()
+
+
+def _own_weight(
+    model: "PreTrainedModel", head: nn.Module | None, *, embeddings: WeightPlace
+) -> nn.Parameter:
+    """Return the frozen weight of a head that nothing else has but an embedding on the host.
 
     Raises:
         UnsupportedModelError: It has none.
     """
-    if head is None:
+    own = without_adapter(head)
+    if own is None:
         raise _refused(f"{type(model).__name__} has no output head", "a head's weight is moved")
-    unwrap: Any = getattr(head, "get_base_layer", None)
-    own = head if unwrap is None else unwrap()
     name = next((name for name, module in model.named_modules() if module is own), "it")
+    embedding, settings = model.get_input_embeddings(), PLACES[::-1]
+    is_embedding_on_host = embeddings == "host"
     if not isinstance(own, nn.Linear):
-        raise _refused(f"`{name}` is {type(own).__name__}", "the head is a linear layer")
+        hint = on_device(own, embedding, settings, is_other_on_host=is_embedding_on_host)
+        raise _refused(f"`{name}` is {type(own).__name__}", "the head is a linear layer", hint)
     weight = own.weight
     assert isinstance(weight, nn.Parameter)
+    require_alone(model, weight, own, embedding, settings, is_other_on_host=is_embedding_on_host)
     if weight.requires_grad:
         raise _refused(f"`{name}` trains", "a head that trains is on the device")
-    users = [
-        path
-        for path, module in model.named_modules()
-        if module is not own and any(p is weight for p in module._parameters.values())
-    ]
-    if users:
-        raise _refused(
-            f"`{users[0]}` has the same weight as `{name}`", "it is on the device for it"
-        )
     if not weight.data.is_contiguous():
         raise _refused(f"`{name}` has a weight that is not contiguous", "its bytes are copied")
     return weight
 
 
-def _refused(what: str, limit: str) -> UnsupportedModelError:
-    return UnsupportedModelError(what, limit=limit, hint='`head="device"`')
+def _refused(what: str, limit: str, hint: str = '`head="device"`') -> UnsupportedModelError:
+    return UnsupportedModelError(what, limit=limit, hint=hint)

@@ -43,8 +43,8 @@ def row_buffers_bytes(facts: ModelFacts, workload: Workload) -> int:
 
 
 def embedding_bytes(facts: ModelFacts, workload: Workload) -> int:
-    """Return what the embedding takes in host memory; 0 if it is on the device."""
-    is_on_host = workload.embeddings == "host"
+    """Return what the embedding takes in host memory; 0 on the device, or if a head holds it."""
+    is_on_host = workload.embeddings == "host" and not facts.tie_word_embeddings
     return facts.embedding_parameters * workload.dtype_bytes if is_on_host else 0
 
 
@@ -79,9 +79,9 @@ def why_on_device(facts: ModelFacts, adapter: AdapterSpec, *, num_ranks: int) ->
         adapter: What trains.
         num_ranks: Processes that share a step.
     """
-    if facts.tie_word_embeddings:
-        return "the head has the same weight, and is on the device"
     outer = outer_module_sizes(facts, adapter)
+    if facts.tie_word_embeddings and outer.get(EMBEDDING):
+        return "it trains, and is the head too"
     if VIRTUAL in outer and not adapter.num_past:
         return "virtual tokens train, which it looks up"
     if outer.get(EMBEDDING) and adapter.whole is None:

@@ -102,10 +102,11 @@ FEWER_SLOTS, ROUNDED_LAYERS = "fewer `offload.num_slots`", "`offload.codec: nf4`
 ON_DISK, INPUTS_IN_RAM = "`offload.tier: disk`", "`offload.stash: host`"
 SMALLER_CHUNK, SMALLER_TILES = "a smaller `offload.head_chunk`", "a smaller `offload.mlp_chunk`"
 EMBEDDINGS_IN_RAM, HEAD_IN_RAM = "`offload.embeddings: host`", "`offload.head: host`"
+TIED_IN_RAM = f"{EMBEDDINGS_IN_RAM} and {HEAD_IN_RAM}"
 NO_OUTPUTS, ON_DRIVE = "`offload.attention_outputs: none`", "`offload.states: disk`"
 NO_SENT_GRAPHS = "`offload.sent_graphs: none`"
 SHRINKS: Mapping[str, tuple[str, ...]] = {
-    OUTER: (EMBEDDINGS_IN_RAM, HEAD_IN_RAM),
+    OUTER: (EMBEDDINGS_IN_RAM, HEAD_IN_RAM, TIED_IN_RAM),
     SLOTS: (FEWER_SLOTS, ROUNDED_LAYERS),
     ADAPTERS: (RANK, FEWER_TARGETS),
     GRADIENTS: (RANK, FEWER_TARGETS),

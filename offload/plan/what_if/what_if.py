@@ -17,7 +17,7 @@ from offload.plan.facts.head import why_head_on_device
 from offload.plan.facts.optimizer import Optimizer
 from offload.plan.facts.workload import WeightPlace
 from offload.plan.plan import Plan
-from offload.plan.request import PlanRequest, with_codec, with_embeddings, with_head
+from offload.plan.request import PlanRequest, with_codec, with_embeddings, with_head, with_tied
 from offload.plan.schedule.schedule import MIN_SLOTS
 from offload.plan.what_if.card import (
     offload_optimizer,
@@ -123,21 +123,32 @@ def _move_embeddings(plan: Plan) -> tuple[Option, ...]:
     typical, num_ranks = plan.request.typical, plan.request.num_ranks
     if why_on_device(plan.facts, typical.adapter, num_ranks=num_ranks):
         return ()
-    what = "offload embeddings", "embeddings", "rows of a step's tokens are gathered in RAM"
-    return _move(plan, *what, now=typical.embeddings, move=with_embeddings)
+    now, what = typical.embeddings, "rows of a step's tokens are gathered in RAM"
+    if plan.facts.tie_word_embeddings:
+        what += ", and all are copied over slots once per step"
+        name, both = "offload embeddings and head", ("embeddings", "head")
+        return _move(plan, name, both, what, now=now, move=with_tied)
+    one = ("embeddings",)
+    return _move(plan, "offload embeddings", one, what, now=now, move=with_embeddings)
 
 
 def _move_head(plan: Plan) -> tuple[Option, ...]:
     """Price the output head in the other place."""
     typical = plan.request.typical
-    if why_head_on_device(plan.facts, typical.adapter):
+    if plan.facts.tie_word_embeddings or why_head_on_device(plan.facts, typical.adapter):
         return ()
-    what = "offload the head", "head", "it is copied over slots once per step"
-    return _move(plan, *what, now=typical.head, move=with_head)
+    what = "it is copied over slots once per step"
+    return _move(plan, "offload the head", ("head",), what, now=typical.head, move=with_head)
 
 
 def _move(
-    plan: Plan, name: str, setting: str, source: str, *, now: WeightPlace, move: _Move
+    plan: Plan,
+    name: str,
+    settings: tuple[str, ...],
+    source: str,
+    *,
+    now: WeightPlace,
+    move: _Move,
 ) -> tuple[Option, ...]:
     """Price something in the other place, where a device has memory of its own."""
     if plan.machine.device == "cpu":
@@ -145,7 +156,7 @@ def _move(
     wanted: WeightPlace = "device" if now == "host" else "host"
     option = replanned(
         name,
-        f"`offload.{setting}: {wanted}`",
+        " and ".join(f"`offload.{setting}: {wanted}`" for setting in settings),
         source,
         plan=plan,
         request=move(_held(plan), wanted),

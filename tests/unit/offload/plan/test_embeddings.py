@@ -127,13 +127,21 @@ def test_ranks_of_a_machine_have_it_once() -> None:
     [
         ({}, lora(), 2, ""),
         ({}, lora(modules=("lm_head", "norms")), 1, ""),
-        ({"tie_word_embeddings": True}, lora(), 1, "the head has the same weight"),
         ({}, lora(modules=("embed_tokens",)), 1, "a copy of it trains next to an adapter"),
         ({}, lora(virtual=((8, 4096),)), 1, "virtual tokens train"),
         ({}, ALL, 1, ""),
         ({}, ALL, 2, "it trains, and 2 processes add up its gradients on their devices"),
         ({}, LAYERS, 2, ""),
-        ({"tie_word_embeddings": True}, ALL, 1, "the head has the same weight"),
+        ({"tie_word_embeddings": True}, lora(), 2, ""),
+        ({"tie_word_embeddings": True}, LAYERS, 2, ""),
+        ({"tie_word_embeddings": True}, ALL, 1, "it trains, and is the head too"),
+        (
+            {"tie_word_embeddings": True},
+            lora(modules=("embed_tokens",)),
+            1,
+            "it trains, and is the head too",
+        ),
+        ({"tie_word_embeddings": True}, lora(virtual=((8, 4096),)), 1, "virtual tokens train"),
     ],
 )
 def test_what_needs_it_on_the_device_is_named(
@@ -253,10 +261,6 @@ def test_a_refusal_names_the_setting_where_it_helps() -> None:
     assert "2.32 GiB  embeddings, norm and head; less with `offload.embeddings: host`" in str(
         refused.value.limit
     )
-    tied = qwen3_8b(tie_word_embeddings=True)
-    with pytest.raises(DoesNotFitError) as refused:
-        plan(tied, replace(CARD, vram_bytes=3 * GIB), request())
-    assert "embeddings: host" not in f"{refused.value.limit}{refused.value.hint}"
     with pytest.raises(DoesNotFitError, match=r"36 layers, the embedding in RAM, the plan needs"):
         plan(FACTS, replace(CARD, vram_bytes=2 * GIB), with_embeddings(request(), "host"))
 
@@ -270,5 +274,3 @@ def test_the_other_place_is_priced_with_the_slots_as_they_are() -> None:
     assert there.figures.step_s == host.step_s
     (back,) = (x for x in what_if(host, num_cards=2).options if x.name == "offload embeddings")
     assert (back.standing, back.how) == ("in the plan", "`offload.embeddings: device`")
-    tied = plan(qwen3_8b(tie_word_embeddings=True), CARD, request(num_slots=4))
-    assert "offload embeddings" not in {x.name for x in what_if(tied, num_cards=2).options}

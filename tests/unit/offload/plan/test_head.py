@@ -125,7 +125,17 @@ def test_it_is_page_locked_before_the_slab_is() -> None:
     [
         ({}, lora(), ""),
         ({}, lora(modules=("embed_tokens", "norms")), ""),
-        ({"tie_word_embeddings": True}, lora(), "the embedding has the same weight"),
+        ({"tie_word_embeddings": True}, lora(), ""),
+        (
+            {"tie_word_embeddings": True},
+            AdapterSpec.none(all_weights(qwen3_8b(tie_word_embeddings=True))),
+            "the embedding has the same weight: it trains, and is the head too",
+        ),
+        (
+            {"tie_word_embeddings": True},
+            lora(virtual=((8, 4096),)),
+            "the embedding has the same weight: virtual tokens train",
+        ),
         ({}, lora(modules=("lm_head",)), "it trains"),
         ({}, AdapterSpec.none(all_weights(FACTS)), "it trains"),
     ],
@@ -179,5 +189,3 @@ def test_the_other_place_is_priced_with_the_slots_as_they_are() -> None:
     assert there.figures.step_s == host.step_s
     (back,) = (x for x in what_if(host, num_cards=2).options if x.name == "offload the head")
     assert (back.standing, back.how) == ("in the plan", "`offload.head: device`")
-    tied = plan(qwen3_8b(tie_word_embeddings=True), CARD, request(num_slots=4))
-    assert "offload the head" not in {x.name for x in what_if(tied, num_cards=2).options}

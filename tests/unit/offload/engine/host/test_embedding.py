@@ -27,6 +27,17 @@ def stash() -> Stash:
     )
 
 
+def held_on_host(module: nn.Embedding, *, may_train: bool = False) -> HostEmbedding:
+    return HostEmbedding(
+        nn.ModuleDict({"table": module}),
+        module,
+        rows=stash(),
+        may_train=may_train,
+        head=None,
+        is_head_on_host=False,
+    )
+
+
 @pytest.fixture
 def module() -> nn.Embedding:
     torch.manual_seed(0)
@@ -35,7 +46,7 @@ def module() -> nn.Embedding:
 
 @pytest.fixture
 def host(module: nn.Embedding) -> Iterator[HostEmbedding]:
-    held = HostEmbedding(nn.ModuleDict({"table": module}), module, rows=stash(), may_train=False)
+    held = held_on_host(module)
     yield held
     held.let_go()
 
@@ -90,7 +101,7 @@ def test_a_weight_that_ranks_share_is_not_copied(module: nn.Embedding) -> None:
         slab.close()  # both have mapped it
     places = [one.weight.data_ptr() for one in (module, other)]
     for one in (module, other):
-        held = HostEmbedding(nn.ModuleDict({"table": one}), one, rows=stash(), may_train=False)
+        held = held_on_host(one)
         assert torch.equal(one(IDS), expected[IDS])
         held.let_go()
     assert [one.weight.data_ptr() for one in (module, other)] == places
@@ -125,7 +136,7 @@ def test_gradients_by_rows_are_those_of_the_whole_table(
     torch.manual_seed(0)
     plain = nn.Embedding(12, 6, dtype=dtype, **settings)
     own = copy.deepcopy(plain)
-    host = HostEmbedding(nn.ModuleDict({"table": own}), own, rows=stash(), may_train=True)
+    host = held_on_host(own, may_train=True)
     assert host.sums is not None
     passes = {0: IDS, 1: torch.tensor([[5, 2, 2, 2, 7, 5]])}
     row_bytes = host.prepare(passes)
@@ -154,11 +165,11 @@ def test_gradients_by_rows_are_those_of_the_whole_table(
 
 def test_gradients_by_rows_are_of_as_many_bytes_as_there_are_tokens() -> None:
     module = nn.Embedding(12, 6)
-    host = HostEmbedding(nn.ModuleDict({"table": module}), module, rows=stash(), may_train=True)
+    host = held_on_host(module, may_train=True)
     row_bytes = host.prepare({0: IDS, 1: IDS[:, :1]})
     assert host.gradient_bytes(row_bytes) == (4 * 24, 2 * 24)
     host.let_go()
     module.requires_grad_(requires_grad=False)
-    frozen = HostEmbedding(nn.ModuleDict({"table": module}), module, rows=stash(), may_train=True)
+    frozen = held_on_host(module, may_train=True)
     assert frozen.gradient_bytes(frozen.prepare({0: IDS})) == ()
     frozen.let_go()
