@@ -48,8 +48,8 @@ from finetune.training.world.blocks import MOST_RUNNING, block_elements, parts_o
 from finetune.training.world.heartbeat import BEAT_S, STOPPED_S, Heartbeat
 from finetune.training.world.likeness import difference, digests_of
 from finetune.training.world.meeting import cause_of, meet, opened_store
+from finetune.training.world.one_world import require_one_world
 from finetune.training.world.parcel import memory_of, packed, unpacked
-from finetune.training.world.surroundings import surroundings
 from offload.errors import SluiceError
 from offload.plan.facts.linears import FP32_BYTES
 from offload.plan.memory.memory import GRADIENT_BUCKET_BYTES
@@ -91,7 +91,6 @@ class ProcessGroup(Ranks):
             FinetuneError: They cannot be reached.
         """
         self.num, self.index, self.local_index = launch.num, launch.index, launch.local_index
-        self._launch = launch
         self._timeout_s = timeout_s
         self._is_broken = False
         self._longest_step_s = 0.0
@@ -127,7 +126,7 @@ class ProcessGroup(Ranks):
         atexit.register(self._leave)  # for a process that does not exit at once, as commands do
         try:
             self.nodes = tuple(self.exchange(launch.node))
-            self._require_one_world()
+            require_one_world(self, launch)
         except FinetuneError as error:
             self._tell(error)
             raise
@@ -488,38 +487,6 @@ class ProcessGroup(Ranks):
         self._heartbeat.leave()
         if dist.is_initialized() and not self._is_broken:
             dist.destroy_process_group()
-
-    def _require_one_world(self) -> None:
-        """Check that the launchers agree, and that what changes the last bits is alike.
-
-        Raises:
-            FinetuneError: They do not, or it is not.
-        """
-        launch = self._launch
-        every = self.exchange((launch.num, launch.num_local, launch.local_index, surroundings()))
-        for rank, (num, num_local, local_index, _) in enumerate(every):
-            here = [r for r in range(self.num) if self.nodes[r] == self.nodes[rank]]
-            if (num, num_local, local_index) != (self.num, len(here), here.index(rank)):
-                raise FinetuneError(
-                    f"rank {rank} is number {local_index} of {num_local} on machine"
-                    f" {self.nodes[rank]}, of {num} in all",
-                    limit=f"by what the others say it is number {here.index(rank)} of {len(here)}"
-                    f" there, of {self.num} in all",
-                    hint="start all machines by the same launcher, and see that none sets RANK,"
-                    " LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK or WORLD_SIZE itself",
-                )
-        expected = every[0][3]
-        for rank, (*_, found) in enumerate(every):
-            other = [name for name in expected if found.get(name) != expected[name]]
-            if other:
-                raise FinetuneError(
-                    f"rank {rank} (machine {self.nodes[rank]}) has "
-                    + " and ".join(f"{name} {found.get(name)}" for name in other),
-                    limit="rank 0 has "
-                    + " and ".join(f"{name} {expected[name]}" for name in other)
-                    + ", and what trains must stay the same on all, to the bit",
-                    hint="install the same versions on all machines, and set OMP_NUM_THREADS there",
-                )
 
     # ----------------------------------------------------------------------------------- gradients
 
