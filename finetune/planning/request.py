@@ -341,12 +341,12 @@ def _request(
             limit="routed experts are not computed in chunks of tokens",
             hint="`offload.mlp_chunk: auto`",
         )
-    why = why_on_device(facts, typical.adapter, num_ranks=num_ranks)
+    why = why_on_device(facts, typical.adapter)
     if typical.embeddings == "host" and why:
         raise ConfigError(
             f"offload.embeddings: host for this {facts.model_type} model: {why}",
-            limit="an embedding in host memory is frozen, or trains with weights of the model in"
-            " one process, and nothing else has its weight",
+            limit="an embedding in host memory is frozen, or trains with weights of the model, and"
+            " nothing else has its weight",
             hint="`offload.embeddings: auto`",
         )
     if typical.head == "host" and (why := why_head_on_device(facts, typical.adapter)):

@@ -21,10 +21,11 @@ import math
 import pickle
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from threading import Event, Thread
 from types import TracebackType
 from typing import Any, TypeVar
@@ -50,6 +51,7 @@ from finetune.training.world.likeness import difference, digests_of
 from finetune.training.world.meeting import cause_of, meet, opened_store
 from finetune.training.world.one_world import require_one_world
 from finetune.training.world.parcel import memory_of, packed, unpacked
+from finetune.training.world.row_rounds import RowRounds
 from offload.errors import SluiceError
 from offload.plan.facts.linears import FP32_BYTES
 from offload.plan.memory.memory import GRADIENT_BUCKET_BYTES
@@ -273,6 +275,22 @@ class ProcessGroup(Ranks):
                     self._sum_as_backend(part, bucket)
         for i in set.intersection(*gathered):
             parameters[i].grad = None
+
+    def gather_rows(
+        self,
+        tokens_N: torch.Tensor,
+        rows_ND: torch.Tensor,
+        *,
+        to: Collection[int],
+        dtype: torch.dtype,
+        add: Callable[[torch.Tensor, torch.Tensor], None],
+    ) -> None:
+        """See `Ranks`."""
+        rounds = RowRounds(rows_ND, index=self.index, num=self.num, to=to, dtype=dtype)
+        # All memory is allocated, see `sum_gradients`.
+        every = self._exchange(tokens_N.numpy(), limit_s=self._step_timeout_s())
+        with self._connected():
+            rounds.run(every, add=add, wait=partial(self._wait, limit_s=self._step_timeout_s()))
 
     def send_from_main(self, tensors: Sequence[torch.Tensor]) -> None:
         """Replace tensors by those of the main rank; all are fp32."""

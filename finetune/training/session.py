@@ -328,7 +328,7 @@ def load_adapted(runs: Sequence[Run], plan: Plan) -> Adapted:
     set_router_loss(loaded.model, recipe.train.router_loss_coef)
     shared = None
     if plan.request.typical.embeddings == "host" and ranks.num > 1:
-        make_slab = _shared_slab(ranks, run.device, place.node, is_trained=False)
+        make_slab = _shared_slab(ranks, run.device, place.node, is_trained=recipe.train.is_full)
         shared = _shared_embedding(loaded.model, make_slab)
     ranks.exchange(None)  # from here on the slab is filled
     if shared is not None:

@@ -42,7 +42,7 @@ def host(module: nn.Embedding) -> Iterator[HostEmbedding]:
 
 def brought(host: HostEmbedding, ids: torch.Tensor) -> Op:
     """Bring the rows of one pass, and return the op of its front."""
-    (num_bytes,) = host.prepare({0: ids})
+    (num_bytes,) = host.prepare({0: ids}, trained=())
     look_up = Op(lane=Lane.HOST, kind=Kind.LOOK_UP, micro_batch=0, buffer=1, num_bytes=num_bytes)
     host.look_up(look_up)
     host.bring(look_up._replace(lane=Lane.H2D, kind=Kind.ROWS), CpuDevice())
@@ -100,10 +100,10 @@ def test_a_weight_that_ranks_share_is_not_copied(module: nn.Embedding) -> None:
 
 def test_buffers_grow_to_the_largest_step_and_are_kept(host: HostEmbedding) -> None:
     few, many = torch.tensor([[1]]), torch.arange(12)[None]
-    sizes = [host.prepare({0: ids}) for ids in (few, many, few)]
+    sizes = [host.prepare({0: ids}, trained=()) for ids in (few, many, few)]
     assert sizes == [(256 + 2 * 24,), (256 + 13 * 24,), (256 + 2 * 24,)]
     assert host.arenas[1].num_bytes == 2 * sizes[1][0]
-    assert host.prepare({0: many, 1: few}) == (*sizes[1], *sizes[0])
+    assert host.prepare({0: many, 1: few}, trained=()) == (*sizes[1], *sizes[0])
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_gradients_by_rows_are_those_of_the_whole_table(
     host = HostEmbedding(nn.ModuleDict({"table": own}), own, rows=stash(), may_train=True)
     assert host.sums is not None
     passes = {0: IDS, 1: torch.tensor([[5, 2, 2, 2, 7, 5]])}
-    row_bytes = host.prepare(passes)
+    row_bytes = host.prepare(passes, trained=passes)
     upwards = {number: torch.randn(*ids.shape, 6).to(dtype) for number, ids in passes.items()}
     for number, ids in passes.items():
         (plain(ids) * upwards[number]).sum().backward()
@@ -155,10 +155,10 @@ def test_gradients_by_rows_are_those_of_the_whole_table(
 def test_gradients_by_rows_are_of_as_many_bytes_as_there_are_tokens() -> None:
     module = nn.Embedding(12, 6)
     host = HostEmbedding(nn.ModuleDict({"table": module}), module, rows=stash(), may_train=True)
-    row_bytes = host.prepare({0: IDS, 1: IDS[:, :1]})
+    row_bytes = host.prepare({0: IDS, 1: IDS[:, :1]}, trained=(0, 1))
     assert host.gradient_bytes(row_bytes) == (4 * 24, 2 * 24)
     host.let_go()
     module.requires_grad_(requires_grad=False)
     frozen = HostEmbedding(nn.ModuleDict({"table": module}), module, rows=stash(), may_train=True)
-    assert frozen.gradient_bytes(frozen.prepare({0: IDS})) == ()
+    assert frozen.gradient_bytes(frozen.prepare({0: IDS}, trained=(0,))) == ()
     frozen.let_go()
