@@ -179,7 +179,7 @@ def _embeddings_json(plan: Plan) -> dict[str, Any]:
     if not has_rows(plan):
         return {}
     facts, load, duration_s = plan.facts, plan.request.largest, duration_of(plan.costs)
-    moved = (Kind.LOOK_UP, Kind.ROWS, Kind.ROW_GRADIENTS, Kind.ADD_ROWS)
+    moved = (Kind.LOOK_UP, Kind.ROWS, Kind.ROW_GRADIENTS, Kind.ADD_ROWS, Kind.REDUCE_ROWS)
     free = simulate(plan.schedule, lambda op: 0.0 if op.kind in moved else duration_s(op))
     saved = embedding_bytes(facts, load) + row_sum_bytes(facts, load)
     cost = {
@@ -196,6 +196,8 @@ def _embeddings_json(plan: Plan) -> dict[str, Any]:
             "most_d2h_bytes": sum(x.num_bytes for x in ops if x.kind is Kind.ROW_GRADIENTS),
             "d2h_s": timeline.busy_s(Kind.ROW_GRADIENTS),
             "add_s": timeline.busy_s(Kind.ADD_ROWS),
+            "most_reduced_bytes": sum(x.num_bytes for x in ops if x.kind is Kind.REDUCE_ROWS),
+            "reduce_s": timeline.busy_s(Kind.REDUCE_ROWS),
         }
     return {"embeddings": cost}
 
@@ -208,6 +210,8 @@ def embeddings_line(plan: Plan) -> str:
     back = ""
     if "most_d2h_bytes" in cost:
         back = f" and {shown_mib(cost['most_d2h_bytes'])} of their gradients back,"
+        if cost["most_reduced_bytes"]:
+            back += f" {shown_mib(cost['most_reduced_bytes'])} of these between ranks,"
     return (
         f"in RAM (`offload.embeddings: host`): {size}, and at most"
         f" {shown_mib(cost['most_h2d_bytes'])} of rows to it{back} per step, which is"

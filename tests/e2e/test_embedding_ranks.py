@@ -1,4 +1,4 @@
-"""An input embedding that trains in RAM, which processes of a machine have once, and update once."""
+"""An input embedding that trains in RAM: the processes of a machine have it and update it once."""
 
 import json
 import random
