@@ -356,7 +356,7 @@ class ProcessGroup(Ranks):
         self._require_alike(f"the trained weights after step {step}", digests_of(parameters))
 
     def _require_alike(self, what: str, digests: Mapping[str, str]) -> None:
-        found = difference(what, self.exchange(digests))
+        found = difference(what, self.exchange(digests), nodes=self.nodes)
         if found is not None:
             raise found
 
