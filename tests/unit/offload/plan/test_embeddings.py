@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from offload.engine.bound import EngineOptions
 from offload.errors import DoesNotFitError, OffloadError
 from offload.plan.facts.embedding import rows_bytes, why_on_device
 from offload.plan.facts.facts import AdapterSpec, WholeWeights
@@ -28,6 +29,7 @@ from offload.plan.schedule.op import Kind, Lane
 from offload.plan.split import draft_step_s
 from offload.plan.what_if.what_if import what_if
 from tests.builders import lora, qwen3_8b, request, workload
+from tests.parity.steps import MODELS
 
 CARD = named_machine("rtx4090")
 LARGE = named_machine("rtx4090", ram_bytes=256 * GIB)
@@ -236,6 +238,19 @@ def test_a_draft_of_a_step_that_trains_it_takes_as_long_as_the_step(
         found = with_costs(found, costs)
         drafted_s = draft_step_s(needs, found.costs, found.residency)
         assert drafted_s == pytest.approx(found.step_s, rel=1e-9)
+
+
+def test_an_engine_leaves_room_to_page_lock_rows_and_layer_inputs_after_the_layers() -> None:
+    """Bytes by hand: inputs of all layers but the last, of 8 micro-batches, and the buffers."""
+    asked = with_embeddings(request(num_slots=4, is_stashed=True), "host")
+    options = EngineOptions.planned(plan(FACTS, LARGE, asked))
+    locked = 35 * 8 * 2048 * ROW + 2 * OF_2048
+    model = MODELS["qwen3"]().requires_grad_(requires_grad=False)
+    assert options.others_to_lock(model) == options.locked_bytes == locked
+    head = replace(options, head="host").others_to_lock(model)
+    assert head == locked + model.get_output_embeddings().weight.nbytes
+    plain = EngineOptions.planned(plan(FACTS, LARGE, request(num_slots=4)))
+    assert plain.others_to_lock(model) == 0
 
 
 # ------------------------------------------------------------------------------------ over ranks
