@@ -355,7 +355,7 @@ def _request(
             limit="routed experts are not computed in chunks of tokens",
             hint="`offload.mlp_chunk: auto`",
         )
-    _require_places(recipe.offload, facts, typical, num_ranks=num_ranks)
+    _require_places(recipe.offload, facts, typical)
     has_backward = not recipe.train.is_head_alone
     return PlanRequest(
         typical=typical,
@@ -388,9 +388,7 @@ def _request(
     )
 
 
-def _require_places(
-    offload: OffloadSection, facts: ModelFacts, typical: Workload, *, num_ranks: int
-) -> None:
+def _require_places(offload: OffloadSection, facts: ModelFacts, typical: Workload) -> None:
     """Check that embedding and head may be where a recipe has them.
 
     Raises:
@@ -401,12 +399,11 @@ def _require_places(
     autos = {name: f"`offload.{name}: auto`" for name in moved}
     if facts.tie_word_embeddings:
         autos = dict.fromkeys(moved, " with ".join(autos.values()))
-    why = why_on_device(facts, typical.adapter, num_ranks=num_ranks)
-    if "embeddings" in moved and why:
+    if "embeddings" in moved and (why := why_on_device(facts, typical.adapter)):
         raise ConfigError(
             f"offload.embeddings: host for this {facts.model_type} model: {why}",
-            limit="an embedding in host memory is frozen, or trains with weights of the model in"
-            " one process and is not the head too",
+            limit="an embedding in host memory is frozen, or trains with weights of the model and"
+            " is not the head too",
             hint=autos["embeddings"],
         )
     if "head" in moved and (why := why_head_on_device(facts, typical.adapter)):

@@ -49,6 +49,7 @@ COLOURS = {
     Kind.ADD_ROWS: "#737373",
     Kind.GATHER: "#1b9e77",
     Kind.REDUCE: "#d95f02",
+    Kind.REDUCE_ROWS: "#e6550d",
     Kind.OPTIMIZER: "#a6d854",
 }
 

@@ -15,14 +15,8 @@ from finetune.report.format import (
     shown_time,
     table_of,
 )
+from offload.plan.embedding_cost import EmbeddingCost
 from offload.plan.endurance import DRIVE_ENDURANCE_BYTES, DiskWrites
-from offload.plan.facts.embedding import (
-    embedding_bytes,
-    new_row_gradients_bytes,
-    num_trained_on_host,
-    row_buffers_bytes,
-    row_sum_bytes,
-)
 from offload.plan.facts.facts import WholeWeights
 from offload.plan.facts.linears import FP32_BYTES
 from offload.plan.facts.optimizer import HOST_STATES, LOW_HALVES, host_update_bytes
@@ -33,8 +27,7 @@ from offload.plan.machine.machine import Implementation, Machine, Network, Rate
 from offload.plan.plan import Plan
 from offload.plan.schedule.op import Kind
 from offload.plan.schedule.residency import Residency
-from offload.plan.schedule.simulate import simulate
-from offload.plan.step import FREE_FRAC, duration_of
+from offload.plan.step import FREE_FRAC
 from offload.plan.time.roofline import Count, layer_flops
 
 STATES = (LOW_HALVES, HOST_STATES)
@@ -101,7 +94,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
     classes = {
         name: count * typical.dtype_bytes for name, count in layer.parameters_by_class().items()
     }
-    phases, head = predicted_phases(plan), HeadCost.of(plan)
+    phases, head, embedding = predicted_phases(plan), HeadCost.of(plan), EmbeddingCost.of(plan)
     return {
         "machine": plan.machine.name,
         "experts_implementation": asdict(plan.machine.experts_implementation)
@@ -145,7 +138,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             "d2h_bytes": plan.schedule.d2h_bytes,
             "break_even_tokens": plan.break_even_tokens,
         },
-        **_embeddings_json(plan),
+        **({} if embedding is None else {"embeddings": _embeddings_json(embedding)}),
         **({} if head is None else {"head": asdict(head)}),
         **({} if plan.network is None else {"network": _network_json(plan, plan.network)}),
         "objective": _objective_json(plan),
@@ -166,53 +159,25 @@ def plan_json(plan: Plan) -> dict[str, Any]:
     }
 
 
-def has_rows(plan: Plan) -> bool:
-    """Return whether the input embedding is in host memory, and rows of it are brought."""
-    return plan.request.typical.embeddings == "host"
+def _embeddings_json(cost: EmbeddingCost) -> dict[str, Any]:
+    """Return what an input embedding in host memory saves and costs, gradients with the rest."""
+    written = asdict(cost)
+    return written | (written.pop("gradients") or {})
 
 
-def _embeddings_json(plan: Plan) -> dict[str, Any]:
-    """Return what an input embedding in host memory saves and costs; nothing on the device.
-
-    One that trains has its gradients there too, of which those by rows come from the device.
-    """
-    if not has_rows(plan):
-        return {}
-    facts, load, duration_s = plan.facts, plan.request.largest, duration_of(plan.costs)
-    moved = (Kind.LOOK_UP, Kind.ROWS, Kind.ROW_GRADIENTS, Kind.ADD_ROWS)
-    free = simulate(plan.schedule, lambda op: 0.0 if op.kind in moved else duration_s(op))
-    saved = embedding_bytes(facts, load) + row_sum_bytes(facts, load)
-    cost = {
-        "saved_vram_bytes": saved - row_buffers_bytes(facts, load),
-        "most_h2d_bytes": sum(x.num_bytes for x in plan.schedule.ops if x.kind is Kind.ROWS),
-        "look_up_s": plan.predict().busy_s(Kind.LOOK_UP),
-        "h2d_s": plan.predict().busy_s(Kind.ROWS),
-        "added_s": plan.predict().step_s - free.step_s,
-    }
-    if num_trained_on_host(facts, load):
-        timeline, ops = plan.predict(), plan.schedule.ops
-        cost |= {
-            "saved_vram_bytes": cost["saved_vram_bytes"] - new_row_gradients_bytes(facts, load),
-            "most_d2h_bytes": sum(x.num_bytes for x in ops if x.kind is Kind.ROW_GRADIENTS),
-            "d2h_s": timeline.busy_s(Kind.ROW_GRADIENTS),
-            "add_s": timeline.busy_s(Kind.ADD_ROWS),
-        }
-    return {"embeddings": cost}
-
-
-def embeddings_line(plan: Plan) -> str:
+def embeddings_line(cost: EmbeddingCost, *, is_tied: bool) -> str:
     """Return the same for people."""
-    cost = _embeddings_json(plan)["embeddings"]
-    saved = cost["saved_vram_bytes"]
+    saved, back, gradients = cost.saved_vram_bytes, "", cost.gradients
     size = f"{shown_gib(abs(saved))} {'less' if saved > 0 else 'more'} of device memory"
-    back = ""
-    if "most_d2h_bytes" in cost:
-        back = f" and {shown_mib(cost['most_d2h_bytes'])} of their gradients back,"
-    one = ", one weight with the head" if plan.facts.tie_word_embeddings else ""
+    if gradients is not None:
+        back = f" and {shown_mib(gradients.most_d2h_bytes)} of their gradients back,"
+        if gradients.most_reduced_bytes:
+            back += f" {shown_mib(gradients.most_reduced_bytes)} of these between ranks,"
+    one = ", one weight with the head" if is_tied else ""
     return (
         f"in RAM (`offload.embeddings: host`{one}): {size}, and at most"
-        f" {shown_mib(cost['most_h2d_bytes'])} of rows to it{back} per step, which is"
-        f" {shown_time(cost['added_s'])} longer"
+        f" {shown_mib(cost.most_h2d_bytes)} of rows to it{back} per step, which is"
+        f" {shown_time(cost.added_s)} longer"
     )
 
 

@@ -34,7 +34,6 @@ from finetune.report.plan import (
     adapter_line,
     embeddings_line,
     gpus_lines,
-    has_rows,
     head_line,
     kept_line,
     network_line,
@@ -46,6 +45,7 @@ from finetune.report.plan import (
     sharded_line,
     states_line,
 )
+from offload.plan.embedding_cost import EmbeddingCost
 from offload.plan.endurance import DiskWrites
 from offload.plan.facts.codec import ROUNDING
 from offload.plan.feature_pass import feature_pass
@@ -115,7 +115,9 @@ def _plan_rows(choice: Choice, prices: ReportSection) -> Iterator[tuple[str, Seq
     yield "states", [] if writes is None else [states_line(plan, writes)]
     yield "layers", [_layers_line(plan)]
     yield "layer inputs", [STASHED] if plan.request.is_stashed else []
-    yield "embeddings", [embeddings_line(plan)] if has_rows(plan) else []
+    embedding = EmbeddingCost.of(plan)
+    is_tied = plan.facts.tie_word_embeddings
+    yield "embeddings", [] if embedding is None else [embeddings_line(embedding, is_tied=is_tied)]
     head = HeadCost.of(plan)
     yield "head", [] if head is None else [head_line(head)]
     yield "tokens", [_tokens_line(plan)]

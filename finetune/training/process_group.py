@@ -21,10 +21,11 @@ import math
 import pickle
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from threading import Event, Thread
 from types import TracebackType
 from typing import Any, TypeVar
@@ -48,8 +49,9 @@ from finetune.training.world.blocks import MOST_RUNNING, block_elements, parts_o
 from finetune.training.world.heartbeat import BEAT_S, STOPPED_S, Heartbeat
 from finetune.training.world.likeness import difference, digests_of
 from finetune.training.world.meeting import cause_of, meet, opened_store
+from finetune.training.world.one_world import require_one_world
 from finetune.training.world.parcel import memory_of, packed, unpacked
-from finetune.training.world.surroundings import surroundings
+from finetune.training.world.row_rounds import RowRounds
 from offload.errors import SluiceError
 from offload.plan.facts.linears import FP32_BYTES
 from offload.plan.memory.memory import GRADIENT_BUCKET_BYTES
@@ -91,7 +93,6 @@ class ProcessGroup(Ranks):
             FinetuneError: They cannot be reached.
         """
         self.num, self.index, self.local_index = launch.num, launch.index, launch.local_index
-        self._launch = launch
         self._timeout_s = timeout_s
         self._is_broken = False
         self._longest_step_s = 0.0
@@ -127,7 +128,7 @@ class ProcessGroup(Ranks):
         atexit.register(self._leave)  # for a process that does not exit at once, as commands do
         try:
             self.nodes = tuple(self.exchange(launch.node))
-            self._require_one_world()
+            require_one_world(self, launch)
         except FinetuneError as error:
             self._tell(error)
             raise
@@ -275,6 +276,22 @@ class ProcessGroup(Ranks):
         for i in set.intersection(*gathered):
             parameters[i].grad = None
 
+    def gather_rows(
+        self,
+        tokens_N: torch.Tensor,
+        rows_ND: torch.Tensor,
+        *,
+        to: Collection[int],
+        dtype: torch.dtype,
+        add: Callable[[torch.Tensor, torch.Tensor], None],
+    ) -> None:
+        """See `Ranks`."""
+        rounds = RowRounds(rows_ND, index=self.index, num=self.num, to=to, dtype=dtype)
+        # All memory is allocated, see `sum_gradients`.
+        every = self._exchange(tokens_N.numpy(), limit_s=self._step_timeout_s())
+        with self._connected():
+            rounds.run(every, add=add, wait=partial(self._wait, limit_s=self._step_timeout_s()))
+
     def send_from_main(self, tensors: Sequence[torch.Tensor]) -> None:
         """Replace tensors by those of the main rank; all are fp32."""
         num_elements = min(self._bucket_bytes // FP32_BYTES, sum(map(torch.Tensor.numel, tensors)))
@@ -339,7 +356,7 @@ class ProcessGroup(Ranks):
         self._require_alike(f"the trained weights after step {step}", digests_of(parameters))
 
     def _require_alike(self, what: str, digests: Mapping[str, str]) -> None:
-        found = difference(what, self.exchange(digests))
+        found = difference(what, self.exchange(digests), nodes=self.nodes)
         if found is not None:
             raise found
 
@@ -488,38 +505,6 @@ class ProcessGroup(Ranks):
         self._heartbeat.leave()
         if dist.is_initialized() and not self._is_broken:
             dist.destroy_process_group()
-
-    def _require_one_world(self) -> None:
-        """Check that the launchers agree, and that what changes the last bits is alike.
-
-        Raises:
-            FinetuneError: They do not, or it is not.
-        """
-        launch = self._launch
-        every = self.exchange((launch.num, launch.num_local, launch.local_index, surroundings()))
-        for rank, (num, num_local, local_index, _) in enumerate(every):
-            here = [r for r in range(self.num) if self.nodes[r] == self.nodes[rank]]
-            if (num, num_local, local_index) != (self.num, len(here), here.index(rank)):
-                raise FinetuneError(
-                    f"rank {rank} is number {local_index} of {num_local} on machine"
-                    f" {self.nodes[rank]}, of {num} in all",
-                    limit=f"by what the others say it is number {here.index(rank)} of {len(here)}"
-                    f" there, of {self.num} in all",
-                    hint="start all machines by the same launcher, and see that none sets RANK,"
-                    " LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK or WORLD_SIZE itself",
-                )
-        expected = every[0][3]
-        for rank, (*_, found) in enumerate(every):
-            other = [name for name in expected if found.get(name) != expected[name]]
-            if other:
-                raise FinetuneError(
-                    f"rank {rank} (machine {self.nodes[rank]}) has "
-                    + " and ".join(f"{name} {found.get(name)}" for name in other),
-                    limit="rank 0 has "
-                    + " and ".join(f"{name} {expected[name]}" for name in other)
-                    + ", and what trains must stay the same on all, to the bit",
-                    hint="install the same versions on all machines, and set OMP_NUM_THREADS there",
-                )
 
     # ----------------------------------------------------------------------------------- gradients
 

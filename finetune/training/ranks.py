@@ -9,7 +9,7 @@ slab, writes its store and its cache of tokens.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
 from types import TracebackType
@@ -157,6 +157,28 @@ class Ranks:
                 on nothing else; otherwise as the backend orders it, which may depend on the place
                 among all gradients.
         """
+
+    def gather_rows(
+        self,
+        tokens_N: "torch.Tensor",
+        rows_ND: "torch.Tensor",
+        *,
+        to: Collection[int],
+        dtype: "torch.dtype",
+        add: "Callable[[torch.Tensor, torch.Tensor], None]",
+    ) -> None:
+        """Bring gradients by rows from all ranks to some of them, which add these up.
+
+        Args:
+            tokens_N: Of this rank's rows, on the host; ascending, each once.
+            rows_ND: The gradients by them, on the host, in fp32.
+            to: The ranks that add them up; the same on all.
+            dtype: That rows are sent in.
+            add: Called on those ranks with tokens and rows: with those of each token once per rank
+                that has it, in the order of the ranks.
+        """
+        if self.index in to:
+            add(tokens_N, rows_ND.to(dtype))
 
     def send_from_main(self, tensors: "Sequence[torch.Tensor]") -> None:
         """Replace tensors by those of the main rank."""

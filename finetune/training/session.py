@@ -329,7 +329,7 @@ def load_adapted(runs: Sequence[Run], plan: Plan) -> Adapted:
     shared = None
     is_tied = plan.facts.tie_word_embeddings  # each rank has a head's weight by itself
     if plan.request.typical.embeddings == "host" and ranks.num > 1 and not is_tied:
-        make_slab = _shared_slab(ranks, run.device, place.node, is_trained=False)
+        make_slab = _shared_slab(ranks, run.device, place.node, is_trained=recipe.train.is_full)
         shared = _shared_embedding(loaded.model, make_slab)
     ranks.exchange(None)  # from here on the slab is filled
     if shared is not None:

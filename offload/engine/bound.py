@@ -5,7 +5,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from offload.engine.host_gradients import HostGradients, LateUpdates
 from offload.engine.memory_meter import Arena
 from offload.engine.model import placement
 from offload.engine.model.layers import LayeredModel
-from offload.engine.passes.host_head import HostHead, without_adapter
+from offload.engine.passes.host_head import HostHead, bytes_to_lock, without_adapter
 from offload.engine.results import Computing, Places
 from offload.engine.slots import Slots
 from offload.engine.streams import Device
@@ -26,12 +26,16 @@ from offload.errors import OffloadError
 from offload.plan.facts.codec import CodecName
 from offload.plan.facts.workload import WeightPlace
 from offload.plan.machine.machine import Tier
-from offload.plan.memory.memory import SENT, STASH
+from offload.plan.memory.memory import ROWS, SENT, STASH
 from offload.plan.plan import Plan
 from offload.plan.schedule.residency import Residency
 from offload.plan.schedule.schedule import MIN_SLOTS, TransferSizes
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 LayerKernels = Literal["plain", "fused"]
+_LOCKED = (STASH, ROWS, SENT)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,6 +52,8 @@ class EngineOptions:
     `head` is where the output head's weight is; one on the host computes in the slots.
     `owned_layers` are those of trained weights that this process updates, of several that share the
     layers' memory; None for all.
+    `locked_bytes` is what a plan page-locks in addition to layers and head: layer inputs, rows of
+    the embedding, and what else of activations is sent.
     """
 
     num_slots: int
@@ -68,6 +74,15 @@ class EngineOptions:
     embeddings: WeightPlace = "device"
     head: WeightPlace = "device"
     owned_layers: frozenset[int] | None = None
+    locked_bytes: int = 0
+
+    def others_to_lock(self, model: "PreTrainedModel") -> int:
+        """Return what is to be page-locked after the layers, and has no other way to the device.
+
+        Raises:
+            UnsupportedModelError: As for `HostHead`.
+        """
+        return self.locked_bytes + bytes_to_lock(model, self.head, self.embeddings)
 
     @property
     def uses_host_lane(self) -> bool:
@@ -113,6 +128,7 @@ class EngineOptions:
             mlp_chunk_tokens=asked.typical.mlp_chunk_tokens,
             embeddings=asked.typical.embeddings,
             head=asked.typical.head,
+            locked_bytes=sum(one.num_bytes for one in plan.host_memory if one.name in _LOCKED),
             joins_rows=any(
                 asked.typical.joins_rows(layer.attention, is_cuda=plan.machine.device == "cuda")
                 for layer in plan.facts.layers

@@ -85,6 +85,7 @@ class Steps:
                 reduced=tuple(p.reducer.reduced for p in parts if p.reducer is not None),
                 row_bytes=row_bytes,
                 row_gradient_bytes=embedding.gradient_bytes(row_bytes) if embedding else (),
+                row_sum_bytes=self._row_sum_bytes(parts),
             ),
             ring=ring,
             runs=[part.passes for part in parts],
@@ -113,7 +114,17 @@ class Steps:
         if embedding is None:
             return ()
         each = [(part, number) for part in parts for number in part.passes.all]
-        return embedding.prepare({number: part.given_ids(number) for part, number in each})
+        return embedding.prepare(
+            {number: part.given_ids(number) for part, number in each},
+            trained=[number for part in parts for number in part.passes.trained],
+        )
+
+    def _row_sum_bytes(self, parts: Sequence[Part]) -> int:
+        """Return what is sent of gradients by these rows; nothing if a step only scores."""
+        embedding = self._layered.embedding
+        if embedding is None or embedding.sums is None or not any(p.reducer for p in parts):
+            return 0
+        return embedding.sums.reduced_bytes
 
     def input_bytes(self, batches: Sequence[LabelledBatch]) -> tuple[int, ...]:
         """Return the size of a layer's input for each micro-batch."""

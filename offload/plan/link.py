@@ -3,7 +3,7 @@
 import math
 from dataclasses import replace
 
-from offload.plan.schedule.op import OVER_NETWORK, Kind
+from offload.plan.schedule.op import OVER_NETWORK, SUMS, Kind
 from offload.plan.schedule.schedule import Schedule
 from offload.plan.schedule.simulate import times_s
 from offload.plan.schedule.timeline import Timeline
@@ -23,20 +23,20 @@ def needed_bytes_per_s(schedule: Schedule, costs: Costs) -> float:
 
     Only later sums wait for a sum. So over a network without limit each begins when its gradients
     are final, or when the one before it ends; from that time on, its bytes and all later ones have
-    to be through by the end that is allowed, and the latency of each sum is not theirs. Where
-    visits wait for what is gathered, the rate is searched for, to a hundredth.
+    to be through by the end that is allowed, and what sums take there is not theirs. Where visits
+    wait for what is gathered, the rate is searched for, to a hundredth.
     """
     if any(op.kind is Kind.GATHER for op in schedule.ops):
         return _searched_bytes_per_s(schedule, costs)
     at_once = duration_of(replace(costs, network_bytes_per_s=math.inf))
     starts_s, ends_s = times_s(schedule, at_once)
     allowed_s = (1 + FREE_FRAC) * max(ends_s, default=0.0)
-    needed, num_bytes, latencies_s = 0.0, 0, 0.0
+    needed, num_bytes, own_s = 0.0, 0, 0.0
     for op, start_s in zip(reversed(schedule.ops), reversed(starts_s), strict=True):
-        if op.kind is Kind.REDUCE:
+        if op.kind in SUMS:
             num_bytes += op.num_bytes
-            latencies_s += costs.network_latency_s
-            needed = max(needed, num_bytes / (allowed_s - start_s - latencies_s))
+            own_s += at_once(op)
+            needed = max(needed, num_bytes / (allowed_s - start_s - own_s))
     return needed
 
 

@@ -120,8 +120,7 @@ def _effective(term: MemoryTerm, needs: MemoryNeeds) -> list[str]:
 def _may_move_embedding(needs: MemoryNeeds) -> bool:
     """Return whether the input embedding is in a device's memory of its own, and need not be."""
     is_cuda, largest = needs.machine.device == "cuda", needs.request.largest
-    num_ranks = needs.request.num_ranks
-    is_free = not why_on_device(needs.facts, largest.adapter, num_ranks=num_ranks)
+    is_free = not why_on_device(needs.facts, largest.adapter)
     return is_cuda and is_free and largest.embeddings == "device"
 
 

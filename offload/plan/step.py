@@ -17,7 +17,7 @@ from offload.plan.facts.trainable import outer_module_sizes
 from offload.plan.facts.workload import Workload
 from offload.plan.memory.memory import input_bytes, layer_weight_bytes
 from offload.plan.owners import owned_by
-from offload.plan.reduction import reduced_of
+from offload.plan.reduction import reduced_of, row_sum_bytes_of
 from offload.plan.request import PlanRequest
 from offload.plan.schedule.op import Kind, Lane, Op
 from offload.plan.schedule.passes import Passes, numbered
@@ -94,6 +94,7 @@ def schedule_of(
         row_gradient_bytes=_row_bytes(facts, request, passes, most_row_gradients_bytes)
         if num_trained_on_host(facts, typical)
         else (),
+        row_sum_bytes=sum(row_sum_bytes_of(facts, run) for run in runs),
         head_bytes=head_bytes(facts, typical),
     )
     stashed = zip(runs, numbers, strict=True) if request.is_stashed else ()
@@ -195,7 +196,8 @@ def _duration_of(costs: Costs) -> Callable[[Op], float]:
         if op.lane is Lane.H2D:
             return costs.h2d_latency_s + op.num_bytes / costs.h2d_bytes_per_s
         if op.lane is Lane.NETWORK:
-            return costs.network_latency_s + op.num_bytes / costs.network_bytes_per_s
+            own_s = op.num_bytes / costs.row_sums_bytes_per_s if op.kind is Kind.REDUCE_ROWS else 0
+            return own_s + costs.network_latency_s + op.num_bytes / costs.network_bytes_per_s
         if op.kind in rates:
             return op.num_bytes / rates[op.kind]
         if op.lane is Lane.HOST:

@@ -25,10 +25,12 @@ from finetune.env import launch
 from finetune.run import checkpoint
 from finetune.run.checkpoint import Stateful
 from finetune.training import optimizer, process_group, session
+from finetune.training.full.update import _InRows
 from finetune.training.loop import Loop, Request
 from finetune.training.sharded.engine import _Clock
 from finetune.training.world import heartbeat, surroundings
 from offload.engine.executor import Executor
+from offload.engine.host.embedding import RowSums
 from offload.engine.host_gradients import LateUpdates, LayerUpdate
 from offload.engine.passes.part import Part
 from offload.engine.results import PassState
@@ -150,6 +152,40 @@ def in_update(act: Callable[[], None]) -> None:
     LateUpdates.defer = deferring  # type: ignore[method-assign]
 
 
+def in_adding_rows(act: Callable[[], None]) -> None:
+    """Do something as this rank is to add its third step's first rows of the embedding in RAM."""
+    add, steps = RowSums.add, list[int]()
+
+    def begun() -> None:
+        steps.append(FAILING_STEP)
+
+    def broken(self: RowSums, *rows: torch.Tensor) -> None:
+        if steps:
+            steps.clear()
+            act()
+        add(self, *rows)
+
+    in_step(begun)
+    RowSums.add = broken  # type: ignore[method-assign, assignment]
+
+
+def in_updating_rows(act: Callable[[], None]) -> None:
+    """Do something as this rank is to update the embedding in RAM by its third step's gradients."""
+    taken, steps = _InRows.taken, list[int]()
+
+    def begun() -> None:
+        steps.append(FAILING_STEP)
+
+    def broken(self: _InRows) -> torch.Tensor:
+        if steps:
+            steps.clear()
+            act()
+        return taken(self)
+
+    in_step(begun)
+    _InRows.taken = broken  # type: ignore[method-assign]
+
+
 def in_evaluation(act: Callable[[], None]) -> None:
     """Do something as this rank's first evaluation begins."""
     whole = Loop.validation_loss
@@ -257,6 +293,12 @@ IN_UPDATE: Mapping[str, Callable[[], object]] = {
     "hangs in an update": hang,
     "killed in an update": partial(send_itself, signal.SIGKILL),
 }
+IN_ROWS: Mapping[str, Callable[[], object]] = {
+    "named": partial(raise_, NAMED),
+    "hangs": hang,
+    "killed": partial(send_itself, signal.SIGKILL),
+}
+ADDING, UPDATING = " in adding rows", " in updating rows"
 DIFFERENT: Mapping[str, Callable[[], object]] = {
     "drifts": drift,
     "slow": be_slow,
@@ -291,6 +333,10 @@ def main(argv: Sequence[str]) -> None:
             in_visit(failing(IN_VISIT[kind]))
         elif kind in IN_UPDATE:
             in_update(failing(IN_UPDATE[kind]))
+        elif kind.endswith(ADDING):
+            in_adding_rows(failing(IN_ROWS[kind.removesuffix(ADDING)]))
+        elif kind.removesuffix(MAIN).endswith(UPDATING):
+            in_updating_rows(failing(IN_ROWS[kind.removesuffix(MAIN).removesuffix(UPDATING)]))
         elif kind.removesuffix(MAIN) in HANGS_BETWEEN:
             HANGS_BETWEEN[kind.removesuffix(MAIN)](failing(hang))
         else:

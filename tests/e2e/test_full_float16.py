@@ -128,11 +128,13 @@ def test_two_ranks_skip_what_one_process_skips_and_train_as_it_does(
 ) -> None:
     assert run(*words, "train.update=host") == 0
     ends = []
-    for name in ("two", "again"):
-        ranks = forked.start_ranks(*words, f"output.dir={tmp_path / name}")
+    for name, place in (("two", "device"), ("again", "device"), ("in RAM", "host")):
+        places = (f"offload.embeddings={place}", f"output.dir={tmp_path / name}")
+        ranks = forked.start_ranks(*words, *places)
         assert [rank.end() for rank in ranks] == [0, 0], [rank.shown for rank in ranks]
         ends.append(left_by(tmp_path / name))
-    assert_same(*ends)
+    for other in ends[1:]:
+        assert_same(ends[0], other)
     steps, masters = left_by(tmp_path / "run")
     assert 0 < steps[-1][-1] < NUM_STEPS
     for mine, other in zip(ends[0][0], steps, strict=True):

@@ -5,65 +5,26 @@ import random
 import shutil
 import signal
 import time
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from offload.plan.machine.machine import Machine
 from tests.e2e.broken_rank import FAILS_AT
-from tests.e2e.forked import Forked
 from tests.e2e.full_runs import assert_same_runs, checkpoint, full_recipe, weights
 from tests.e2e.runs import losses, rows_of, run
+from tests.e2e.two_ranks import (
+    REORDER,
+    assert_as_one,
+    plain_run,
+    six_rows,
+    six_rows_as_tokens,
+    start_two,
+)
 
-REORDER = 1e-5  # sums are made in another order
 KINDS = ("gradient", "update", "await", "reduce")
-
-
-def assert_as_one(two: Path, one: Path, *, apart: float = REORDER) -> None:
-    """Compare losses, norms and weights of two runs whose gradients are summed in other orders."""
-    for mine, other in zip(rows_of(two), rows_of(one), strict=True):
-        for name in ("loss", "grad_norm", "eval_loss"):
-            if name in other:
-                assert mine[name] == pytest.approx(other[name], rel=apart), name
-        assert mine["num_label_tokens"] == other["num_label_tokens"]
-    found, expected = weights(two), weights(one)
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        error = (found[name].double() - tensor.double()).norm() / tensor.double().norm()
-        assert error <= apart, name
-
-
-def start_two(forked: Forked, *words: object, **how: Any) -> None:
-    ranks = forked.start_ranks(*words, **how)
-    assert [rank.end() for rank in ranks] == [0, 0], [rank.shown for rank in ranks]
-
-
-def plain_run(
-    model: nn.Module, rows: Sequence[tuple[list[int], int]], optimizer: torch.optim.Optimizer
-) -> tuple[list[float], list[float]]:
-    """Train on all rows in each step, one by one; return losses and norms before clipping."""
-    losses, norms = [], []
-    total = sum(len(ids) - num_prompt for ids, num_prompt in rows)
-    for _ in range(6):
-        loss = 0.0
-        for ids, num_prompt in rows:
-            logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
-            own = nn.functional.cross_entropy(
-                logits[num_prompt - 1 : -1], torch.tensor(ids[num_prompt:]), reduction="sum"
-            )
-            (own / total).backward()
-            loss += own.item() / total
-        losses.append(loss)
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, norms
 
 
 @pytest.mark.slow
@@ -77,9 +38,7 @@ def test_two_ranks_train_as_plain_pytorch_does(
 
     Gradients that are sent in bf16 are rounded twice, each time by at most 2^-9 of them.
     """
-    file = tmp_path / "six.jsonl"
-    texts = [(f"what follows {n}{'!' * (n % 5)}", f"{n + 1}" * (1 + n % 3)) for n in range(6)]
-    file.write_text("".join(json.dumps({"question": q, "answer": a}) + "\n" for q, a in texts))
+    file = six_rows(tmp_path)
     recipe = full_recipe(
         write_recipe, optimizer=optimizer, schedule="constant", warmup_steps=0, lr=0.01
     )
@@ -89,13 +48,7 @@ def test_two_ranks_train_as_plain_pytorch_does(
         *(*words, "data.eval_frac=null", "output.eval_every=null"),
         f"train.reduce_dtype={sent}",
     )
-    tokenizer = AutoTokenizer.from_pretrained(model_dir)
-    rows = []
-    for question, answer in texts:
-        prompt = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
-        prompt += "<think>\n\n</think>\n\n"
-        ids = [tokenizer.encode(text) for text in (prompt, f"{answer}<|im_end|>")]
-        rows.append((ids[0] + ids[1], len(ids[0])))
+    rows = six_rows_as_tokens(model_dir)
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).train()
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     make = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[optimizer]

@@ -20,10 +20,12 @@ import torch
 
 import offload
 from offload.engine.engine import Engine
+from offload.engine.run_step import RunStep
 from offload.engine.streams import CudaDevice, copy_on_host
 from offload.plan.facts.codec import CodecName
 from offload.plan.facts.workload import WeightPlace
 from offload.plan.schedule.op import Kind, Lane
+from offload.plan.schedule.reduced import Reduced
 from offload.plan.schedule.schedule import Order
 from tests.parity.rounding import rounded
 from tests.parity.steps import (
@@ -285,12 +287,38 @@ def test_move_rows_of_an_embedding_on_the_host_are_there_when_a_front_looks_them
     engine.detach()
 
 
+class Twin:
+    """Two processes that have the same rows: this one updates the embedding."""
+
+    reduced = Reduced(layers=(0,) * NUM_LAYERS, rest=0)
+
+    def num_bytes(self, num_rows: int) -> int:
+        return 1 + num_rows
+
+    def gather(
+        self,
+        tokens_N: torch.Tensor,
+        rows_ND: torch.Tensor,
+        add: Callable[[torch.Tensor, torch.Tensor], None],
+    ) -> None:
+        for _ in range(2):
+            add(tokens_N, rows_ND)
+
+    def reduce(self, layer: int | None) -> None:
+        raise AssertionError(layer)
+
+
 @pytest.mark.thorough
-@pytest.mark.parametrize(("seed", "num_staging"), [(0, 0), (1, 2)])
+@pytest.mark.parametrize(
+    ("seed", "num_staging", "has_twin"), [(0, 0, False), (1, 2, False), (2, 0, True), (3, 2, True)]
+)
 def test_move_gradients_by_rows_are_on_the_host_before_their_buffers_are_used_again(
-    open_device: Open, seed: int, num_staging: int
+    open_device: Open, seed: int, num_staging: int, *, has_twin: bool
 ) -> None:
-    """More micro-batches than buffers, and copies that are late; with updates of the layers."""
+    """More micro-batches than buffers, and copies that are late; with updates of the layers.
+
+    With a twin the embedding's gradient is twice as large, and its rate half as high.
+    """
     batches, name = micro_batches(5), "model.embed_tokens.weight"
 
     def trained(device: FakeCudaDevice | None) -> list[torch.Tensor]:
@@ -303,11 +331,18 @@ def test_move_gradients_by_rows_are_on_the_host_before_their_buffers_are_used_ag
         else:
             options |= {"num_staging": num_staging, "embeddings": "host"}
             engine = attached(model, device, **options)
+        twin = Twin() if has_twin and device is not None else None
+        if twin is not None:
+            assert engine.row_sums is not None
+            engine.row_sums.share_with(twin, is_own=True)
         found = []
         for _ in range(2):
-            engine.forward_backward(batches)
+            (result,) = engine.forward_backward_runs([RunStep(micro_batches=batches, reducer=twin)])
+            kinds = [span.kind for span in result.timeline.spans]
+            assert kinds.count(Kind.REDUCE_ROWS) == (twin is not None)
             gradient = engine.trained_parameters[name].grad
             assert gradient is not None
+            gradient.mul_(1.0 if twin is None else 0.5)
             found.append(gradient.clone())
             for weight in engine.trained_parameters.values():
                 assert weight.grad is not None

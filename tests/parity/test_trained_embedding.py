@@ -24,7 +24,7 @@ from finetune.run.loss_scale import LossScale
 from finetune.training.full.update import _InRows
 from finetune.training.loop import Loop
 from offload.engine.engine import Engine
-from offload.engine.host.embedding import RowSums
+from offload.engine.host.embedding import OtherRows, RowSums
 from offload.engine.run_step import Reducer, RunStep
 from offload.engine.tracing.allocator import LiveBytes
 from offload.engine.tracing.tracer import Tracer
@@ -191,11 +191,17 @@ def test_a_gradient_that_its_user_has_changed_is_gone_in_the_next_step() -> None
         one.detach()
 
 
-def test_gradients_by_rows_are_not_added_up_over_processes() -> None:
+def test_gradients_by_rows_are_added_up_over_processes_if_all_others_are() -> None:
     engine, reducer = attached(made("padded")), mock.create_autospec(Reducer)
     run = RunStep(micro_batches=rows_of(0), reducer=reducer)
-    with pytest.raises(OffloadError, match="the input embedding trains on the host"):
+    with pytest.raises(OffloadError, match="the input embedding trains on the host") as refused:
         engine.forward_backward_runs([run])
+    assert refused.value.hint == '`embeddings="device"`'
+    assert engine.row_sums is not None
+    engine.row_sums.share_with(mock.create_autospec(OtherRows), is_own=True)
+    with pytest.raises(OffloadError, match="are added up over processes, and no others") as refused:
+        engine.forward_backward(rows_of(0))
+    assert refused.value.hint == "`RunStep(..., reducer=...)`"
     engine.detach()
 
 

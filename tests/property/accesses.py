@@ -1,6 +1,6 @@
 """What each op of a schedule does to memory, and whether the order of all of them is safe."""
 
-from offload.plan.schedule.op import Kind, Lane, Op
+from offload.plan.schedule.op import SUMS, Kind, Lane, Op
 from offload.plan.schedule.schedule import Schedule
 
 
@@ -90,6 +90,8 @@ class Accesses:
         return [("read", ("gathered", op.buffer), ("gradients", m)), ("add", "row sums", "of all")]
 
     def _reduced(self, op: Op, layer: int) -> list[Access]:
+        if op.kind is Kind.REDUCE_ROWS:
+            return [("read", "row sums", "of all")]
         layers = [layer] if op.layer is not None else range(-1, self._last_layer + 1)
         final: list[Access] = [("read", ("gradients of the rank", i), "of a step") for i in layers]
         summed: Access = ("change", ("gradient", layer % 2), (layer, ("summed", layer)))
@@ -104,7 +106,7 @@ class Accesses:
         return [*self._weights(layer), filled] if op.buffer is None else [staged, filled]
 
     def _moved(self, op: Op, layer: int, m: int | None) -> list[Access]:
-        if op.kind is Kind.REDUCE:
+        if op.kind in SUMS:
             return self._reduced(op, layer)
         updating = (Kind.UPDATE, Kind.AWAIT, Kind.STATES, Kind.UPDATED)
         if op.lane is Lane.DISK or op.kind in updating:

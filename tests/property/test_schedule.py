@@ -61,6 +61,7 @@ def steps(draw: st.DrawFn) -> Schedule:
         row_gradient_bytes=draw(st.sampled_from([(), tuple(range(10, 10 + num_micro_batches))])),
         head_bytes=draw(st.sampled_from([0, 17, 60, 900])) if any(layer_bytes) else 0,
     )
+    trains_front = draw(st.booleans())
     ring = draw(st.sampled_from([warm_ring(num_slots), cold_ring(num_slots)]))
     if draw(st.booleans()):
         ring = forward_schedule(sizes, ring=ring, num_micro_batches=1).ring_after
@@ -74,6 +75,8 @@ def steps(draw: st.DrawFn) -> Schedule:
             trained = frozenset(i for i in range(num_layers) if is_trained[i])
             all_summed = Reduced(layers=(9,) * num_layers, rest=draw(st.sampled_from([0, 2])))
             sizes = replace(sizes, updated=trained, owned=owned, reduced=(all_summed,))
+            has_rows = trains_front and sizes.row_gradient_bytes
+            sizes = replace(sizes, row_sum_bytes=7 if has_rows else 0)
         ring = without_trained(ring, sizes)
     num_kept_graphs = draw(st.integers(0, num_layers))
     residency = Residency(
@@ -90,7 +93,7 @@ def steps(draw: st.DrawFn) -> Schedule:
         ring=ring,
         num_micro_batches=num_micro_batches,
         order=order,
-        trains_front=draw(st.booleans()),
+        trains_front=trains_front,
         input_bytes=draw(st.sampled_from([(), (5,) * num_micro_batches])),
         num_kept_graphs=num_kept_graphs,
         saved=residency.saved(tuple(num_bytes), ((8,) * num_micro_batches,) * num_layers),

@@ -2,11 +2,13 @@
 
 Weights are there once, in the slab, and so are optimizer states and the low halves of masters. Each
 layer has one owner among the ranks, which alone updates it. So has each weight around the layers,
-of which this memory has the copy that is updated. Next to the states is a number for each of these
-parts: that of the last update that its owner has made. Whoever needs a part waits for it.
+of which this memory has the copy that is updated; an embedding in RAM is there once, and all look
+tokens up in it. Next to the states is a number for each of these parts: that of the last update
+that its owner has made. Whoever needs a part waits for it.
 
-A rank cannot begin a layer's next update while another one still loads the layer: it first needs
-the norm of the next step's gradients, to which all ranks come once their loads have ended.
+A rank cannot begin a part's next update while another one still loads the layer, or looks tokens
+up: it first needs the norm of the next step's gradients, to which all ranks come once their loads
+and lookups have ended.
 
 The owner writes the number after the weights, and x86 processors let others see the two in this
 order. So does an exchange of a step's norms, for whatever was written before.
@@ -53,7 +55,8 @@ class Owners:
             FinetuneError: There is no memory that processes can share.
         """
         node = ranks.nodes[ranks.index]
-        every = enumerate(ranks.exchange(owned))
+        self._every = ranks.exchange(owned)
+        every = enumerate(self._every)
         self._owner = {i: r for r, parts in every if ranks.nodes[r] == node for i in parts}
         self._ranks, self._names, self._gives_up = ranks, tuple(names), False
         offsets = [*accumulate(state_bytes, initial=aligned(NUMBER_BYTES * len(state_bytes)))]
@@ -61,6 +64,10 @@ class Owners:
         numbers = memory[: NUMBER_BYTES * len(state_bytes)].view(torch.int64)
         self._numbers = numbers.numpy()
         self.states = tuple(memory[start:end] for start, end in pairwise(offsets))
+
+    def of(self, part: int) -> frozenset[int]:
+        """Return the ranks that update a part, one of each machine."""
+        return frozenset(rank for rank, parts in enumerate(self._every) if part in parts)
 
     def note_updated(self, layer: int, number: int) -> None:
         """See `OtherOwners`."""

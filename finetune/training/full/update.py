@@ -15,7 +15,7 @@ from finetune.full.update_rules import States
 from finetune.recipe.sections import TrainSection
 from finetune.run.checkpoint import Restored, Saved
 from finetune.training.full.owners import Owners
-from finetune.training.full.sums import WeightSums
+from finetune.training.full.sums import RowGradients, WeightSums
 from finetune.training.ranks import Ranks
 from finetune.training.world.gradient_sums import DTYPES
 from offload.engine.engine import Engine
@@ -23,7 +23,6 @@ from offload.engine.host.embedding import RowSums
 from offload.engine.host.mapping import aligned_empty
 from offload.engine.host.state_file import StateFile
 from offload.engine.host_gradients import LayerUpdate
-from offload.plan.facts.optimizer import Optimizer
 from offload.plan.owners import owned_around
 from offload.plan.schedule.reduced import Reduced
 
@@ -40,7 +39,8 @@ class FullUpdate:
     an embedding on the host gradients have come there row by row, and nothing goes back.
 
     Of several ranks each updates its own layers for all of its machine, and its own weights around
-    them, which the others wait for at once: see `finetune.training.full.owners`.
+    them, which the others wait for at once: see `finetune.training.full.owners`. An embedding on
+    the host is in memory of all of them, and the sums of its gradients are with its owner.
     """
 
     def __init__(
@@ -71,7 +71,6 @@ class FullUpdate:
         trained = engine.trained_parameters
         self._layer_of = engine.updates.layer_of
         self._layers = {name: trained[name] for name in self._layer_of}
-        assert engine.row_sums is None or ranks.num == 1, "a rule of ranks"
         self._around = {  # in one order wherever they are: the norms are added up in it
             name: _around(parameter, engine)
             for name, parameter in trained.items()
@@ -88,7 +87,7 @@ class FullUpdate:
             ranks.require_same("torch's threads and CPU code, by which updates round,", lambda: cpu)
             assert train.update != "device", "a rule of ranks"
             self._layouts = self._laid_out(train, matrices)
-            states |= self._share(train.optimizer, engine.updates.owned)
+            states |= self._share(train, engine.updates.owned)
         elif train.update == "device":
             self._layouts = self._laid_out(train, matrices)
             engine.update_on_device([layout.num_bytes for layout in self._layouts])
@@ -122,10 +121,10 @@ class FullUpdate:
             numbers[layer] += self._layers[name].numel()
         return WeightSums(
             self._engine.updates,
-            lambda: [one.gradient for one in self._around.values()],
+            lambda: [one.gradient for one in self._on_device],
             reduced=Reduced.of(
                 tuple(numbers),
-                sum(one.on_host.numel() for one in self._around.values()),
+                sum(one.on_host.numel() for one in self._on_device),
                 element_bytes=dtype.itemsize,
                 num_ranks=self._ranks.num,
             ),
@@ -133,13 +132,20 @@ class FullUpdate:
             ranks=self._ranks,
         )
 
-    def _share(self, optimizer: Optimizer, owned: frozenset[int]) -> dict[str, States]:
+    @property
+    def _on_device(self) -> "list[_Around]":
+        """The weights around the layers that compute on the device."""
+        return [one for one in self._around.values() if isinstance(one, _Around)]
+
+    def _share(self, train: TrainSection, owned: frozenset[int]) -> dict[str, States]:
         """Return states in memory of all ranks of this machine; weights around layers go there."""
         ranks, first, outer = self._ranks, len(self._layouts), list[StateLayout]()
         with torch.device("meta"):
             for name, one in self._around.items():
-                weight = {_WEIGHT: torch.empty_like(one.on_host, device="meta")}
-                outer.append(StateLayout.of({name: weight | fresh_states(optimizer, one.on_host)}))
+                kept = fresh_states(train.optimizer, one.on_host)
+                if isinstance(one, _Around):
+                    kept = {_WEIGHT: torch.empty_like(one.on_host, device="meta")} | kept
+                outer.append(StateLayout.of({name: kept}))
         here = ranks.nodes.count(ranks.nodes[ranks.index])
         sizes = [one.on_host.numel() for one in self._around.values()]
         own = owned_around(ranks.local_index, sizes, num_ranks=here)
@@ -155,8 +161,15 @@ class FullUpdate:
         states: dict[str, States] = {}
         for layout, memory in zip(layouts, self._owners.states, strict=True):
             states |= layout.views(memory)
-        for name, one in self._around.items():
-            assert isinstance(one, _Around), "a rule of ranks"
+        for number, (name, one) in enumerate(self._around.items(), first):
+            if isinstance(one, _InRows):
+                one.share(
+                    self._owners.of(number),
+                    is_own=self._own_around[name],
+                    dtype=DTYPES[train.reduce_dtype],
+                    ranks=ranks,
+                )
+                continue
             of_states = dict(states[name])
             one.move(of_states.pop(_WEIGHT))
             states[name] = of_states
@@ -212,12 +225,12 @@ class FullUpdate:
         return loss, norm
 
     def _gathered_norms(self) -> dict[str, torch.Tensor]:
-        """Return the norm of each gradient by name: of a layer's, from its owner's.
+        """Return the norm of each gradient by name: of a layer's, and of rows, from an owner's.
 
         All ranks get the same, those of the first that has them.
         """
         norms = {**self._engine.updates.norms}
-        norms |= {name: one.norm() for name, one in self._around.items()}
+        norms |= {name: one.norm() for name, one in self._around.items() if self._has(name)}
         if self._ranks.num == 1:
             return norms
         own = {name: float(norm) for name, norm in norms.items()}
@@ -225,6 +238,10 @@ class FullUpdate:
         for one in reversed(self._ranks.exchange(own, is_step=True)):
             merged |= one
         return {name: torch.tensor(merged[name]) for name in (*self._layer_of, *self._around)}
+
+    def _has(self, name: str) -> bool:
+        """Return whether this rank has the gradient by a weight around the layers."""
+        return self._own_around[name] or isinstance(self._around[name], _Around)
 
     def apply(self, *, lr: float) -> None:
         """Update what is around the layers; the layers follow in the next step."""
@@ -396,6 +413,13 @@ class _InRows:
     def gradient(self) -> torch.Tensor:
         """The gradient of the newest step, with zeros where no token was."""
         return self._sums.total
+
+    def share(
+        self, owners: Collection[int], *, is_own: bool, dtype: torch.dtype, ranks: Ranks
+    ) -> None:
+        """Add up with other ranks from here on, where one of the owners updates the weight."""
+        others = RowGradients(self.on_host.shape[1], to=owners, dtype=dtype, ranks=ranks)
+        self._sums.share_with(others, is_own=is_own)
 
     def norm(self) -> torch.Tensor:
         """Return the gradient's norm, as exact as that of the device on which the model computes.

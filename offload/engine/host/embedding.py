@@ -24,12 +24,15 @@ A weight that trains has its gradient on the host too. A front looks tokens up i
 rows. Autograd adds up the gradients of a token's places in these rows as it would in the whole
 weight: in the same order and the same type, since the order of rows is that of tokens. They leave
 from the buffer that the rows came to, and are added to `RowSums`.
+
+Several processes may share the weight's memory. Then each adds up its own gradients for the rows of
+its step alone, and those that update the weight add up the sums of all.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -52,6 +55,28 @@ PLACES = ("embeddings", "head")
 _ROWS = 2**12  # of which another type takes memory for a moment
 
 
+class OtherRows(Protocol):
+    """The processes that train an embedding together, each with gradients by rows of its own."""
+
+    def num_bytes(self, num_rows: int) -> int:
+        """Return what one that updates it gets from the others, if all have as many rows; not 0."""
+
+    def gather(
+        self,
+        tokens_N: torch.Tensor,
+        rows_ND: torch.Tensor,
+        add: Callable[[torch.Tensor, torch.Tensor], None],
+    ) -> None:
+        """Send this process's rows to those that update the embedding; waits for the others.
+
+        Args:
+            tokens_N: Whose rows; ascending, each once.
+            rows_ND: The gradients by them, on the host, in fp32.
+            add: Called on a process that updates it, with tokens and rows of all processes: with
+                those of each token in the order of the processes.
+        """
+
+
 class RowSums:
     """A gradient as large as the weight of an embedding on the host, zero where no token was.
 
@@ -59,8 +84,11 @@ class RowSums:
     added, row by row and one micro-batch after the other. The other rows are zero as in plain
     PyTorch: an optimizer that keeps means of gradients lets them decay there.
 
+    Of several processes each adds them to its own `_StepRows`, and those that update the weight
+    have the sum of all.
+
     Attributes:
-        total: (V, D), on the host.
+        total: (V, D), on the host; (0, D) where another process of this machine has it.
     """
 
     def __init__(self, weight: torch.Tensor) -> None:
@@ -72,23 +100,67 @@ class RowSums:
         self.total = torch.zeros_like(weight, requires_grad=False)
         self._tokens: list[torch.Tensor] = []
         self._version_shown: int | None = None
+        self._others: OtherRows | None = None
+        self._of_step = _StepRows(self.total.shape[1])
 
     def keep_in_fp32(self) -> None:
         """Add up in fp32 from here on: 16 bits would round small gradients away in a large sum."""
         assert not self._tokens
         self.total = torch.zeros(self.total.shape)
 
-    @torch.no_grad()
+    def share_with(self, others: OtherRows, *, is_own: bool) -> None:
+        """Add up with other processes from here on, in fp32.
+
+        Args:
+            others: All of them.
+            is_own: Whether this one updates the weight.
+        """
+        self.keep_in_fp32()
+        self._others = others
+        if not is_own:
+            self.total = self.total.new_zeros(0, self.total.shape[1])
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several processes add up."""
+        return self._others is not None
+
+    @property
+    def blocks(self) -> list[torch.Tensor]:
+        """Its memory."""
+        return [self.total, *self._of_step.blocks]
+
+    def begin(self, tokens: Sequence[torch.Tensor]) -> None:
+        """Make room for a step's own sums if there are other processes.
+
+        Args:
+            tokens: Of its micro-batches that are trained on, whose gradients will be added.
+        """
+        if self._others is not None:
+            self._of_step.begin(tokens)
+
+    @property
+    def reduced_bytes(self) -> int:
+        """What of a step's sums other processes add; 0 if there is none."""
+        return 0 if self._others is None else self._others.num_bytes(len(self._of_step.tokens_N))
+
     def add(self, tokens_N: torch.Tensor, rows_ND: torch.Tensor) -> None:
-        """Add the gradients by some rows.
+        """Add the gradients by some rows: of a micro-batch of this process.
 
         Args:
             tokens_N: Whose rows; each once.
             rows_ND: The gradients, on the host.
         """
+        (self._add if self._others is None else self._of_step.add)(tokens_N, rows_ND)
+
+    def reduce(self) -> None:
+        """Add up the sums of all processes, where this one updates the weight; waits for them."""
+        assert self._others is not None
+        self._others.gather(self._of_step.tokens_N, self._of_step.rows_ND, self._add)
+
+    def _add(self, tokens_N: torch.Tensor, rows_ND: torch.Tensor) -> None:
         self._tokens.append(tokens_N)
-        for some_N, some_ND in zip(tokens_N.split(_ROWS), rows_ND.split(_ROWS), strict=True):
-            self.total.index_add_(0, some_N, some_ND.to(self.total.dtype))
+        _add_rows(self.total, tokens_N, rows_ND)
 
     def shown(self) -> torch.Tensor:
         """Return the sum as a weight's gradient, which its user may change."""
@@ -103,6 +175,42 @@ class RowSums:
             self.total.index_fill_(0, tokens_N, 0.0)
         self._tokens.clear()
         self._version_shown = None
+
+
+class _StepRows:
+    """Sums of one process's gradients by the rows of a step, in fp32.
+
+    Attributes:
+        tokens_N: Whose rows; ascending, each once.
+        rows_ND: The sums.
+    """
+
+    def __init__(self, width: int) -> None:
+        self.tokens_N = torch.empty(0, dtype=torch.int64)
+        self.rows_ND = self._memory_ND = torch.empty(0, width)
+
+    @property
+    def blocks(self) -> list[torch.Tensor]:
+        return [self._memory_ND, self.tokens_N] if len(self._memory_ND) else []
+
+    def begin(self, tokens: Sequence[torch.Tensor]) -> None:
+        """Set the rows of these tokens to zero; memory grows to the largest step."""
+        self.tokens_N = torch.cat([self.tokens_N[:0], *tokens]).unique()
+        num, width = len(self.tokens_N), self._memory_ND.shape[1]
+        if num > len(self._memory_ND):
+            self.rows_ND = self._memory_ND = torch.empty(0, width)  # frees the old one first
+            self._memory_ND = torch.empty(num, width)
+        self.rows_ND = self._memory_ND[:num].zero_()
+
+    def add(self, tokens_N: torch.Tensor, rows_ND: torch.Tensor) -> None:
+        _add_rows(self.rows_ND, torch.searchsorted(self.tokens_N, tokens_N), rows_ND)
+
+
+@torch.no_grad()
+def _add_rows(sums_ND: torch.Tensor, places_N: torch.Tensor, rows_ND: torch.Tensor) -> None:
+    """Add rows to others at these places, some at a time, as another type takes memory."""
+    for some_N, some_ND in zip(places_N.split(_ROWS), rows_ND.split(_ROWS), strict=True):
+        sums_ND.index_add_(0, some_N, some_ND.to(sums_ND.dtype))
 
 
 class HostEmbedding:
@@ -171,7 +279,7 @@ class HostEmbedding:
         held = Arena(name=EMBEDDINGS, blocks=[self.weight.data]), self._rows.arena
         if self.sums is None:
             return held
-        return (*held, Arena(name=EMBEDDING_GRADIENTS, blocks=[self.sums.total]))
+        return (*held, Arena(name=EMBEDDING_GRADIENTS, blocks=self.sums.blocks))
 
     @property
     def values(self) -> torch.Tensor:
@@ -194,18 +302,25 @@ class HostEmbedding:
             self.sums.clear()
 
     def publish(self) -> None:
-        """Give the weight its gradient, unless that is of another type."""
-        if self.sums is not None and self.sums.total.dtype is self.weight.dtype:
+        """Give the weight its gradient, unless that is of another type, or another process's."""
+        if self.sums is None or self.sums.total.dtype is not self.weight.dtype:
+            return
+        if self.sums.total.shape == self.weight.shape:
             self.weight.grad = self.sums.shown()
 
-    def prepare(self, tokens: Mapping[int, torch.Tensor]) -> tuple[int, ...]:
+    def prepare(
+        self, tokens: Mapping[int, torch.Tensor], *, trained: Collection[int]
+    ) -> tuple[int, ...]:
         """Make room for the rows of a step, and return their bytes, by pass.
 
         Args:
             tokens: Of each pass (B, T), numbered from 0; best on the host.
+            trained: The passes that are trained on.
         """
         self._leaves.clear()  # of a step that has failed
         self._tokens = {number: ids.cpu().long().unique() for number, ids in tokens.items()}
+        if self.sums is not None:
+            self.sums.begin([self._tokens[number] for number in trained])
         sizes = [self._num_bytes(len(self._tokens[number])) for number in range(len(tokens))]
         most = -(-max(sizes, default=0) // TOKEN_BYTES) * TOKEN_BYTES  # tokens begin each buffer
         buffers = {(0, buffer): most for buffer in range(NUM_ROW_BUFFERS)}
@@ -271,6 +386,11 @@ class HostEmbedding:
         tokens_N = self._tokens[op.micro_batch_index]
         _, rows_ND = self._views(self._rows.place(0, op.buffer_index), len(tokens_N))
         self.sums.add(tokens_N, rows_ND[1:])
+
+    def reduce(self, _op: Op) -> None:
+        """Add up the sums of all processes, on the running lane; waits for the others."""
+        assert self.sums is not None
+        self.sums.reduce()
 
     def gradient_bytes(self, row_bytes: Sequence[int]) -> tuple[int, ...]:
         """Return the bytes of gradients that each pass sends back if it trains; none if frozen.

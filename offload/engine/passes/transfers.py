@@ -35,6 +35,7 @@ class Transfers:
             looked_up[Kind.ROWS] = partial(self._embedding.bring, device=self._device)
             looked_up[Kind.ROW_GRADIENTS] = partial(self._embedding.send_back, device=self._device)
             looked_up[Kind.ADD_ROWS] = self._embedding.add
+            looked_up[Kind.REDUCE_ROWS] = self._embedding.reduce
         if self._head is not None:
             looked_up[Kind.HEAD] = partial(self._head.bring, device=self._device)
         return looked_up | {

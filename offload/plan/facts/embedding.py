@@ -1,5 +1,7 @@
 """The input embedding: whether it may be in host memory, and what a micro-batch moves of it."""
 
+import math
+
 from offload.plan.facts.codec import aligned
 from offload.plan.facts.facts import AdapterSpec, ModelFacts
 from offload.plan.facts.linears import FP32_BYTES
@@ -8,6 +10,7 @@ from offload.plan.facts.workload import Workload
 from offload.plan.schedule.lookups import NUM_ROW_BUFFERS
 
 TOKEN_BYTES = 8
+ROW_ROUNDS_BYTES = 16 * 2**20  # of gradients by rows on their way between ranks, at most
 
 
 def rows_bytes(num_rows: int, row_bytes: int) -> int:
@@ -59,6 +62,34 @@ def row_sum_bytes(facts: ModelFacts, workload: Workload) -> int:
     return FP32_BYTES * num_trained_on_host(facts, workload)
 
 
+def most_step_rows(facts: ModelFacts, workload: Workload, num_micro_batches: float) -> int:
+    """Return of how many rows a rank has gradients in a step, at most."""
+    return min(math.ceil(num_micro_batches * workload.num_tokens), facts.vocab_size)
+
+
+def step_row_bytes(facts: ModelFacts, workload: Workload, num_micro_batches: float) -> int:
+    """Return what the sums of a rank's gradients by rows take, in fp32, with those on their way.
+
+    Of several ranks each first adds up those of its own micro-batches.
+    """
+    if not num_trained_on_host(facts, workload):
+        return 0
+    num_rows = most_step_rows(facts, workload, num_micro_batches)
+    width = facts.embedding_parameters // facts.vocab_size
+    return ROW_ROUNDS_BYTES + num_rows * (TOKEN_BYTES + FP32_BYTES * width)
+
+
+def summed_row_bytes(num_rows: int, row_bytes: int, *, num_ranks: int) -> int:
+    """Return what a rank that adds up gradients by rows gets from the others, if all are alike.
+
+    Args:
+        num_rows: Of each rank.
+        row_bytes: Of the gradient by a row, as it is sent.
+        num_ranks: Processes that share a step.
+    """
+    return (num_ranks - 1) * (TOKEN_BYTES * (1 + num_rows) + num_rows * row_bytes)
+
+
 def new_row_gradients_bytes(facts: ModelFacts, workload: Workload) -> int:
     """Return what a micro-batch's new gradients by rows take on the device, if it trains."""
     if not num_trained_on_host(facts, workload):
@@ -71,13 +102,12 @@ def places_bytes(facts: ModelFacts, workload: Workload) -> int:
     return TOKEN_BYTES * workload.num_tokens if num_trained_on_host(facts, workload) else 0
 
 
-def why_on_device(facts: ModelFacts, adapter: AdapterSpec, *, num_ranks: int) -> str:
+def why_on_device(facts: ModelFacts, adapter: AdapterSpec) -> str:
     """Return why the embedding has to be on the device; nothing if it may be in host memory.
 
     Args:
         facts: The model.
         adapter: What trains.
-        num_ranks: Processes that share a step.
     """
     outer = outer_module_sizes(facts, adapter)
     if facts.tie_word_embeddings and outer.get(EMBEDDING):
@@ -86,6 +116,4 @@ def why_on_device(facts: ModelFacts, adapter: AdapterSpec, *, num_ranks: int) ->
         return "virtual tokens train, which it looks up"
     if outer.get(EMBEDDING) and adapter.whole is None:
         return "a copy of it trains next to an adapter, on the device"
-    if outer.get(EMBEDDING) and num_ranks > 1:
-        return f"it trains, and {num_ranks} processes add up its gradients on their devices"
     return ""

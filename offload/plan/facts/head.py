@@ -16,7 +16,7 @@ def head_bytes(facts: ModelFacts, workload: Workload) -> int:
 def why_head_on_device(facts: ModelFacts, adapter: AdapterSpec) -> str:
     """Return why the head has to be on the device; nothing if it may be in host memory."""
     if facts.tie_word_embeddings:
-        why = why_on_device(facts, adapter, num_ranks=1)  # a frozen one is in any number
+        why = why_on_device(facts, adapter)
         return why and f"the embedding has the same weight: {why}"
     if facts.num_classes:
         return f"it has {facts.num_classes} outputs and takes little memory"

@@ -10,6 +10,7 @@ from offload.plan.facts.embedding import (
     num_trained_on_host,
     row_buffers_bytes,
     row_sum_bytes,
+    step_row_bytes,
 )
 from offload.plan.facts.facts import ModelFacts, WholeWeights
 from offload.plan.facts.head import head_bytes
@@ -23,7 +24,7 @@ from offload.plan.facts.optimizer import (
     outer_optimizer,
     paged_bytes,
 )
-from offload.plan.facts.trainable import trained_tensor_shapes
+from offload.plan.facts.trainable import EMBEDDING, trained_tensor_shapes
 from offload.plan.facts.workload import Workload
 from offload.plan.machine.machine import MIB, Machine
 from offload.plan.memory.memory import (
@@ -62,12 +63,15 @@ class HostLoad:
         workload: Its largest micro-batch.
         num_workers: Its data workers of each rank.
         num_stashed: Micro-batches whose layer inputs each rank stashes in host memory.
+        num_summed: Of its largest micro-batches, how many have all rows by which each rank adds up
+            gradients of an embedding in RAM, before all ranks' are added up; 0 with a single rank.
         feature_bytes: What a head reads that learns alone before the first step.
     """
 
     workload: Workload
     num_workers: int
     num_stashed: int
+    num_summed: float = 0.0
     feature_bytes: int = 0
 
 
@@ -111,7 +115,11 @@ def host_terms(
         MemoryTerm(name=SLAB, num_bytes=slab),
         *_whole_host_terms(facts, workload, num_ranks=num_ranks, is_cuda=is_cuda),
         MemoryTerm(name=EMBEDDINGS, num_bytes=embedding),
-        MemoryTerm(name=EMBEDDING_GRADIENTS, num_bytes=row_sum_bytes(facts, workload)),
+        MemoryTerm(
+            name=EMBEDDING_GRADIENTS,
+            num_bytes=_row_sum_bytes(facts, workload, num_ranks)
+            + sum(step_row_bytes(facts, x.workload, x.num_summed) for x in runs if x.num_summed),
+        ),
         MemoryTerm(name=ROWS, num_bytes=rows),
         MemoryTerm(name=HEAD, num_bytes=head),
         MemoryTerm(name=STASH, num_bytes=stash),
@@ -133,12 +141,12 @@ def host_terms(
     rank_bytes = total_bytes(terms) + (0 if is_cuda else rank_device_bytes)
     others_bytes = (num_ranks - 1) * rank_bytes - (num_ranks - num_slabs) * slab
     others_bytes -= (num_ranks - max(1, num_slabs)) * embedding  # with layers on disk it is shared
-    others_bytes -= _split_bytes(workload, num_ranks, is_cuda=is_cuda)
+    others_bytes -= _split_bytes(facts, workload, num_ranks, is_cuda=is_cuda)
     others = MemoryTerm(name=OTHER_RANKS, num_bytes=others_bytes)
     return tuple(term for term in (*terms, others) if term.num_bytes)
 
 
-def _split_bytes(workload: Workload, num_ranks: int, *, is_cuda: bool) -> int:
+def _split_bytes(facts: ModelFacts, workload: Workload, num_ranks: int, *, is_cuda: bool) -> int:
     """Return what other ranks have less of than the first one, which has all that is shared.
 
     States and low halves are in memory that all share, and so are weights around the layers, as
@@ -151,13 +159,16 @@ def _split_bytes(workload: Workload, num_ranks: int, *, is_cuda: bool) -> int:
     of_outer = outer_optimizer(workload.optimizer)
     outer = host_update_bytes(workload.dtype_bytes, of_outer, whole.low_bytes)
     shared = (each[LOW_HALVES] + each[HOST_STATES]) * sum(whole.layers)
-    shared += (outer[LOW_HALVES] + outer[HOST_STATES] + each[WEIGHTS]) * whole.num_outer
+    shared += (outer[LOW_HALVES] + outer[HOST_STATES]) * whole.num_outer
+    on_host = num_trained_on_host(facts, workload)
+    shared += each[WEIGHTS] * (whole.num_outer - on_host)
     gradients = num_ranks * each[HOST_GRADIENTS] * _num_owned(whole, num_ranks)
     gradients -= each[HOST_GRADIENTS] * sum(whole.layers)
     if is_cuda:
-        gradients += FP32_BYTES * (
-            num_ranks * _num_owned_around(whole, num_ranks) - whole.num_outer
-        )
+        own = _num_owned_around(whole, num_ranks, has_rows=on_host > 0)
+        gradients += FP32_BYTES * (num_ranks * own - (whole.num_outer - on_host))
+    gradients += num_ranks * _row_sum_bytes(facts, workload, num_ranks)
+    gradients -= row_sum_bytes(facts, workload)
     return math.floor((num_ranks - 1) * shared + gradients)
 
 
@@ -166,10 +177,23 @@ def _num_owned(whole: WholeWeights, num_ranks: int) -> int:
     return sum(whole.layers[i] for i in owned_by(0, whole.layers, num_ranks=num_ranks))
 
 
-def _num_owned_around(whole: WholeWeights, num_ranks: int) -> int:
-    """Return how many of the weights around the layers it updates."""
-    sizes = [size for _, size in whole.outer]
-    return sum(sizes[i] for i in owned_around(0, sizes, num_ranks=num_ranks))
+def _owned_around(whole: WholeWeights, num_ranks: int) -> dict[str, int]:
+    """Return the weights around the layers that it updates, by name."""
+    own = owned_around(0, [size for _, size in whole.outer], num_ranks=num_ranks)
+    return dict(one for number, one in enumerate(whole.outer) if number in own)
+
+
+def _num_owned_around(whole: WholeWeights, num_ranks: int, *, has_rows: bool) -> int:
+    """Return how many these are, without an embedding whose gradients come by rows."""
+    own = _owned_around(whole, num_ranks)
+    return sum(number for name, number in own.items() if not (has_rows and name == EMBEDDING))
+
+
+def _row_sum_bytes(facts: ModelFacts, workload: Workload, num_ranks: int) -> int:
+    """Return what the first rank has of the sums of gradients by all rows: those that update."""
+    whole = workload.adapter.whole
+    is_own = whole is not None and EMBEDDING in _owned_around(whole, num_ranks)
+    return row_sum_bytes(facts, workload) if is_own else 0
 
 
 def _whole_host_terms(
@@ -188,7 +212,8 @@ def _whole_host_terms(
     each = host_update_bytes(b, workload.optimizer, low_bytes)
     gradients = each[HOST_GRADIENTS] * _num_owned(whole, num_ranks)
     on_host = num_trained_on_host(facts, workload)
-    gradients += FP32_BYTES * (_num_owned_around(whole, num_ranks) - on_host) if is_cuda else 0
+    around = _num_owned_around(whole, num_ranks, has_rows=on_host > 0)
+    gradients += FP32_BYTES * around if is_cuda else 0
     copies = each[WEIGHTS] * (whole.num_outer - on_host) if is_cuda or num_ranks > 1 else 0
     in_layers = [linear.num_weights for layer in facts.layers for linear in layer.linears]
     largest = max(*in_layers, facts.embedding_parameters if whole.num_outer else 0)

@@ -6,12 +6,14 @@ there by the front of the micro-batch.
 
 If the embedding trains there, gradients by these rows go the other way through the same buffers:
 after the last visit of a layer no front needs them any more. On the host they are added to the sums
-for all rows, one micro-batch after the other.
+for all rows, one micro-batch after the other. Of several ranks each adds up its own, of the rows
+that its step has, and those that update the embedding then add up the sums of all ranks.
 """
 
 from offload.plan.schedule.hazards import Line, Resource
 from offload.plan.schedule.op import Kind, Lane, Op
 
+ROW_SUMS: Resource = ("sums of gradients by rows", 0, 0)
 NUM_ROW_BUFFERS = 2  # one is filled while another is copied, or looked up
 
 
@@ -49,8 +51,18 @@ def sent_back(backward: Line, num_bytes: int) -> tuple[Line, Line, Line]:
     return (
         backward._replace(ops=(op._replace(buffer=buffer),), writes=(*backward.writes, arrived)),
         Line(ops=(leaving,), reads=(arrived,), writes=(gathered,)),
-        Line(ops=(added,), reads=(gathered,)),
+        Line(ops=(added,), reads=(gathered,), writes=(ROW_SUMS,)),
     )
+
+
+def reduced_rows(num_bytes: int) -> tuple[Line, ...]:
+    """Return the line that adds up the sums of all ranks; none with a single rank.
+
+    Args:
+        num_bytes: Of the sums that come from other ranks.
+    """
+    op = Op(lane=Lane.NETWORK, kind=Kind.REDUCE_ROWS, num_bytes=num_bytes)
+    return (Line(ops=(op,), reads=(ROW_SUMS,)),) if num_bytes else ()
 
 
 def _buffers(op: Op) -> tuple[int, Resource, Resource]:

@@ -51,6 +51,8 @@ class Kind(StrEnum):
     ADD_ROWS: add them to the sums for the whole embedding (host).
     GATHER: collect a layer, or all else, from the ranks that each hold a part of it (network).
     REDUCE: add up the gradients of a layer, or of all else that trains, over the ranks (network).
+    REDUCE_ROWS: add up gradients by rows of the input embedding over the ranks, in host memory of
+        those that update it (network).
     OPTIMIZER: the update after the pass. Appears in timelines, never in a schedule.
     """
 
@@ -83,10 +85,14 @@ class Kind(StrEnum):
     ADD_ROWS = "add_rows"
     GATHER = "gather"
     REDUCE = "reduce"
+    REDUCE_ROWS = "reduce_rows"
     OPTIMIZER = "optimizer"
 
 
-OVER_NETWORK = (Kind.GATHER, Kind.REDUCE)
+SUMS = (Kind.REDUCE, Kind.REDUCE_ROWS)
+"""The ops that take their time once all ranks are there."""
+
+OVER_NETWORK = (Kind.GATHER, *SUMS)
 
 
 class Op(NamedTuple):
@@ -107,7 +113,8 @@ class Op(NamedTuple):
             ADD_ROWS that of the embedding's rows, or of gradients by them.
         offset: First byte of a piece within its layer, or within the head.
         num_bytes: Bytes that are moved; for DECODE, bytes that are written; for GATHER and
-            REDUCE, bytes that this rank sends.
+            REDUCE, bytes that this rank sends; for REDUCE_ROWS, bytes that a rank which updates
+            the embedding gets, if all ranks have as many rows as this one.
         has_graph: For FORWARD, whether the graph is kept, or sent if there is a carrier; for
             BACKWARD, whether one was.
         has_output: For FORWARD, whether the attention's output is recorded for the backward; for

@@ -65,7 +65,7 @@ from enum import StrEnum
 
 from offload.plan.schedule.hazards import Line, Resource, parallel
 from offload.plan.schedule.head import head_copies, head_slots
-from offload.plan.schedule.lookups import looked_up, sent_back
+from offload.plan.schedule.lookups import looked_up, reduced_rows, sent_back
 from offload.plan.schedule.op import Kind, Lane, Op
 from offload.plan.schedule.passes import Passes, numbered
 from offload.plan.schedule.reduced import Reduced
@@ -77,6 +77,7 @@ from offload.plan.schedule.updates import (
     gradients_of,
     host_update,
     leaving_gradients,
+    rank_gradients,
     slot_of,
     weights_on_host,
 )
@@ -121,6 +122,7 @@ class TransferSizes:
         reduced: What of each run's gradients crosses the network; none with a single rank.
         row_bytes: Of the input embedding's rows, by pass; empty if the device has all of them.
         row_gradient_bytes: Of gradients by these rows, by pass; empty if none go to the host.
+        row_sum_bytes: Of their sums, from other ranks; 0 with a single one.
         head_bytes: Of the output head, if it is copied over slots; 0 if the device has it.
     """
 
@@ -135,6 +137,7 @@ class TransferSizes:
     disk_bytes: tuple[int, ...] = ()
     row_bytes: tuple[int, ...] = ()
     row_gradient_bytes: tuple[int, ...] = ()
+    row_sum_bytes: int = 0
     head_bytes: int = 0
     owned: frozenset[int] | None = None
 
@@ -201,7 +204,7 @@ class Schedule:
 
     @property
     def network_bytes(self) -> int:
-        """Bytes that this rank sends to others."""
+        """Bytes that this rank sends to others; of rows, that it gets from them."""
         return sum(op.num_bytes for op in self.ops if op.lane is Lane.NETWORK)
 
 
@@ -289,6 +292,7 @@ def step_schedule(
         if trained and trains_front:
             program.outside(Kind.FRONT_BACKWARD, group)
     program.reduce(None)
+    program.lines += reduced_rows(sizes.row_sum_bytes)
     return program.schedule(ring)
 
 
@@ -465,14 +469,14 @@ class _Program:
                 op = Op(
                     lane=Lane.NETWORK, kind=Kind.REDUCE, layer=layer, run=run, num_bytes=num_bytes
                 )
-                own = (_gradients(layer, run), *gradients_of(layer, self.sizes))
+                own = (rank_gradients(layer, run), *gradients_of(layer, self.sizes))
                 layers = range(len(sizes.layers)) if layer is None else ()
-                read = (*own, *(_gradients(i, run) for i in layers))
+                read = (*own, *(rank_gradients(i, run) for i in layers))
                 self.lines.append(Line(ops=(op,), reads=read, writes=own))
 
     def _added_up(self, layer: int | None, m: int) -> tuple[Resource, ...]:
         """Return the gradients that an op adds to, if they are added up over ranks later."""
-        return (_gradients(layer, self.run_of[m]),) if m in self.run_of else ()
+        return (rank_gradients(layer, self.run_of[m]),) if m in self.run_of else ()
 
     def load(self, layer: int) -> tuple[int, Resource]:
         """Write the load and decoding of a layer, unless its weights are already in place.
@@ -593,7 +597,3 @@ class _Program:
 
 
 _DECODED: Resource = ("decoded", 0, 0)
-
-
-def _gradients(layer: int | None, run: int) -> Resource:
-    return ("gradients of a rank", -1 if layer is None else layer, run)

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from offload.plan.schedule.lookups import NUM_ROW_BUFFERS
-from offload.plan.schedule.op import Kind, Lane, Op
+from offload.plan.schedule.op import SUMS, Kind, Lane, Op
 from offload.plan.schedule.schedule import NUM_STAGING, Schedule
 from offload.plan.schedule.timeline import Span, Timeline
 
@@ -40,7 +40,7 @@ def times_s(
             if ends_s[other] > start_s:
                 start_s = ends_s[other]
         end_s = start_s + duration_s(op)
-        if op.kind is Kind.REDUCE:
+        if op.kind in SUMS:
             end_s = max(end_s, next(arrivals, 0.0) + duration_s(op))
         lane_free_s[op.lane] = end_s
         starts_s.append(start_s)

@@ -142,3 +142,8 @@ def states_on_host(buffer: int) -> Resource:
 def gradients_on_device(buffer: int) -> Resource:
     """Return a buffer of a layer's gradients, and of its states while it is updated."""
     return ("gradient", buffer, 0)
+
+
+def rank_gradients(layer: int | None, run: int) -> Resource:
+    """Return what a rank has added up of a layer's gradients, or of those outside the layers."""
+    return ("gradients of a rank", -1 if layer is None else layer, run)

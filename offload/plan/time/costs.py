@@ -137,6 +137,8 @@ class Costs:
         head_bytes: Of an output head that is copied over slots; 0 if the device has it.
         look_up_bytes_per_s: Rate at which rows of the embedding are gathered in host memory.
         add_rows_bytes_per_s: Rate at which gradients by them are added to their sums there.
+        row_sums_bytes_per_s: Rate at which sums by them that come from other ranks are received and
+            added, on a network without limit.
         duplex_frac: Of the rates to the device, what is left if copies leave it meanwhile.
         top_s: Of it, what log-probabilities of several tokens at each label add to a cross-entropy.
         score_s: Norm, head and log-probabilities of one micro-batch; 0 without an objective.
@@ -171,6 +173,7 @@ class Costs:
     disk_bytes_per_s: tuple[float, float] = (math.inf, math.inf)
     look_up_bytes_per_s: float = math.inf
     add_rows_bytes_per_s: float = math.inf
+    row_sums_bytes_per_s: float = math.inf
     head_bytes: int = 0
     runs: tuple["RunCosts", ...] = ()
 

@@ -120,8 +120,8 @@ def _offload_weights(plan: Plan) -> Option:
 
 def _move_embeddings(plan: Plan) -> tuple[Option, ...]:
     """Price the input embedding in the other place."""
-    typical, num_ranks = plan.request.typical, plan.request.num_ranks
-    if why_on_device(plan.facts, typical.adapter, num_ranks=num_ranks):
+    typical = plan.request.typical
+    if why_on_device(plan.facts, typical.adapter):
         return ()
     now, what = typical.embeddings, "rows of a step's tokens are gathered in RAM"
     if plan.facts.tie_word_embeddings:

@@ -26,7 +26,9 @@ def rows(choice: Choice) -> dict[str, list[str]]:
     with console.capture() as capture:
         console.print(plan_summary(choice, ReportSection()))
     title, *lines = capture.get().splitlines()
-    assert title == f"Plan for {choice.plan.machine.name}: it fits"
+    num = choice.plan.request.num_ranks
+    cards = f"{num} x " if num > 1 else ""
+    assert title == f"Plan for {cards}{choice.plan.machine.name}: it fits"
     width = lines[0].index(f"{shown_time(choice.plan.step_s)} for")
     found: dict[str, list[str]] = {}
     name = ""
@@ -185,6 +187,17 @@ def test_what_gradients_of_an_embedding_in_ram_save_and_cost_is_shown_and_writte
     written = plan_json(host.plan)["embeddings"]
     assert (written["saved_vram_bytes"], written["most_d2h_bytes"]) == (saved, back)
     assert 0 < written["d2h_s"] < written["add_s"] < written["added_s"] + host.plan.step_s
+    assert (written["most_reduced_bytes"], written["reduce_s"]) == (0, 0.0)
+    ranks = replace(host.plan.request, num_ranks=2, is_slab_shared=True)
+    both = search(FACTS, roomy, [ranks], rounding=())
+    of_other = 8 + 8192 * (8 + 4 * 4096)  # each has four micro-batches
+    assert (
+        f"back, {of_other / 2**20:,.1f} MiB of these between ranks, per step"
+        in (rows(both)["embeddings"][0])
+    )
+    written = plan_json(both.plan)["embeddings"]
+    assert written["most_reduced_bytes"] == of_other
+    assert 0 < written["reduce_s"] <= written["added_s"] * 1.001
 
 
 def test_what_a_head_in_ram_saves_and_costs_is_shown_and_written() -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from offload.engine.bound import EngineOptions
 from offload.errors import DoesNotFitError, OffloadError
 from offload.plan.facts.embedding import rows_bytes, why_on_device
 from offload.plan.facts.facts import AdapterSpec, WholeWeights
@@ -23,11 +24,12 @@ from offload.plan.memory.memory import (
     MemoryTerm,
 )
 from offload.plan.plan import Plan, plan, with_costs
-from offload.plan.request import ObjectiveCost, sharing, with_embeddings
+from offload.plan.request import ObjectiveCost, Reduction, sharing, with_embeddings
 from offload.plan.schedule.op import Kind, Lane
 from offload.plan.split import draft_step_s
 from offload.plan.what_if.what_if import what_if
 from tests.builders import lora, qwen3_8b, request, workload
+from tests.parity.steps import MODELS
 
 CARD = named_machine("rtx4090")
 LARGE = named_machine("rtx4090", ram_bytes=256 * GIB)
@@ -123,31 +125,28 @@ def test_ranks_of_a_machine_have_it_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "adapter", "num_ranks", "why"),
+    ("changes", "adapter", "why"),
     [
-        ({}, lora(), 2, ""),
-        ({}, lora(modules=("lm_head", "norms")), 1, ""),
-        ({}, lora(modules=("embed_tokens",)), 1, "a copy of it trains next to an adapter"),
-        ({}, lora(virtual=((8, 4096),)), 1, "virtual tokens train"),
-        ({}, ALL, 1, ""),
-        ({}, ALL, 2, "it trains, and 2 processes add up its gradients on their devices"),
-        ({}, LAYERS, 2, ""),
-        ({"tie_word_embeddings": True}, lora(), 2, ""),
-        ({"tie_word_embeddings": True}, LAYERS, 2, ""),
-        ({"tie_word_embeddings": True}, ALL, 1, "it trains, and is the head too"),
+        ({}, lora(modules=("lm_head", "norms")), ""),
+        ({}, lora(modules=("embed_tokens",)), "a copy of it trains next to an adapter"),
+        ({}, lora(virtual=((8, 4096),)), "virtual tokens train"),
+        ({}, ALL, ""),
+        ({}, LAYERS, ""),
+        ({"tie_word_embeddings": True}, lora(), ""),
+        ({"tie_word_embeddings": True}, LAYERS, ""),
+        ({"tie_word_embeddings": True}, ALL, "it trains, and is the head too"),
         (
             {"tie_word_embeddings": True},
             lora(modules=("embed_tokens",)),
-            1,
             "it trains, and is the head too",
         ),
-        ({"tie_word_embeddings": True}, lora(virtual=((8, 4096),)), 1, "virtual tokens train"),
+        ({"tie_word_embeddings": True}, lora(virtual=((8, 4096),)), "virtual tokens train"),
     ],
 )
 def test_what_needs_it_on_the_device_is_named(
-    changes: dict[str, bool], adapter: AdapterSpec, num_ranks: int, why: str
+    changes: dict[str, bool], adapter: AdapterSpec, why: str
 ) -> None:
-    found = why_on_device(qwen3_8b(**changes), adapter, num_ranks=num_ranks)
+    found = why_on_device(qwen3_8b(**changes), adapter)
     assert found.startswith(why)
     assert bool(found) == bool(why)
 
@@ -221,18 +220,23 @@ def test_its_update_sends_nothing_and_reads_its_gradients_once_more_for_the_norm
     assert host.costs.front_backward_s < device.costs.front_backward_s
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("num_micro_batches", [1, 2, 3, 7])
-@pytest.mark.parametrize("slow", ["look_up_bytes_per_s", "add_rows_bytes_per_s", "d2h_bytes_per_s"])
+@pytest.mark.parametrize(
+    "slow",
+    ["look_up_bytes_per_s", "add_rows_bytes_per_s", "d2h_bytes_per_s", "row_sums_bytes_per_s"],
+)
 def test_a_draft_of_a_step_that_trains_it_takes_as_long_as_the_step(
-    num_micro_batches: int, slow: str
+    num_micro_batches: int, slow: str, num_ranks: int
 ) -> None:
     """Also where buffers of rows are what a step waits for.
 
     Of a copy in pieces the step has the latency of each, and the draft of one: here it is zero.
     """
-    asked = with_embeddings(
-        request(workload(adapter=ALL), num_slots=4, num_micro_batches=num_micro_batches), "host"
-    )
+    num = num_micro_batches * num_ranks
+    ranks = {"num_ranks": num_ranks, "is_slab_shared": True}
+    asked = request(workload(adapter=ALL), num_slots=4, num_micro_batches=num, **ranks)
+    asked = with_embeddings(asked, "host")
     needs = MemoryNeeds.of(FACTS, LARGE, asked)
     found = plan(FACTS, LARGE, asked)
     quick = replace(found.costs, h2d_latency_s=0.0)
@@ -241,6 +245,107 @@ def test_a_draft_of_a_step_that_trains_it_takes_as_long_as_the_step(
         found = with_costs(found, costs)
         drafted_s = draft_step_s(needs, found.costs, found.residency)
         assert drafted_s == pytest.approx(found.step_s, rel=1e-9)
+
+
+def test_an_engine_leaves_room_to_page_lock_rows_and_layer_inputs_after_the_layers() -> None:
+    """Bytes by hand: inputs of all layers but the last, of 8 micro-batches, and the buffers."""
+    asked = with_embeddings(request(num_slots=4, is_stashed=True), "host")
+    options = EngineOptions.planned(plan(FACTS, LARGE, asked))
+    locked = 35 * 8 * 2048 * ROW + 2 * OF_2048
+    model = MODELS["qwen3"]().requires_grad_(requires_grad=False)
+    assert options.others_to_lock(model) == options.locked_bytes == locked
+    head = replace(options, head="host").others_to_lock(model)
+    assert head == locked + model.get_output_embeddings().weight.nbytes
+    plain = EngineOptions.planned(plan(FACTS, LARGE, request(num_slots=4)))
+    assert plain.others_to_lock(model) == 0
+
+
+# ------------------------------------------------------------------------------------ over ranks
+
+
+STEP_ROWS = 16 * 2**20 + 2 * 2048 * (8 + 4096 * 4)  # of two micro-batches, and what is on its way
+
+
+def both_over(num_ranks: int, **changes: Any) -> tuple[Plan, Plan]:
+    """Return plans of ranks of one machine, each with two micro-batches."""
+    ranks = {"num_ranks": num_ranks, "is_slab_shared": True, "num_micro_batches": 2 * num_ranks}
+    return both_trained(**ranks | changes)
+
+
+def test_ranks_have_it_and_its_sums_once_and_each_the_rows_of_its_own_step() -> None:
+    """The first rank has the embedding, of two the other one the head."""
+    for num in (2, 3):
+        device, host = both_over(num)
+        ram, before = sizes(host.host_memory), sizes(device.host_memory)
+        assert ram[EMBEDDINGS] == TABLE
+        assert ram[EMBEDDING_GRADIENTS] == 2 * TABLE + STEP_ROWS
+        for same in (HOST_STATES, LOW_HALVES, "slab"):
+            assert before[same] == ram[same]
+        own = 2 * OF_2048 + STEP_ROWS
+        assert host.host_bytes - device.host_bytes == num * own
+        assert ram[OTHER_RANKS] - before[OTHER_RANKS] == (num - 1) * own
+
+
+def test_machines_of_a_rank_each_have_all_of_it() -> None:
+    _, alone = both_over(1)
+    _, host = both_over(2, most_local_ranks=1)
+    ram, of_one = sizes(host.host_memory), sizes(alone.host_memory)
+    assert ram[EMBEDDING_GRADIENTS] == of_one[EMBEDDING_GRADIENTS] + STEP_ROWS
+    assert host.host_bytes - alone.host_bytes == STEP_ROWS
+
+
+def test_rows_of_ranks_are_added_up_last_and_no_gradient_of_it_is_sent_whole() -> None:
+    """Its owner gets the tokens and fp32 rows of each other rank, and says how many they are."""
+    for num in (2, 3):
+        device, host = both_over(num)
+        (added,) = (op for op in host.schedule.ops if op.kind is Kind.REDUCE_ROWS)
+        of_one = 8 + 4096 * (8 + 4096 * 4)
+        assert (added.lane, added.num_bytes) == (Lane.NETWORK, (num - 1) * of_one)
+        rest = [
+            sum(op.num_bytes for op in one.schedule.ops if op.kind is Kind.REDUCE)
+            for one in (device, host)
+        ]
+        assert rest[0] - rest[1] == pytest.approx(2 * (num - 1) / num * 2 * TABLE, abs=64)
+        spans = host.predict().spans
+        (span,) = (one for one in spans if one.kind is Kind.REDUCE_ROWS)
+        earlier = (Kind.REDUCE, Kind.ADD_ROWS)
+        assert span.start_s == max(one.end_s for one in spans if one.kind in earlier)
+        costs = host.costs
+        late = with_costs(host, replace(costs, add_rows_bytes_per_s=1e7)).predict().spans
+        (reduced,) = (one for one in late if one.kind is Kind.REDUCE_ROWS)
+        assert reduced.start_s == max(one.end_s for one in late if one.kind is Kind.ADD_ROWS)
+        on_network_s = costs.network_latency_s + added.num_bytes / costs.network_bytes_per_s
+        adding_s = num * of_one * 3 / LARGE.host_memory_bytes_per_s.value  # with its own
+        received_s = added.num_bytes / 1e9
+        assert span.duration_s == pytest.approx(on_network_s + received_s + adding_s, rel=1e-6)
+
+
+def test_rows_that_are_sent_in_bf16_are_half_as_large() -> None:
+    _, host = both_over(2, reduction=Reduction(element_bytes=2, is_by_layer=True))
+    (added,) = (op for op in host.schedule.ops if op.kind is Kind.REDUCE_ROWS)
+    assert added.num_bytes == 8 + 4096 * (8 + 4096 * 2)
+
+
+def test_a_small_vocabulary_is_sent_at_most_once() -> None:
+    facts = qwen3_8b(vocab_size=1000)
+    ranks = {"num_ranks": 2, "is_slab_shared": True, "num_micro_batches": 4}
+    load = workload(adapter=AdapterSpec.none(all_weights(facts)))
+    asked = request(load, num_slots=4, **ranks)
+    found = plan(facts, LARGE, with_embeddings(asked, "host"))
+    (added,) = (op for op in found.schedule.ops if op.kind is Kind.REDUCE_ROWS)
+    width = facts.embedding_parameters // 1000
+    assert added.num_bytes == 8 + 1000 * (8 + 4 * width)
+
+
+def test_the_network_that_is_needed_has_room_for_its_rows() -> None:
+    """At this rate the step takes at most a hundredth longer than without a limit."""
+    _, host = both_over(2)
+    needed = host.network_needed_bytes_per_s
+    steps = [
+        with_costs(host, replace(host.costs, network_bytes_per_s=rate)).predict().step_s
+        for rate in (needed, 1e30)
+    ]
+    assert steps[0] == pytest.approx(1.01 * steps[1], rel=1e-6)
 
 
 def test_runs_that_share_a_step_have_it_in_one_place() -> None:

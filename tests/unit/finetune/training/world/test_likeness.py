@@ -16,16 +16,28 @@ def test_a_digest_is_that_of_the_tensor_s_bytes_as_they_lie() -> None:
 
 
 @pytest.mark.parametrize(
-    ("every", "shown"),
+    ("every", "nodes", "shown"),
     [
-        ([{"a": "1", "b": "2"}, {"a": "1", "b": "2"}], None),
-        ([{"a": "1"}, {"b": "2"}, {"a": "1", "b": "2"}], None),
-        ([{"a": "1", "b": "2"}, {"a": "1", "b": "3"}], "rank 1 are not those on rank 0"),
-        ([{"a": "1"}, {"a": "2"}, {"a": "1"}, {"a": "2"}], "rank 1, 3 are not those on rank 0"),
-        ([{"a": "1"}, {"b": "2"}, {"b": "3"}], "rank 2 are not those on rank 1"),
-        ([{}, {}], None),
+        ([{"a": "1", "b": "2"}, {"a": "1", "b": "2"}], (0, 0), None),
+        ([{"a": "1"}, {"b": "2"}, {"a": "1", "b": "2"}], (0, 0, 1), None),
+        ([{"a": "1"}, {"b": "2"}, {"b": "2"}, {"a": "1"}], (0, 0, 1, 1), None),
+        ([{"a": "1"}, {}, {"a": "1"}], (0, 0, 1), None),  # more ranks than weights
+        ([{}, {}], (0, 0), None),
+        ([{"a": "1", "b": "2"}, {"a": "1", "b": "3"}], (0, 1), "1 are not those on rank 0"),
+        (
+            [{"a": "1"}, {"a": "2"}, {"a": "1"}, {"a": "2"}],
+            (0, 0, 1, 1),
+            "1, 3 are not those on rank 0",
+        ),
+        ([{"a": "1"}, {"b": "2"}, {"a": "1", "b": "3"}], (0, 0, 1), "2 are not those on rank 1"),
+        ([{"a": "1", "b": "2"}, {"a": "1"}], (0, 0), "1 lack b, which rank 0 has"),
+        ([{"a": "1"}, {"a": "1", "b": "2"}], (0, 1), "0 lack b, which rank 1 has"),
+        ([{"a": "1"}, {"b": "2"}, {"a": "1"}], (0, 0, 1), "2 lack b, which rank 1 has"),
+        ([{"a": "1"}, {}], (0, 1), "1 lack a, which rank 0 has"),
     ],
 )
-def test_ranks_that_have_the_same_name_must_have_the_same_digest(every, shown) -> None:
-    found = difference("the weights", every)
-    assert (found and found.what) == (shown and f"the weights on {shown}")
+def test_ranks_must_have_the_same_names_and_digests_and_machines_each_of_them(
+    every, nodes, shown
+) -> None:
+    found = difference("the weights", every, nodes=nodes)
+    assert (found and found.what) == (shown and f"the weights on rank {shown}")
