@@ -287,7 +287,9 @@ def with_forms(
         why_on_device(facts, adapter, num_ranks=num) for adapter, num in each
     ):
         found += [with_embeddings(request, "host") for request in found]
-    if may_move_head and not any(why_head_on_device(facts, adapter) for adapter, _ in each):
+    if may_move_head and not any(
+        why_head_on_device(facts, adapter, num_ranks=num) for adapter, num in each
+    ):
         last = found[-1].typical.embeddings
         found += [with_head(one, "host") for one in found if one.typical.embeddings == last]
     return found

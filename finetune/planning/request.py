@@ -349,10 +349,12 @@ def _request(
             " one process, and nothing else has its weight",
             hint="`offload.embeddings: auto`",
         )
-    if typical.head == "host" and (why := why_head_on_device(facts, typical.adapter)):
+    why = why_head_on_device(facts, typical.adapter, num_ranks=num_ranks)
+    if typical.head == "host" and why:
         raise ConfigError(
             f"offload.head: host for this {facts.model_type} model: {why}",
-            limit="a head in host memory is frozen, and nothing else has its weight",
+            limit="a head in host memory is frozen, or trains with weights of the model in one"
+            " process, and nothing else has its weight",
             hint="`offload.head: auto`",
         )
     has_backward = not recipe.train.is_head_alone

@@ -129,8 +129,8 @@ def _move_embeddings(plan: Plan) -> tuple[Option, ...]:
 
 def _move_head(plan: Plan) -> tuple[Option, ...]:
     """Price the output head in the other place."""
-    typical = plan.request.typical
-    if why_head_on_device(plan.facts, typical.adapter):
+    typical, num_ranks = plan.request.typical, plan.request.num_ranks
+    if why_head_on_device(plan.facts, typical.adapter, num_ranks=num_ranks):
         return ()
     what = "offload the head", "head", "it is copied over slots once per step"
     return _move(plan, *what, now=typical.head, move=with_head)

@@ -133,14 +133,14 @@ def test_it_is_page_locked_before_the_slab_is() -> None:
 def test_what_needs_it_on_the_device_is_named(
     changes: dict[str, bool], adapter: AdapterSpec, why: str
 ) -> None:
-    found = why_head_on_device(qwen3_8b(**changes), adapter)
+    found = why_head_on_device(qwen3_8b(**changes), adapter, num_ranks=1)
     assert found.startswith(why)
     assert bool(found) == bool(why)
 
 
 def test_the_head_of_a_classifier_stays_on_the_device() -> None:
     facts = with_classifier_head(FACTS, 3, has_bias=False)
-    assert why_head_on_device(facts, lora()).startswith("it has 3 outputs")
+    assert why_head_on_device(facts, lora(), num_ranks=1).startswith("it has 3 outputs")
 
 
 def test_runs_that_share_a_step_have_it_in_one_place() -> None:
