@@ -18,7 +18,7 @@ from offload.engine.host_gradients import HostGradients, LateUpdates
 from offload.engine.memory_meter import Arena
 from offload.engine.model import placement
 from offload.engine.model.layers import LayeredModel
-from offload.engine.passes.host_head import HostHead
+from offload.engine.passes.host_head import HostHead, bytes_to_lock
 from offload.engine.results import Computing, Places
 from offload.engine.slots import Slots
 from offload.engine.streams import Device
@@ -45,7 +45,10 @@ class EngineOptions:
     `joins_rows` is whether attention of packed rows is one call where torch's kernel computes it.
     `embeddings` is where the input embedding's weight is; of one on the host, rows are brought, and
     if it trains with other weights on the host, gradients by them go back.
-    `head` is where the output head's weight is; one on the host computes in the slots.
+    `head` is where the output head's weight is; one on the host computes in the slots, and if it
+    trains with other weights on the host, its gradient goes back.
+    `sums_in_fp32` is whether gradients of such a head are added up in fp32, as the update of a
+    whole model in 16 bits needs them, or in the weight's type, as an optimizer of torch's does.
     `owned_layers` are those of trained weights that this process updates, of several that share the
     layers' memory; None for all.
     """
@@ -67,12 +70,24 @@ class EngineOptions:
     joins_rows: bool = False
     embeddings: WeightPlace = "device"
     head: WeightPlace = "device"
+    sums_in_fp32: bool = False
     owned_layers: frozenset[int] | None = None
 
     @property
     def uses_host_lane(self) -> bool:
         """Whether a thread works on the host: on updates, or on rows of the embedding."""
         return self.trained_weights == "host" or self.embeddings == "host"
+
+    def head_bytes_to_lock(self, model: nn.Module) -> int:
+        """Return the page-locked memory that a model's head will take; 0 if the device has it.
+
+        Raises:
+            UnsupportedModelError: It has to be on the device.
+        """
+        if self.head == "device":
+            return 0
+        may_train = self.trained_weights == "host"
+        return bytes_to_lock(model, may_train=may_train, sums_in_fp32=self.sums_in_fp32)
 
     @property
     def records_attention(self) -> bool:
@@ -113,6 +128,7 @@ class EngineOptions:
             mlp_chunk_tokens=asked.typical.mlp_chunk_tokens,
             embeddings=asked.typical.embeddings,
             head=asked.typical.head,
+            sums_in_fp32=asked.typical.adapter.whole is not None,
             joins_rows=any(
                 asked.typical.joins_rows(layer.attention, is_cuda=plan.machine.device == "cuda")
                 for layer in plan.facts.layers
@@ -227,7 +243,13 @@ def bind(
     head, layered.unread_head = None, nullcontext
     if options.head == "host":
         found = layered.model.get_output_embeddings()
-        head = HostHead(layered.model, found, allocate_host=host.blocks.allocate)
+        head = HostHead(
+            layered.model,
+            found,
+            allocate_host=host.blocks.allocate,
+            may_train=options.trained_weights == "host",
+            sums_in_fp32=options.sums_in_fp32,
+        )
         layered.unread_head = head.unread
     on_host = [id(one.weight) for one in (layered.embedding, head) if one is not None]
     placement.move_the_rest(layered, records, torch_device, on_host=on_host)
@@ -237,6 +259,7 @@ def bind(
         allocate_device=allocate_device,
         staging=host.staging,
         head_bytes=0 if head is None else head.num_bytes,
+        head_gradient_bytes=0 if head is None else head.gradient_bytes,
     )
     if head is not None and slots.head is not None:
         head.compute_in(slots.head)
@@ -268,6 +291,7 @@ def bind(
         piece_bytes=host.piece_bytes,
         num_staging=len(host.staging),
         head_bytes=0 if head is None else head.num_bytes,
+        head_gradient_bytes=0 if head is None else head.gradient_bytes,
     )
     return Bound(
         executor=executor,

@@ -40,7 +40,6 @@ from offload.engine.modes import (
     require_uncached,
 )
 from offload.engine.objective import Objective
-from offload.engine.passes.host_head import bytes_to_lock
 from offload.engine.passes.part import Part, parts_of, require_apart
 from offload.engine.passes.reference import SwitchedModel
 from offload.engine.passes.scores import ScoredPasses, ScoreResult
@@ -107,7 +106,7 @@ class Engine(Attached):
             tier=options.tier,
             store_dir=options.store_dir,
             torch_device=torch_device,
-            others_bytes=bytes_to_lock(self._layered.model) if options.head == "host" else 0,
+            others_bytes=options.head_bytes_to_lock(self._layered.model),
         )
         if isinstance(device, torch.device):
             device = open_device(

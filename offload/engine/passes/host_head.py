@@ -6,11 +6,12 @@ there. Between these ops the parameter has its values on the host, so it may be 
 and it is never one of a layer's.
 
 A backward reads what the parameter refers to when it runs, so an op that computes gradients ends
-them before the parameter refers to host memory again.
+them before the parameter refers to host memory again. If the weight trains, it is updated on the
+host, between steps, and its gradient is added up in the slots: see `head_gradient`.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from torch import nn
 
 from offload.engine.host.stash import Allocate
 from offload.engine.memory_meter import Arena
+from offload.engine.passes.head_gradient import HeadGradient
+from offload.engine.slots import HeadMemory
 from offload.engine.streams import Device
 from offload.errors import UnsupportedModelError
 from offload.plan.memory.memory import HEAD
@@ -33,10 +36,17 @@ class HostHead:
     Attributes:
         num_bytes: Size of the weight.
         weight: The parameter.
+        gradient: Of it; None if it is frozen.
     """
 
     def __init__(
-        self, model: nn.Module, head: nn.Module | None, *, allocate_host: Allocate
+        self,
+        model: nn.Module,
+        head: nn.Module | None,
+        *,
+        allocate_host: Allocate,
+        may_train: bool,
+        sums_in_fp32: bool,
     ) -> None:
         """Move the weight to memory that a device can copy from.
 
@@ -44,13 +54,15 @@ class HostHead:
             model: The model, which may use the weight nowhere else.
             head: Its output head, with or without an adapter; None if it has none.
             allocate_host: Returns such memory, uint8.
+            may_train: Whether weights that train are on the host.
+            sums_in_fp32: Whether gradients are added up in fp32, and not in the weight's type.
 
         Raises:
-            UnsupportedModelError: The weight trains, something else uses it, or it is no plain
-                linear layer's.
+            UnsupportedModelError: The weight trains and may not, something else uses it, or it is
+                no plain linear layer's.
             TransferError: The system refuses to page-lock the memory.
         """
-        self.weight = _own_weight(model, head)
+        self.weight = _own_weight(model, head, may_train=may_train)
         self._module = head
         values = self.weight.data
         self.num_bytes = values.nbytes
@@ -58,15 +70,30 @@ class HostHead:
         self._on_device: torch.Tensor | None = None
         kept = self._on_host.view(values.dtype).view(values.shape)
         self.weight.data = kept.copy_(values)
+        self.gradient: HeadGradient | None = None
+        if self.weight.requires_grad:
+            name = next(n for n, p in model.named_parameters() if p is self.weight)
+            dtype = torch.float32 if sums_in_fp32 else self.weight.dtype
+            self.gradient = HeadGradient(
+                self.weight, name, dtype=dtype, allocate_host=allocate_host
+            )
 
     @property
-    def arena(self) -> Arena:
-        """The weight on the host; on the device it is in the slots."""
-        return Arena(name=HEAD, blocks=[self._on_host])
+    def gradient_bytes(self) -> int:
+        """Size of the gradient; 0 if the weight is frozen."""
+        return 0 if self.gradient is None else self.gradient.num_bytes
 
-    def compute_in(self, memory: torch.Tensor) -> None:
-        """Compute from now on in this memory (num_bytes,), which layers use too."""
-        self._on_device = memory
+    @property
+    def arenas(self) -> tuple[Arena, ...]:
+        """The weight on the host, and its gradient; on the device they are in the slots."""
+        gradient = () if self.gradient is None else (self.gradient.arena,)
+        return (Arena(name=HEAD, blocks=[self._on_host]), *gradient)
+
+    def compute_in(self, memory: HeadMemory) -> None:
+        """Compute from now on in this memory, which layers use too."""
+        self._on_device = memory.weight
+        if self.gradient is not None:
+            self.gradient.add_up_in(memory.gradient)
 
     def bring(self, op: Op, device: Device) -> None:
         """Copy a piece to the device, on the running lane."""
@@ -103,22 +130,25 @@ class HostHead:
         return hidden_BTD.new_zeros(*hidden_BTD.shape[:-1], len(self.weight))
 
     def computing(self, body: Callable[[], None]) -> None:
-        """Run an op with the weight on the device."""
-        with self.present():
+        """Run an op with the weight on the device; gradients of it are added up."""
+        gradient = self.gradient if torch.is_grad_enabled() else None
+        with self.present(), nullcontext() if gradient is None else gradient.added_up():
             body()
 
 
-def bytes_to_lock(model: Any) -> int:
-    """Return the page-locked memory that a model's head will take.
+def bytes_to_lock(model: Any, *, may_train: bool, sums_in_fp32: bool) -> int:
+    """Return the page-locked memory that a model's head will take; arguments as of `HostHead`.
 
     Raises:
         UnsupportedModelError: As for `HostHead`.
     """
-    return _own_weight(model, model.get_output_embeddings()).data.nbytes
+    weight = _own_weight(model, model.get_output_embeddings(), may_train=may_train)
+    itemsize = torch.float32.itemsize if sums_in_fp32 else weight.dtype.itemsize
+    return weight.data.nbytes + (itemsize * weight.numel() if weight.requires_grad else 0)
 
 
-def _own_weight(model: nn.Module, head: nn.Module | None) -> nn.Parameter:
-    """Return the frozen weight of a head that nothing else has.
+def _own_weight(model: nn.Module, head: nn.Module | None, *, may_train: bool) -> nn.Parameter:
+    """Return the weight of a head that nothing else has.
 
     Raises:
         UnsupportedModelError: It has none.
@@ -132,8 +162,8 @@ def _own_weight(model: nn.Module, head: nn.Module | None) -> nn.Parameter:
         raise _refused(f"`{name}` is {type(own).__name__}", "the head is a linear layer")
     weight = own.weight
     assert isinstance(weight, nn.Parameter)
-    if weight.requires_grad:
-        raise _refused(f"`{name}` trains", "a head that trains is on the device")
+    if weight.requires_grad and not may_train:
+        raise _refused(f"`{name}` trains", 'it may if `trained_weights` is "host" too')
     users = [
         path
         for path, module in model.named_modules()
