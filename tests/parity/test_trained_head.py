@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,7 +14,6 @@ from transformers import PhiConfig, PhiForCausalLM, Qwen3Config, Qwen3ForCausalL
 import offload
 from finetune.full.chosen_weights import choose_weights
 from finetune.run.loss_scale import LossScale
-from finetune.training.loop import Loop
 from offload.engine.engine import Engine
 from offload.engine.run_step import Reducer, RunStep
 from offload.engine.tracing.allocator import LiveBytes
@@ -304,7 +302,7 @@ def test_move_preference_losses_are_the_same_with_rows_that_are_only_scored() ->
     for place in ("device", "host"):
         model = made("wide")
         engine = attached(model, head=place)
-        objective = ByRow(against_scored, num_trained=6)
+        objective = ByRow(against_scored, num_trained=6, reference=None)
         one: dict[str, Any] = {"objective": objective, "scored": pairs(1, seed=7)}
         trained = engine.forward_backward(pairs(1, 2), **one)
         grads = {n: p.grad for n, p in engine.trained_parameters.items()}
@@ -368,7 +366,8 @@ def test_between_passes_no_gradient_is_in_a_slot_and_no_hook_is_left() -> None:
         assert weight.grad.data_ptr() not in inside
         assert weight.data_ptr() not in inside
         assert not weight._post_accumulate_grad_hooks
-        weight.grad = None
+        for parameter in engine.trained_parameters.values():
+            parameter.grad = None
     engine.detach()
     plain_step(model, step_of(0))  # trains as ever
     assert weight.grad is not None
@@ -432,8 +431,10 @@ def test_what_cannot_train_on_the_host_is_refused_by_name() -> None:
     tied: Any = MODELS["gemma3_text"]()
     with pytest.raises(UnsupportedModelError, match="has the same weight as `lm_head`"):
         attached(tied)
+    model: Any = made("qwen3").requires_grad_(requires_grad=False)
+    model.lm_head.requires_grad_()
     with pytest.raises(UnsupportedModelError, match="`lm_head` trains") as alone:
-        offload.attach(made("qwen3"), num_slots=2, device="cpu", head="host")
+        offload.attach(model, num_slots=2, device="cpu", head="host")
     assert alone.value.limit == 'it may if `trained_weights` is "host" too'
     assert alone.value.hint == '`head="device"`'
 
