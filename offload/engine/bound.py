@@ -246,7 +246,7 @@ def bind(
         head = HostHead(
             layered.model,
             found,
-            allocate_host=host.blocks.allocate,
+            blocks=host.blocks,
             may_train=options.trained_weights == "host",
             sums_in_fp32=options.sums_in_fp32,
         )

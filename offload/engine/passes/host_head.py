@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.engine.host.stash import Allocate
+from offload.engine.host.pinned_blocks import HostBlocks
 from offload.engine.memory_meter import Arena
 from offload.engine.passes.head_gradient import HeadGradient
 from offload.engine.slots import HeadMemory
@@ -44,16 +44,16 @@ class HostHead:
         model: nn.Module,
         head: nn.Module | None,
         *,
-        allocate_host: Allocate,
+        blocks: HostBlocks,
         may_train: bool,
         sums_in_fp32: bool,
     ) -> None:
-        """Move the weight to memory that a device can copy from.
+        """Let the weight be in memory that a device can copy from.
 
         Args:
             model: The model, which may use the weight nowhere else.
             head: Its output head, with or without an adapter; None if it has none.
-            allocate_host: Returns such memory, uint8.
+            blocks: Such memory.
             may_train: Whether weights that train are on the host.
             sums_in_fp32: Whether gradients are added up in fp32, and not in the weight's type.
 
@@ -66,16 +66,15 @@ class HostHead:
         self._module = head
         values = self.weight.data
         self.num_bytes = values.nbytes
-        self._on_host = allocate_host(values.nbytes)
+        self._on_host = blocks.hold(values)
         self._on_device: torch.Tensor | None = None
-        kept = self._on_host.view(values.dtype).view(values.shape)
-        self.weight.data = kept.copy_(values)
+        self.weight.data = self._on_host.view(values.dtype).view(values.shape)
         self.gradient: HeadGradient | None = None
         if self.weight.requires_grad:
             name = next(n for n, p in model.named_parameters() if p is self.weight)
             dtype = torch.float32 if sums_in_fp32 else self.weight.dtype
             self.gradient = HeadGradient(
-                self.weight, name, dtype=dtype, allocate_host=allocate_host
+                self.weight, name, dtype=dtype, allocate_host=blocks.allocate
             )
 
     @property
