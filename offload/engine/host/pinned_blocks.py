@@ -62,6 +62,7 @@ class HostBlocks:
         """
         own = values.view(-1).view(torch.uint8)
         is_alone = values.untyped_storage().nbytes() <= to_pages(values.nbytes)
+        is_alone &= values.storage_offset() == 0  # torch asks whether that place is locked
         if values.device.type == "cpu" and is_alone and self._is_anywhere and self._locks(own):
             return own
         return self.allocate(values.nbytes).copy_(own)
