@@ -102,8 +102,9 @@ def attach(  # noqa: PLR0913 - the door to all of it
             each micro-batch brings the rows of its tokens. It trains there only with
             `trained_weights` "host".
         head: Where the output head's weight is: on the device, or on the host, from where a step
-            copies it once over slots that are not needed meanwhile. It is frozen then. One weight
-            of embedding and head is in one place for both, and frozen on the host.
+            copies it once over slots that are not needed meanwhile. It may train with
+            `trained_weights` "host". One weight of embedding and head is in one place for both, and
+            frozen on the host.
         backing: Where the layers were loaded to (`offload.engine.model.load_hook`); None copies
             them.
         store_dir: With tier "disk" and no backing: a directory for a file as large as the layers.

@@ -355,7 +355,7 @@ def _request(
             limit="routed experts are not computed in chunks of tokens",
             hint="`offload.mlp_chunk: auto`",
         )
-    _require_places(recipe.offload, facts, typical)
+    _require_places(recipe.offload, facts, typical, num_ranks=num_ranks)
     has_backward = not recipe.train.is_head_alone
     return PlanRequest(
         typical=typical,
@@ -388,7 +388,9 @@ def _request(
     )
 
 
-def _require_places(offload: OffloadSection, facts: ModelFacts, typical: Workload) -> None:
+def _require_places(
+    offload: OffloadSection, facts: ModelFacts, typical: Workload, *, num_ranks: int
+) -> None:
     """Check that embedding and head may be where a recipe has them.
 
     Raises:
@@ -406,10 +408,12 @@ def _require_places(offload: OffloadSection, facts: ModelFacts, typical: Workloa
             " is not the head too",
             hint=autos["embeddings"],
         )
-    if "head" in moved and (why := why_head_on_device(facts, typical.adapter)):
+    why = why_head_on_device(facts, typical.adapter, num_ranks=num_ranks)
+    if "head" in moved and why:
         raise ConfigError(
             f"offload.head: host for this {facts.model_type} model: {why}",
-            limit="a head in host memory is frozen",
+            limit="a head in host memory is frozen, or trains with weights of the model in one"
+            " process and is not the embedding too",
             hint=autos["head"],
         )
     if facts.tie_word_embeddings and typical.embeddings != typical.head:

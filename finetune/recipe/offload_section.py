@@ -83,9 +83,9 @@ class OffloadSection(Section):
     head: Literal["auto", "device", "host"] = Field(
         default="auto",
         description="Where the output head waits; from `host`, it is copied once per step over the"
-        " slots of layers that are needed again last. `auto` takes `host` where a step would not"
-        " fit otherwise, even with the embedding in RAM. If it has the embedding's weight, both"
-        " are in one place.",
+        " slots of layers that are needed again last; if it trains with the layers, its gradient"
+        " goes back. `auto` takes `host` where a step would not fit otherwise, even with the"
+        " embedding in RAM. If it has the embedding's weight, both are in one place.",
     )
 
     @property

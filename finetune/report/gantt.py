@@ -40,6 +40,7 @@ COLOURS = {
     Kind.SCORE: "#f1b6da",
     Kind.OBJECTIVE: "#c51b7d",
     Kind.TAIL: "#e78ac3",
+    Kind.HEAD_GRADIENT: "#e08214",
     Kind.FETCH: "#ffd92f",
     Kind.RETURN: "#d9b300",
     Kind.BACKWARD: "#4c9ac9",

@@ -184,9 +184,10 @@ def embeddings_line(cost: EmbeddingCost, *, is_tied: bool) -> str:
 def head_line(cost: HeadCost) -> str:
     """Return what a head in host memory saves and costs, for people."""
     loads = "1 load" if cost.num_loads == 1 else f"{cost.num_loads} loads"
+    back = f", {shown_gib(cost.d2h_bytes)} of its gradient back" if cost.d2h_bytes else ""
     return (
         f"in RAM (`offload.head: host`): {shown_gib(cost.saved_vram_bytes)} less of device"
-        f" memory; copied over slots once per step, and {loads} more, which is"
+        f" memory; copied over slots once per step{back}, and {loads} more, which is"
         f" {shown_time(cost.added_s)} longer"
     )
 

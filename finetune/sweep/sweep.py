@@ -9,8 +9,9 @@ from rich.table import Table
 from rich.text import Text
 
 from finetune.errors import ApartError, CheckpointError, ConfigError, TrialDoesNotFitError
+from finetune.recipe.adapter_rules import broken_embedding_rules, broken_head_rules
 from finetune.recipe.offload_section import OffloadSection
-from finetune.recipe.recipe import differences
+from finetune.recipe.recipe import Recipe, differences
 from finetune.recipe.shared_rules import require_shared
 from finetune.report.format import compact_table
 from finetune.report.screen import Screen
@@ -253,6 +254,7 @@ def _with_begun(wave: Sequence[Variant], begun: Mapping[str, OffloadSection]) ->
     """Return the runs of a wave; those not begun take what was settled for the others.
 
     Else a head chunk that was chosen for runs that have begun could differ from the newly chosen.
+    A run whose embedding or head has to be on the device, as a copy of it trains, has it there.
     """
     if not begun:
         return wave
@@ -262,15 +264,24 @@ def _with_begun(wave: Sequence[Variant], begun: Mapping[str, OffloadSection]) ->
     return [
         run
         if run.name in begun
-        else Variant(
-            name=run.name,
-            settings=run.settings,
-            recipe=run.recipe.model_copy(
-                update={"offload": run.recipe.offload.model_copy(update=update)}
-            ),
-        )
+        else Variant(name=run.name, settings=run.settings, recipe=_settled(run.recipe, update))
         for run in wave
     ]
+
+
+def _settled(recipe: Recipe, update: Mapping[str, object]) -> Recipe:
+    """Return a recipe with settings of other runs, but for places that its own weights exclude."""
+
+    def updated(update: Mapping[str, object]) -> Recipe:
+        offload = recipe.offload.model_copy(update=dict(update))
+        return recipe.model_copy(update={"offload": offload})
+
+    made, own = updated(update), recipe.offload
+    if any(broken_embedding_rules(made)):
+        update = {**update, "embeddings": own.embeddings}
+    if any(broken_head_rules(made)):
+        update = {**update, "head": own.head}
+    return updated(update)
 
 
 def _screen(run: Variant, screen: Screen, board: Board) -> RunScreen:

@@ -12,6 +12,7 @@ from offload.engine.host.weights import HostWeights
 from offload.engine.memory_meter import Arena
 from offload.engine.model.inventory import inventory_of
 from offload.engine.model.layers import LayeredModel
+from offload.engine.passes.head_gradient import HeadGradient
 from offload.engine.recompute.tiled import names_left_out
 from offload.engine.streams import Device
 from offload.plan.facts.weights import WeightInventory
@@ -57,7 +58,7 @@ class Attached:
         head = self._bound.head
         return (
             *self._host.arenas,
-            *(() if head is None else (head.arena,)),
+            *(() if head is None else head.arenas),
             *self._bound.slot_arenas,
             *self._bound.host_gradients.arenas,
             self._bound.stash.arena,
@@ -81,11 +82,19 @@ class Attached:
         embedding = self._layered.embedding
         return None if embedding is None else embedding.weight
 
+    @property
+    def head_gradient(self) -> HeadGradient | None:
+        """The gradient of the output head; None unless that trains on the host."""
+        head = self._bound.head
+        return None if head is None else head.gradient
+
     def _on_host(self) -> dict[str, nn.Parameter]:
-        """Return by name what trains on the host: masters of layers, and the input embedding."""
-        own = self.row_weight if self.row_sums is not None else None
-        rows = {name: p for name, p in self._model.named_parameters() if p is own}
-        return self._bound.host_gradients.parameters | rows
+        """Return by name what trains on the host: masters of layers, input embedding and head."""
+        row_weight = self.row_weight if self.row_sums is not None else None
+        head_weight = None if self.head_gradient is None else self.head_gradient.weight
+        own = [one for one in (row_weight, head_weight) if one is not None]
+        around = {n: p for n, p in self._model.named_parameters() if any(p is one for one in own)}
+        return self._bound.host_gradients.parameters | around
 
     def _begin_gradients(self) -> None:
         """Let a step write gradients on the host anew.
@@ -96,12 +105,16 @@ class Attached:
         self._bound.host_gradients.require_clear()
         if self._layered.embedding is not None:
             self._layered.embedding.begin_step()
+        if self.head_gradient is not None:
+            self.head_gradient.begin_step()
 
     def _publish_gradients(self) -> None:
         """Give the weights on the host the gradients that have arrived."""
         self._bound.host_gradients.publish()
         if self._layered.embedding is not None:
             self._layered.embedding.publish()
+        if self.head_gradient is not None:
+            self.head_gradient.publish()
 
     @property
     def num_issued(self) -> int:

@@ -49,7 +49,10 @@ class EngineOptions:
     `joins_rows` is whether attention of packed rows is one call where torch's kernel computes it.
     `embeddings` is where the input embedding's weight is; of one on the host, rows are brought, and
     if it trains with other weights on the host, gradients by them go back.
-    `head` is where the output head's weight is; one on the host computes in the slots.
+    `head` is where the output head's weight is; one on the host computes in the slots, and if it
+    trains with other weights on the host, its gradient goes back.
+    `sums_in_fp32` is whether gradients of such a head are added up in fp32, as the update of a
+    whole model in 16 bits needs them, or in the weight's type, as an optimizer of torch's does.
     `owned_layers` are those of trained weights that this process updates, of several that share the
     layers' memory; None for all.
     `locked_bytes` is what a plan page-locks in addition to layers and head: layer inputs, rows of
@@ -73,6 +76,7 @@ class EngineOptions:
     joins_rows: bool = False
     embeddings: WeightPlace = "device"
     head: WeightPlace = "device"
+    sums_in_fp32: bool = False
     owned_layers: frozenset[int] | None = None
     locked_bytes: int = 0
 
@@ -82,7 +86,13 @@ class EngineOptions:
         Raises:
             UnsupportedModelError: As for `HostHead`.
         """
-        return self.locked_bytes + bytes_to_lock(model, self.head, self.embeddings)
+        return self.locked_bytes + bytes_to_lock(
+            model,
+            self.head,
+            self.embeddings,
+            may_train=self.trained_weights == "host",
+            sums_in_fp32=self.sums_in_fp32,
+        )
 
     @property
     def uses_host_lane(self) -> bool:
@@ -129,6 +139,7 @@ class EngineOptions:
             embeddings=asked.typical.embeddings,
             head=asked.typical.head,
             locked_bytes=sum(one.num_bytes for one in plan.host_memory if one.name in _LOCKED),
+            sums_in_fp32=asked.typical.adapter.whole is not None,
             joins_rows=any(
                 asked.typical.joins_rows(layer.attention, is_cuda=plan.machine.device == "cuda")
                 for layer in plan.facts.layers
@@ -237,8 +248,10 @@ def bind(
         head = HostHead(
             layered.model,
             layered.model.get_output_embeddings(),
-            allocate_host=host.blocks.allocate,
+            blocks=host.blocks,
             embeddings=options.embeddings,
+            may_train=options.trained_weights == "host",
+            sums_in_fp32=options.sums_in_fp32,
         )
         layered.unread_head = head.unread
     layered.embedding = None
@@ -259,6 +272,7 @@ def bind(
         allocate_device=allocate_device,
         staging=host.staging,
         head_bytes=0 if head is None else head.num_bytes,
+        head_gradient_bytes=0 if head is None else head.gradient_bytes,
     )
     if head is not None and slots.head is not None:
         head.compute_in(slots.head)
@@ -290,6 +304,7 @@ def bind(
         piece_bytes=host.piece_bytes,
         num_staging=len(host.staging),
         head_bytes=0 if head is None else head.num_bytes,
+        head_gradient_bytes=0 if head is None else head.gradient_bytes,
     )
     return Bound(
         executor=executor,

@@ -61,7 +61,7 @@ class Steps:
 
         Raises:
             OffloadError: The order is not possible with weights that train on the host, or with an
-                objective; or runs share weights that do.
+                objective; or gradients of a head that does are to be added up over processes.
         """
         if order is not Order.LAYER_MAJOR and any(part.scoring is not None for part in parts):
             raise OffloadError(
@@ -75,6 +75,8 @@ class Steps:
                 limit="their gradients leave a layer once per step",
                 hint="`order=Order.LAYER_MAJOR`",
             )
+        if self._bound.sizes.head_gradient_bytes:
+            _require_own_gradient(parts, order)
         batches = [batch for part in parts for batch in part.batches]
         row_bytes, embedding = self._row_bytes(parts), self._layered.embedding
         input_bytes = self.input_bytes(batches) if self._options.stash == "host" else ()
@@ -163,3 +165,23 @@ class Steps:
                 ]
             )
         return residency.saved(tuple(map(tuple, outputs)), tuple(map(tuple, graphs)))
+
+
+def _require_own_gradient(parts: Sequence[Part], order: Order) -> None:
+    """Check that the gradient of a head that trains on the host is whole after a single turn.
+
+    Raises:
+        OffloadError: It is not.
+    """
+    if order is not Order.LAYER_MAJOR:
+        raise OffloadError(
+            f"order is {order.value} where the output head trains on the host",
+            limit="its gradient leaves the slots once per step",
+            hint='`order=Order.LAYER_MAJOR`, or `head="device"`',
+        )
+    if any(part.reducer is not None for part in parts):
+        raise OffloadError(
+            "gradients are added up over processes, and the output head trains on the host",
+            limit="its gradient goes to the host of the process that computed it",
+            hint='`head="device"`',
+        )

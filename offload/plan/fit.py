@@ -15,6 +15,7 @@ from offload.plan.machine.machine import Machine
 from offload.plan.memory.host import HostLoad, host_terms
 from offload.plan.memory.memory import (
     HEAD,
+    HEAD_GRADIENT,
     OTHER_RANKS,
     ROWS,
     SENT,
@@ -213,7 +214,8 @@ class MemoryNeeds:
         inputs_bytes = locked_ranks * host.get(STASH, 0)
         head_bytes = 0
         if HEAD in host:  # it has no other way to the device, nor have inputs and rows
-            head_bytes = locked_ranks * sum(host.get(name, 0) for name in (STASH, ROWS, HEAD))
+            names = (STASH, ROWS, HEAD, HEAD_GRADIENT)
+            head_bytes = locked_ranks * sum(host.get(name, 0) for name in names)
         sent_bytes = 0
         if is_locked and residency.sends:
             sent_bytes = self._locked_bytes(host) + reserve_bytes
@@ -240,12 +242,14 @@ class MemoryNeeds:
         whole = load.adapter.whole
         each = brought_bytes(load.dtype_bytes, load.optimizer, whole.low_bytes)
         brought = math.ceil(each * sum(whole.layers))
-        return sum(host.get(name, 0) for name in (SLAB, STASH, SENT, ROWS, HEAD)) + brought
+        names = (SLAB, STASH, SENT, ROWS, HEAD, HEAD_GRADIENT)
+        return sum(host.get(name, 0) for name in names) + brought
 
     def _locked_bytes(self, host: Mapping[str, int]) -> int:
         """Return the page-locked memory of all ranks: what is sent locks no slab out."""
         staging = host.get(STAGING, 0)
-        each = sum(host.get(name, 0) for name in (STASH, SENT, ROWS, HEAD)) + staging
+        names = (STASH, SENT, ROWS, HEAD, HEAD_GRADIENT)
+        each = sum(host.get(name, 0) for name in names) + staging
         slabs = 0 if staging else self.request.num_slabs * host.get(SLAB, 0)
         return slabs + self.request.local_ranks * each
 

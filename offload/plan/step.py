@@ -11,7 +11,7 @@ from offload.plan.facts.embedding import (
     num_trained_on_host,
 )
 from offload.plan.facts.facts import ModelFacts
-from offload.plan.facts.head import head_bytes
+from offload.plan.facts.head import head_bytes, head_gradient_bytes
 from offload.plan.facts.optimizer import moved_state_bytes
 from offload.plan.facts.trainable import outer_module_sizes
 from offload.plan.facts.workload import Workload
@@ -96,6 +96,7 @@ def schedule_of(
         else (),
         row_sum_bytes=sum(row_sum_bytes_of(facts, run) for run in runs),
         head_bytes=head_bytes(facts, typical),
+        head_gradient_bytes=head_gradient_bytes(facts, typical),
     )
     stashed = zip(runs, numbers, strict=True) if request.is_stashed else ()
     return step_schedule(

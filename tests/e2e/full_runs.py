@@ -1,5 +1,7 @@
 """Recipes and results of full training."""
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +9,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from offload.plan.machine.machine import Machine
 from tests.e2e.runs import losses
 
 
@@ -43,3 +46,20 @@ def assert_same_runs(one: Path, other: Path) -> None:
     a, b = weights(one), weights(other)
     assert a.keys() == b.keys()
     assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def reported(run_dir: Path) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
+    """Return memory by name: what was measured, and what was planned on the device and in RAM."""
+    measured, predicted = (
+        json.loads((run_dir / f"{name}.json").read_text()) for name in ("measured", "predicted")
+    )
+    terms = {term["name"]: term["num_bytes"] for term in measured["memory"]}
+    planned = predicted["calibrated"]["predicted"]
+    return terms, planned["device_memory"], planned["host_memory"]
+
+
+def computing_in(dtype: str, machine_file: Path, folder: Path) -> Path:
+    """Return the file of a machine of this type; a run measures its own step."""
+    here: Any = Machine.from_json(machine_file.read_text())
+    (folder / "here.json").write_text(replace(here, dtype=dtype).to_json())
+    return folder / "here.json"

@@ -2,8 +2,6 @@
 
 import json
 import signal
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from offload.engine.host.embedding import RowSums
-from offload.plan.machine.machine import Machine
 from offload.plan.memory.memory import EMBEDDING_GRADIENTS, EMBEDDINGS, OUTER, ROWS
-from tests.e2e.full_runs import assert_same_runs, full_recipe, weights
+from tests.e2e.full_runs import assert_same_runs, computing_in, full_recipe, reported, weights
 from tests.e2e.runs import assert_same_training, losses, rows_of, run, same_adapter
 from tests.tiers import mostly_slow
 
@@ -79,23 +76,6 @@ def test_two_ranks_have_it_once_and_train_alike(
 
 
 # ---------------------------------------------------------------------------------- one that trains
-
-
-def reported(run_dir: Path) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
-    """Return memory by name: what was measured, and what was planned on the device and in RAM."""
-    measured, predicted = (
-        json.loads((run_dir / f"{name}.json").read_text()) for name in ("measured", "predicted")
-    )
-    terms = {term["name"]: term["num_bytes"] for term in measured["memory"]}
-    planned = predicted["calibrated"]["predicted"]
-    return terms, planned["device_memory"], planned["host_memory"]
-
-
-def computing_in(dtype: str, machine_file: Path, folder: Path) -> Path:
-    """Return the file of a machine of this type; a run measures its own step."""
-    here: Any = Machine.from_json(machine_file.read_text())
-    (folder / "here.json").write_text(replace(here, dtype=dtype).to_json())
-    return folder / "here.json"
 
 
 @pytest.mark.thorough

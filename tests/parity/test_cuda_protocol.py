@@ -9,7 +9,7 @@ import copy
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from queue import SimpleQueue
@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import offload
 from offload.engine.engine import Engine
@@ -24,7 +25,9 @@ from offload.engine.run_step import RunStep
 from offload.engine.streams import CudaDevice, copy_on_host
 from offload.plan.facts.codec import CodecName
 from offload.plan.facts.workload import WeightPlace
-from offload.plan.schedule.op import Kind, Lane
+from offload.plan.schedule import schedule
+from offload.plan.schedule.hazards import Line, parallel
+from offload.plan.schedule.op import Kind, Lane, Op
 from offload.plan.schedule.reduced import Reduced
 from offload.plan.schedule.schedule import Order
 from tests.parity.rounding import rounded
@@ -32,6 +35,7 @@ from tests.parity.steps import (
     MODELS,
     NUM_LAYERS,
     OPTIONS,
+    SHAPE,
     assert_equal,
     gradients,
     micro_batches,
@@ -378,6 +382,77 @@ def test_move_a_head_on_the_host_is_in_the_slots_when_it_computes_and_layers_are
     assert kinds.count(Kind.HEAD) > 2  # over both slots, in pieces
     assert device.cuda.num_waits_for_nothing == 0
     engine.detach()
+
+
+def trained_head(device: FakeCudaDevice | None, num_staging: int = 0) -> list[torch.Tensor]:
+    """Return the head's gradients of two steps, and its weight, where all weights train."""
+    torch.manual_seed(0)
+    # its weight and gradient are wider than both slots
+    model: Any = Qwen3ForCausalLM(Qwen3Config(**SHAPE | {"vocab_size": 400})).train()
+    if device is None:
+        options: dict[str, Any] = {"num_slots": 2, "device": "cpu", "head_chunk_tokens": 7}
+        engine = offload.attach(model, trained_weights="host", **options)
+    else:
+        engine = attached(
+            model, device, num_staging=num_staging, head="host", trained_weights="host"
+        )
+    found = []
+    for _ in range(2):
+        engine.forward_backward(micro_batches(), dropout_seed=0)
+        trained = engine.trained_parameters
+        gradient = trained["lm_head.weight"].grad
+        assert gradient is not None
+        found.append(gradient.clone())
+        for weight in trained.values():
+            assert weight.grad is not None
+            weight.data.sub_(0.1 * weight.grad)
+            weight.grad = None
+    found.append(trained["lm_head.weight"].detach().clone())
+    engine.detach()
+    return found
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("seed", "num_staging"), [(0, 0), (1, 2)])
+def test_move_the_gradient_of_a_head_has_left_when_layers_are_loaded_over_it(
+    open_device: Open, seed: int, num_staging: int
+) -> None:
+    device = open_device(seed=seed, is_staged=True)
+    for ours, expected in zip(trained_head(device, num_staging), trained_head(None), strict=True):
+        assert torch.equal(ours, expected)
+    assert device.cuda.num_waits_for_nothing == 0
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("is_missing", [False, True])
+def test_without_the_wait_for_its_copy_the_gradient_of_a_head_is_wrong(
+    open_device: Open, monkeypatch: pytest.MonkeyPatch, is_missing: bool
+) -> None:
+    """The copies to the host are late, so that only the wait of a load keeps the gradient."""
+    device = open_device(seed=0, is_staged=True)
+    copies = device._streams[Lane.D2H]
+    put = copies.put
+
+    def put_late(work: Callable[[], Any]) -> None:
+        put(lambda: time.sleep(0.02))
+        put(work)
+
+    def without(program: Sequence[Line]) -> tuple[Op, ...]:
+        """Let no load wait for the copies of the head's gradient; they wait for what adds it up."""
+        return parallel(
+            [
+                line._replace(reads=tuple(one for one in line.reads if one[0] != "slot"))
+                if line.ops[0].kind is Kind.HEAD_GRADIENT
+                else line
+                for line in program
+            ]
+        )
+
+    monkeypatch.setattr(copies, "put", put_late)
+    if is_missing:
+        monkeypatch.setattr(schedule, "parallel", without)
+    ours, expected = trained_head(device), trained_head(None)
+    assert torch.equal(ours[0], expected[0]) is not is_missing
 
 
 @pytest.mark.thorough

@@ -282,14 +282,14 @@ def test_a_lookup_reads_the_host_while_the_head_has_the_weight_on_the_device() -
     assert head._on_device is not None
     values = head.weight.detach().clone()
     ids = torch.tensor([[3, 399, 3]])
-    (num_bytes,) = embedding.prepare({0: ids})
+    (num_bytes,) = embedding.prepare({0: ids}, trained=())
     op = engine._steps.schedule(
         engine._parts([RunStep(micro_batches=micro_batches(1))], is_trained=True),
         ring=engine._ring,
         order=Order.LAYER_MAJOR,
     ).ops[0]
     assert op.kind is Kind.LOOK_UP
-    embedding.prepare({0: ids})
+    embedding.prepare({0: ids}, trained=())
     head._on_device.fill_(0xFF)  # a copy that is under way, or another layer
     with head.present():
         embedding.look_up(op._replace(num_bytes=num_bytes))

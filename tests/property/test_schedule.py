@@ -366,3 +366,66 @@ def test_a_head_costs_a_load_of_each_layer_that_it_covers_and_of_those_that_wait
 
     starts = range(num_slots - num_covered + 1)
     assert newest(covered) == min(newest(range(i, i + num_covered)) for i in starts)
+
+
+@given(
+    small,
+    st.integers(1, 40),
+    st.integers(1, 400),
+    st.integers(1, 800),
+    st.sampled_from([7, 100]),
+    st.booleans(),
+)
+def test_no_layer_is_in_memory_where_a_head_computes_or_its_gradient_is_added_up(
+    size, layer_bytes, head_bytes, gradient_bytes, piece_bytes, has_objective
+) -> None:
+    """Places are counted in bytes here: the weight first, then the gradient at the next 256."""
+    num_layers, num_slots, num_micro_batches = size
+    sizes = TransferSizes(
+        layer_bytes=(layer_bytes,) * num_layers,
+        gradient_bytes=(9,) * num_layers,
+        decoded_bytes=(0,) * num_layers,
+        piece_bytes=piece_bytes,
+        num_staging=0,
+        head_bytes=head_bytes,
+        head_gradient_bytes=gradient_bytes,
+    )
+    made = step_schedule(
+        sizes,
+        ring=cold_ring(num_slots),
+        runs=[Passes(num_trained=num_micro_batches, has_objective=has_objective)],
+        trains_front=False,
+        input_bytes=(),
+    )
+    ops, before = made.ops, ancestors(made)
+    numbers = {kind: [i for i, op in enumerate(ops) if op.kind is kind] for kind in Kind}
+    after = math.ceil(head_bytes / 256) * 256
+    memory = max(num_slots * layer_bytes, after + gradient_bytes)
+    start = layer_bytes * min(ops[i].slot_index for i in numbers[Kind.HEAD])
+    assert start + after + gradient_bytes <= memory
+    weight, gradient = (start, start + head_bytes), (start + after, start + after + gradient_bytes)
+
+    def overlaps(slot: int, part: tuple[int, int]) -> bool:
+        return slot * layer_bytes < part[1] and part[0] < (slot + 1) * layer_bytes
+
+    sent = numbers[Kind.HEAD_GRADIENT]
+    assert sum(ops[i].num_bytes for i in sent) == gradient_bytes
+    tails, computing = numbers[Kind.TAIL], [*numbers[Kind.SCORE], *numbers[Kind.TAIL]]
+    assert before[sent[0]].issuperset(tails)
+    assert all(before[tail].issuperset(numbers[Kind.HEAD]) for tail in computing)
+    visits = [*numbers[Kind.FORWARD], *numbers[Kind.BACKWARD]]
+    for slot in range(num_slots):
+        in_slot = {i for i in numbers[Kind.LOAD] if ops[i].slot == slot}
+        early = {i for i in in_slot if tails[0] not in before[i]}
+        if overlaps(slot, weight) or overlaps(slot, gradient):
+            # what computes there ends before, and what was loaded before is loaded again
+            up = [i for i in numbers[Kind.FORWARD] if ops[i].slot == slot]
+            assert all(before[tail].issuperset([*up, *early]) for tail in tails)
+            down = [i for i in numbers[Kind.BACKWARD] if ops[i].slot == slot]
+            assert all((before[i] & in_slot) - early for i in down)
+        late = in_slot - early
+        if overlaps(slot, weight):
+            assert all(before[i].issuperset(computing) for i in late)
+        if overlaps(slot, gradient):
+            assert all(before[i].issuperset(sent) for i in late)
+    assert len(visits) == 2 * num_layers * num_micro_batches

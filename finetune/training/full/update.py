@@ -23,6 +23,7 @@ from offload.engine.host.embedding import RowSums
 from offload.engine.host.mapping import aligned_empty
 from offload.engine.host.state_file import StateFile
 from offload.engine.host_gradients import LayerUpdate
+from offload.engine.passes.head_gradient import HeadGradient
 from offload.plan.owners import owned_around
 from offload.plan.schedule.reduced import Reduced
 
@@ -36,7 +37,8 @@ class FullUpdate:
     Layers are updated in the next step: on the host before their load, or on the device after it.
     Embeddings, norm and head are on the device for the whole run and needed first, so they are
     updated at once, on the host: their gradients, in fp32, come there, and new weights go back. Of
-    an embedding on the host gradients have come there row by row, and nothing goes back.
+    an embedding on the host gradients have come there row by row, and of a head there at the end of
+    a step's tails; nothing goes back.
 
     Of several ranks each updates its own layers for all of its machine, and its own weights around
     them, which the others wait for at once: see `finetune.training.full.owners`. An embedding on
@@ -71,6 +73,7 @@ class FullUpdate:
         trained = engine.trained_parameters
         self._layer_of = engine.updates.layer_of
         self._layers = {name: trained[name] for name in self._layer_of}
+        assert engine.head_gradient is None or ranks.num == 1, "a rule of ranks"
         self._around = {  # in one order wherever they are: the norms are added up in it
             name: _around(parameter, engine)
             for name, parameter in trained.items()
@@ -170,6 +173,7 @@ class FullUpdate:
                     ranks=ranks,
                 )
                 continue
+            assert isinstance(one, _Around), "a rule of ranks"
             of_states = dict(states[name])
             one.move(of_states.pop(_WEIGHT))
             states[name] = of_states
@@ -393,8 +397,11 @@ class _Around:
             self._parameter.copy_(self.on_host)
 
 
-def _around(parameter: nn.Parameter, engine: Engine) -> "_Around | _InRows":
+def _around(parameter: nn.Parameter, engine: Engine) -> "_Around | _InRows | _InHead":
     """Return a weight around the layers as it is updated."""
+    gradient = engine.head_gradient
+    if gradient is not None and parameter is gradient.weight:
+        return _InHead(gradient)
     sums = engine.row_sums if parameter is engine.row_weight else None
     if sums is None:
         return _Around(parameter)
@@ -447,6 +454,36 @@ class _InRows:
 
     def publish(self) -> None:
         """Nothing is to be copied: it is looked up where it is updated."""
+
+
+class _InHead:
+    """The output head on the host: its gradient was added up on the device, and has come there."""
+
+    def __init__(self, gradient: HeadGradient) -> None:
+        assert gradient.total.dtype is torch.float32, "as it was attached"
+        self._gradient, self.on_host = gradient, gradient.weight.detach()
+
+    @property
+    def gradient(self) -> torch.Tensor:
+        """The gradient of the newest step."""
+        return self._gradient.total
+
+    def norm(self) -> torch.Tensor:
+        """Return the gradient's norm, which was computed before it left the device."""
+        assert self._gradient.norm is not None
+        return self._gradient.norm
+
+    def taken(self) -> torch.Tensor:
+        """Return the gradient, which stays until the next step."""
+        self.let_go()
+        return self.gradient
+
+    def let_go(self) -> None:
+        """Let the next step add up anew."""
+        self._gradient.weight.grad = None
+
+    def publish(self) -> None:
+        """Nothing is to be copied: a step copies it from where it is updated."""
 
 
 class _Adder:

@@ -7,6 +7,9 @@ from finetune.planning.candidates import choose
 from finetune.training.loop import TIMED_S
 from finetune.training.prepare import Planned
 from offload.errors import DoesNotFitError
+from offload.plan.facts.embedding import why_on_device
+from offload.plan.facts.facts import ModelFacts
+from offload.plan.facts.head import why_head_on_device
 from offload.plan.plan import Plan
 from offload.plan.request import (
     OF_A_RUN,
@@ -25,7 +28,7 @@ def plan_wave(runs: Sequence[Planned]) -> Planned:
     """Return how the steps of runs are run that share an engine; of one run, as it was planned.
 
     Layers, embedding and head wait, and logits and MLPs are cut, as in the run that needs most
-    memory by itself.
+    memory by itself; embedding and head are on the device if any run needs them there.
 
     Args:
         runs: As each would be run alone.
@@ -40,7 +43,9 @@ def plan_wave(runs: Sequence[Planned]) -> Planned:
         return runs[0]
     largest = max(runs, key=lambda run: run.choice.plan.peak_bytes)
     plan = largest.choice.plan
-    ways = [[_as_in(plan.request, request) for request in run.open_requests] for run in runs]
+    each = [request for run in runs for request in run.open_requests]
+    chosen = with_common_places(plan.request, each, plan.facts)
+    ways = [[_as_in(chosen, request) for request in run.open_requests] for run in runs]
     requests = tuple(
         sharing(found)
         for first in ways[0]
@@ -76,6 +81,24 @@ def plan_waves(runs: Sequence[Planned]) -> list[tuple[int, ...]]:
     )
     assert found is not None  # each has been planned alone
     return [wave.runs for wave in found.waves]
+
+
+def with_common_places(
+    chosen: PlanRequest, requests: Sequence[PlanRequest], facts: ModelFacts
+) -> PlanRequest:
+    """Return a request with its embedding and head where all others may have them.
+
+    Args:
+        chosen: Of one run.
+        requests: Of all runs that are to share a step with it.
+        facts: Of their model.
+    """
+    adapters = [(one.typical.adapter, one.num_ranks) for one in requests]
+    if any(why_on_device(facts, adapter) for adapter, _ in adapters):
+        chosen = with_embeddings(chosen, "device")
+    if any(why_head_on_device(facts, adapter, num_ranks=num) for adapter, num in adapters):
+        chosen = with_head(chosen, "device")
+    return chosen
 
 
 def _as_in(chosen: PlanRequest, request: PlanRequest) -> PlanRequest:

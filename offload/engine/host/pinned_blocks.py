@@ -6,21 +6,26 @@ from offload.engine.host.mapping import aligned_empty
 from offload.engine.host.pagelock import Locker
 from offload.engine.host.slab import BeforeTouch
 from offload.errors import TransferError
+from offload.plan.facts.layer_layout import to_pages
 from offload.plan.machine.machine import GIB
 
 
 class HostBlocks:
     """Page-aligned memory at its exact size, page-locked for a GPU."""
 
-    def __init__(self, *, locker: Locker | None, before_touch: BeforeTouch) -> None:
+    def __init__(
+        self, *, locker: Locker | None, before_touch: BeforeTouch, is_anywhere: bool
+    ) -> None:
         """Allocate nothing yet.
 
         Args:
             locker: What page-locks; None if no device needs it.
             before_touch: Called with address and size of each block, before its first use.
+            is_anywhere: Whether memory is as good wherever it is on this machine.
         """
         self._locker = locker
         self._before_touch = before_touch
+        self._is_anywhere = is_anywhere
         self._locked: set[int] = set()
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
@@ -45,6 +50,32 @@ class HostBlocks:
                 )
             self._locked.add(block.data_ptr())
         return block
+
+    def hold(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the bytes of a contiguous tensor where they are, or a copy of them, uint8.
+
+        They stay where they are if nothing else is in their memory, it may be anywhere, and the
+        system page-locks it. So a large tensor is not there twice for a moment.
+
+        Raises:
+            TransferError: The system refuses to page-lock the copy.
+        """
+        own = values.view(-1).view(torch.uint8)
+        is_alone = values.untyped_storage().nbytes() <= to_pages(values.nbytes)
+        is_alone &= values.storage_offset() == 0  # torch asks whether that place is locked
+        if values.device.type == "cpu" and is_alone and self._is_anywhere and self._locks(own):
+            return own
+        return self.allocate(values.nbytes).copy_(own)
+
+    def _locks(self, block: torch.Tensor) -> bool:
+        """Page-lock memory that is in use already, if it has to be; return whether it is fit."""
+        address = block.data_ptr()
+        if self._locker is None or not block.nbytes:
+            return True
+        if self._locker.register(address, block.nbytes) is not None:
+            return False
+        self._locked.add(address)
+        return True
 
     def free(self, block: torch.Tensor) -> None:
         """Unlock a block that no copy uses; its memory is freed with its last view.

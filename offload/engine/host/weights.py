@@ -92,7 +92,9 @@ class HostWeights:
         if self._place.node is not None and isinstance(self._backing, Slab):
             self.notes += (self._backing.policy,) if self._backing.policy else ()
         locker = pagelock.open_locker(torch_device, None)
-        self.blocks = HostBlocks(locker=locker, before_touch=self._bind)
+        self.blocks = HostBlocks(
+            locker=locker, before_touch=self._bind, is_anywhere=self._place.node is None
+        )
         self.records: tuple[Record, ...] = self._backing.records
         is_store = isinstance(self._backing, Store)
         self.source: LayerSource = (

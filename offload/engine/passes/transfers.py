@@ -38,6 +38,9 @@ class Transfers:
             looked_up[Kind.REDUCE_ROWS] = self._embedding.reduce
         if self._head is not None:
             looked_up[Kind.HEAD] = partial(self._head.bring, device=self._device)
+        if self._head is not None and self._head.gradient is not None:
+            sent = partial(self._head.gradient.send_back, device=self._device)
+            looked_up[Kind.HEAD_GRADIENT] = sent
         return looked_up | {
             Kind.READ: self._read,
             Kind.LOAD: self._load,

@@ -13,7 +13,7 @@ from offload.plan.facts.embedding import (
     step_row_bytes,
 )
 from offload.plan.facts.facts import ModelFacts, WholeWeights
-from offload.plan.facts.head import head_bytes
+from offload.plan.facts.head import head_bytes, head_gradient_bytes, num_head_trained_on_host
 from offload.plan.facts.linears import FP32_BYTES
 from offload.plan.facts.optimizer import (
     HOST_GRADIENTS,
@@ -32,6 +32,7 @@ from offload.plan.memory.memory import (
     EMBEDDING_GRADIENTS,
     EMBEDDINGS,
     HEAD,
+    HEAD_GRADIENT,
     HOST_TEMPORARIES,
     OTHER_RANKS,
     PAGED_STATES,
@@ -105,8 +106,9 @@ def host_terms(
         run.num_stashed * input_bytes(facts, run.workload) for run in runs
     )
     rows = max(row_buffers_bytes(facts, run.workload) for run in runs)
-    head = head_bytes(facts, workload)
-    is_short = num_slabs * slab + num_ranks * (stash + rows + head) > machine.pinned_bytes
+    head, head_gradient = head_bytes(facts, workload), head_gradient_bytes(facts, workload)
+    locked = stash + rows + head + head_gradient
+    is_short = num_slabs * slab + num_ranks * locked > machine.pinned_bytes
     staging = 0
     if is_cuda and (is_short or not num_slabs):  # loads pass through a page-locked ring
         staging = NUM_STAGING * min(max(map(workload.cargo_bytes, kinds)), PIECE_BYTES)
@@ -122,6 +124,7 @@ def host_terms(
         ),
         MemoryTerm(name=ROWS, num_bytes=rows),
         MemoryTerm(name=HEAD, num_bytes=head),
+        MemoryTerm(name=HEAD_GRADIENT, num_bytes=head_gradient),
         MemoryTerm(name=STASH, num_bytes=stash),
         MemoryTerm(name=STAGING, num_bytes=staging),
         MemoryTerm(name="loading", num_bytes=LOADING_LAYERS * largest * workload.dtype_bytes),
@@ -203,7 +206,7 @@ def _whole_host_terms(
 
     Of several ranks it is the first one's, with what all share. Weights around the layers are there
     too if a device computes with them, or several ranks do; from a device their gradients, in fp32.
-    An embedding that trains there is counted with its own terms.
+    An embedding or a head that trains there is counted with its own terms.
     """
     whole = workload.adapter.whole
     if whole is None:
@@ -211,8 +214,9 @@ def _whole_host_terms(
     b, low_bytes = workload.dtype_bytes, whole.low_bytes
     each = host_update_bytes(b, workload.optimizer, low_bytes)
     gradients = each[HOST_GRADIENTS] * _num_owned(whole, num_ranks)
-    on_host = num_trained_on_host(facts, workload)
-    around = _num_owned_around(whole, num_ranks, has_rows=on_host > 0)
+    rows, head = num_trained_on_host(facts, workload), num_head_trained_on_host(facts, workload)
+    on_host = rows + head
+    around = _num_owned_around(whole, num_ranks, has_rows=rows > 0) - head
     gradients += FP32_BYTES * around if is_cuda else 0
     copies = each[WEIGHTS] * (whole.num_outer - on_host) if is_cuda or num_ranks > 1 else 0
     in_layers = [linear.num_weights for layer in facts.layers for linear in layer.linears]

@@ -21,7 +21,7 @@ from offload.plan.facts.embedding import (
     row_buffers_bytes,
 )
 from offload.plan.facts.facts import ModelFacts
-from offload.plan.facts.head import head_bytes
+from offload.plan.facts.head import head_bytes, head_room_bytes, num_head_trained_on_host
 from offload.plan.facts.layer_layout import record_bytes
 from offload.plan.facts.linears import FP32_BYTES
 from offload.plan.facts.optimizer import (
@@ -41,6 +41,7 @@ from offload.plan.facts.trainable import (
     rounded_tensor_sizes,
     trained_parameters,
     trained_tensor_shapes,
+    trains_head,
 )
 from offload.plan.facts.workload import Workload
 from offload.plan.machine.machine import MIB, Machine
@@ -66,7 +67,7 @@ SLOTS, CUBLAS, KEPT_GRAPHS = "slots", "cuBLAS workspaces", "kept graphs"
 UPDATE = "optimizer temporaries"
 OUTER, EMBEDDINGS, ROWS = "embeddings, norm and head", "embeddings", "buffers of embedding rows"
 EMBEDDING_GRADIENTS = "gradients of embeddings"
-HEAD = "output head"
+HEAD, HEAD_GRADIENT = "output head", "gradient of the output head"
 SCORES, ROUTER_LOGITS = "one visit: attention scores", "router logits"
 ROUTER_LOSS = "a layer's router loss"
 # Of what trains, and of micro-batches: each run of a shared step has its own.
@@ -189,7 +190,8 @@ class DeviceNeeds:
         router_bytes: Of each layer's router logits for one micro-batch, if they wait with its graph
             for a router loss over the step.
         num_micro_batches: Of a rank's step, if all were as large as the largest.
-        head_bytes: Of an output head that is copied over the slots; 0 if the device has it.
+        head_bytes: Of an output head that is copied over the slots, with its gradient there; 0 if
+            the device has it.
     """
 
     always: tuple[MemoryTerm, ...]
@@ -452,7 +454,7 @@ def device_needs(
         sent_graph_bytes=tuple(visits[layer].sent_graph for layer in facts.layers),
         router_bytes=tuple(routers[layer] for layer in facts.layers),
         num_micro_batches=num_micro_batches,
-        head_bytes=head_bytes(facts, workload),
+        head_bytes=head_room_bytes(facts, workload),
     )
 
 
@@ -482,6 +484,7 @@ def _standing_terms(
     layer_gradients = 0
     if (whole := workload.adapter.whole) is not None:
         num_on_device = whole.num_outer - num_trained_on_host(facts, workload)
+        num_on_device -= num_head_trained_on_host(facts, workload)
         gradients, modules = FP32_BYTES * num_on_device, ()
         each = brought_bytes(b, workload.optimizer, whole.low_bytes)
         each = b if workload.updates == "host" else each
@@ -568,14 +571,18 @@ def recorded_bytes(facts: ModelFacts, workload: Workload, *, is_padded: bool) ->
 def head_chunk_bytes(facts: ModelFacts, workload: Workload, *, is_fused: bool) -> int:
     """Return the bytes of a head chunk: the copies of its logits, and the norm's input.
 
-    This is within 1 % of a trace for qwen3 and llama.
+    A head of the model's own that trains has a new gradient then, of its whole table. This is
+    within 1 % of a trace for qwen3 and llama.
     """
-    tokens, b = min(workload.head_chunk_tokens, workload.label_tokens), workload.dtype_bytes
+    spec, b = workload.adapter, workload.dtype_bytes
+    tokens = min(workload.head_chunk_tokens, workload.label_tokens)
     logit_bytes = 2 * b if is_fused else LOGIT_COPIES * FP32_BYTES
     hidden_bytes = FP32_BYTES if b == FP32_BYTES else FP32_BYTES + b
     if is_fused:
         hidden_bytes += NORM_COPIES * FP32_BYTES
-    return tokens * (logit_bytes * facts.num_outputs + hidden_bytes * facts.hidden_size)
+    logits = tokens * (logit_bytes * facts.num_outputs + hidden_bytes * facts.hidden_size)
+    is_new = spec.whole is not None and trains_head(facts, outer_module_sizes(facts, spec))
+    return logits + (b * facts.num_outputs * facts.hidden_size if is_new else 0)
 
 
 def _visit_terms(one: VisitBytes) -> tuple[MemoryTerm, ...]:

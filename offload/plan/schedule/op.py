@@ -46,6 +46,8 @@ class Kind(StrEnum):
     BACKWARD: compute a layer's gradients, after a recompute unless its graph was kept or sent.
     GRADIENT: copy a piece of the gradients of a layer's own weights to host memory (d2h).
     FRONT_BACKWARD: compute the gradients of the modules before the layers.
+    HEAD_GRADIENT: copy a piece of the gradient of an output head to host memory, if it trains there
+        (d2h).
     ROW_GRADIENTS: copy a micro-batch's gradients by rows of the input embedding to host memory, if
         it trains there (d2h).
     ADD_ROWS: add them to the sums for the whole embedding (host).
@@ -76,6 +78,7 @@ class Kind(StrEnum):
     SCORE = "score"
     OBJECTIVE = "objective"
     TAIL = "tail"
+    HEAD_GRADIENT = "head_gradient"
     FETCH = "fetch"
     RETURN = "return"
     BACKWARD = "backward"
@@ -111,7 +114,7 @@ class Op(NamedTuple):
             UPDATE and UPDATED that of gradients and states, for STATES_READ and STATES_WRITE that
             of states in host memory, for LOOK_UP, ROWS, FRONT, FRONT_BACKWARD, ROW_GRADIENTS and
             ADD_ROWS that of the embedding's rows, or of gradients by them.
-        offset: First byte of a piece within its layer, or within the head.
+        offset: First byte of a piece within its layer, the head, or its gradient.
         num_bytes: Bytes that are moved; for DECODE, bytes that are written; for GATHER and
             REDUCE, bytes that this rank sends; for REDUCE_ROWS, bytes that a rank which updates
             the embedding gets, if all ranks have as many rows as this one.

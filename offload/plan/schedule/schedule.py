@@ -64,7 +64,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from offload.plan.schedule.hazards import Line, Resource, parallel
-from offload.plan.schedule.head import head_copies, head_slots
+from offload.plan.schedule.head import HeadPlace, head_copies, leaving_head_gradient
+from offload.plan.schedule.inputs import fetched, in_buffer, stashed
 from offload.plan.schedule.lookups import looked_up, reduced_rows, sent_back
 from offload.plan.schedule.op import Kind, Lane, Op
 from offload.plan.schedule.passes import Passes, numbered
@@ -124,6 +125,7 @@ class TransferSizes:
         row_gradient_bytes: Of gradients by these rows, by pass; empty if none go to the host.
         row_sum_bytes: Of their sums, from other ranks; 0 with a single one.
         head_bytes: Of the output head, if it is copied over slots; 0 if the device has it.
+        head_gradient_bytes: Of its gradient, which leaves from slots; 0 if it is frozen.
     """
 
     layer_bytes: tuple[int, ...]
@@ -139,7 +141,17 @@ class TransferSizes:
     row_gradient_bytes: tuple[int, ...] = ()
     row_sum_bytes: int = 0
     head_bytes: int = 0
+    head_gradient_bytes: int = 0
     owned: frozenset[int] | None = None
+
+    def head_place(self, num_slots: int) -> HeadPlace:
+        """Return the slots that the head computes in."""
+        return HeadPlace.of(self.layer_bytes, num_slots, self.head_bytes, self.head_gradient_bytes)
+
+    @property
+    def head_piece_bytes(self) -> int:
+        """The largest copy of the head, of a draft's too."""
+        return min(self.piece_bytes, PIECE_BYTES)
 
     def is_owned(self, layer: int) -> bool:
         """Return whether this rank updates a layer whose weights train."""
@@ -258,7 +270,7 @@ def step_schedule(
     """
     assert len(sizes.reduced) in (0, len(runs))
     assert 0 <= num_kept_graphs <= len(sizes.layer_bytes)
-    assert order is Order.LAYER_MAJOR or not any(sizes.gradient_bytes)
+    assert order is Order.LAYER_MAJOR or not sizes.head_gradient_bytes + sum(sizes.gradient_bytes)
     assert order is Order.LAYER_MAJOR or not any(run.has_objective for run in runs)
     assert sizes.updated.isdisjoint(ring), "a slot would hold weights of before the update"
     num_layers, runs = len(sizes.layer_bytes), numbered(runs)
@@ -269,6 +281,7 @@ def step_schedule(
         first_graph=num_layers - num_kept_graphs,
         saved=saved,
         run_of={m: i for i, _ in enumerate(sizes.reduced) for m in runs[i].trained},
+        adds_up=any(run.trained for run in runs),
     )
     trained = tuple(number for run in runs for number in run.trained)
     assert not input_bytes or len(input_bytes) == len(trained)
@@ -283,6 +296,7 @@ def step_schedule(
                 program.scored(layer, run)
         for number, run in enumerate(runs):
             program.tail(number, run, [m for m in run.trained if m in group])
+        program.lines += leaving_head_gradient(sizes, len(ring)) if trained else ()
         for layer in reversed(range(num_layers)):
             if trained:
                 program.backward(layer, group)
@@ -341,6 +355,7 @@ class _Program:
     num_fetches: int = 0
     num_carried: int = 0
     has_head: bool = False
+    adds_up: bool = False
 
     def schedule(self, ring_before: Ring) -> Schedule:
         """Return the pass as ops.
@@ -361,6 +376,8 @@ class _Program:
             writes = self._kept(0, m) if kind is Kind.FRONT else ()
             if kind in (Kind.TAIL, Kind.FRONT_BACKWARD):
                 writes = self._added_up(None, m)
+            if kind is Kind.TAIL and self.adds_up:
+                writes = (*writes, *self.sizes.head_place(len(self.ring)).added_up)
             self._add(Line(ops=(op,), reads=reads, writes=writes))
 
     def apart(self, kind: Kind, group: Sequence[int]) -> None:
@@ -371,13 +388,13 @@ class _Program:
 
     def _head(self) -> tuple[Resource, ...]:
         """Write the copy of the head over its slots, unless it is there; return what reads it."""
-        sizes, piece_bytes = self.sizes, min(self.sizes.piece_bytes, PIECE_BYTES)
-        slots = head_slots(sizes.layer_bytes, len(self.ring), sizes.head_bytes)
-        if slots and not self.has_head:
+        place = self.sizes.head_place(len(self.ring))
+        if place.slots and not self.has_head:
             self.has_head = True
-            self.ring[slots.start : slots.stop] = [None] * len(slots)
-            self.lines += head_copies(slots, sizes.layer_bytes, sizes.head_bytes, piece_bytes)
-        return tuple(map(slot_of, slots))
+            for slot in place.slots if self.adds_up else place.weight:
+                self.ring[slot] = None
+            self.lines += head_copies(place, self.sizes)
+        return place.read
 
     def _add(self, line: Line) -> None:
         """Write a line outside the layers, with those that move rows of the embedding for it.
@@ -428,7 +445,7 @@ class _Program:
             reads, writes = (weights, *self._kept(layer, m)), self._kept(layer + 1, m)
             self.lines.append(Line(ops=(op,), reads=reads, writes=(*writes, *carried)))
             if is_kept and self._is_stashed(layer):
-                self.lines.append(self._stash(layer, m))
+                self.lines.append(stashed(layer, m, self.input_bytes[m], self._kept(layer, m)))
             if carrier is not None:
                 self.lines.append(self._moved(Kind.SEND, layer, m, carrier))
 
@@ -441,9 +458,9 @@ class _Program:
             buffer, source = None, () if has_graph else self._kept(layer, m)
             if self._is_stashed(layer):
                 buffer = self.num_fetches % (NUM_FETCHED * len(group))
-                source = (("fetched", buffer, 0),)
+                source = (in_buffer(buffer),)
                 self.num_fetches += 1
-                self.lines.append(self._fetch(layer, m, buffer))
+                self.lines.append(fetched(layer, m, self.input_bytes[m], buffer))
             carrier, carried = self._carrier(layer, group)
             if carrier is not None:
                 self.lines.append(self._moved(Kind.RETURN, layer, m, carrier))
@@ -540,22 +557,6 @@ class _Program:
             layer_bytes=self.sizes.layer_bytes[layer],
             piece_bytes=self.sizes.piece_bytes,
         )
-
-    def _stash(self, layer: int, m: int) -> Line:
-        num_bytes = self.input_bytes[m]
-        op = Op(lane=Lane.D2H, kind=Kind.STASH, layer=layer, micro_batch=m, num_bytes=num_bytes)
-        return Line(ops=(op,), reads=self._kept(layer, m), writes=(("stash", layer, m),))
-
-    def _fetch(self, layer: int, m: int, buffer: int) -> Line:
-        op = Op(
-            lane=Lane.H2D,
-            kind=Kind.FETCH,
-            layer=layer,
-            micro_batch=m,
-            buffer=buffer,
-            num_bytes=self.input_bytes[m],
-        )
-        return Line(ops=(op,), reads=(("stash", layer, m),), writes=(("fetched", buffer, 0),))
 
     def _carrier(self, layer: int, group: Sequence[int]) -> tuple[int | None, tuple[Resource, ...]]:
         """Take the next buffer for what a layer sends, if it sends anything."""

@@ -117,7 +117,8 @@ class Timeline:
                 *(Kind.ROWS, Kind.LOAD, Kind.HEAD, Kind.STATES, Kind.FETCH, Kind.RETURN)
             ),
             "d2h": self.busy_s(
-                Kind.STASH, Kind.SEND, Kind.GRADIENT, Kind.ROW_GRADIENTS, Kind.UPDATED
+                *(Kind.STASH, Kind.SEND, Kind.HEAD_GRADIENT, Kind.GRADIENT, Kind.ROW_GRADIENTS),
+                Kind.UPDATED,
             ),
             "reads": self.busy_s(Kind.LOOK_UP, Kind.ADD_ROWS, Kind.READ),
             "updates": self.busy_s(Kind.UPDATE),

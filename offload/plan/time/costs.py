@@ -15,7 +15,11 @@ from typing import Literal
 
 from offload.plan.facts.embedding import new_row_gradients_bytes, num_trained_on_host
 from offload.plan.facts.facts import LayerFacts, ModelFacts, adapted_linears
-from offload.plan.facts.head import head_bytes
+from offload.plan.facts.head import (
+    head_bytes,
+    head_gradient_bytes,
+    num_head_trained_on_host,
+)
 from offload.plan.facts.linears import FP32_BYTES, Linear
 from offload.plan.facts.optimizer import outer_optimizer
 from offload.plan.facts.trainable import (
@@ -135,6 +139,7 @@ class Costs:
         fetch_bytes_per_s: Rate of the copy back.
         read_bytes_per_s: Rate at which staging buffers are filled, from memory or from a file.
         head_bytes: Of an output head that is copied over slots; 0 if the device has it.
+        head_gradient_bytes: Of its gradient, which leaves from slots; 0 if it is frozen.
         look_up_bytes_per_s: Rate at which rows of the embedding are gathered in host memory.
         add_rows_bytes_per_s: Rate at which gradients by them are added to their sums there.
         row_sums_bytes_per_s: Rate at which sums by them that come from other ranks are received and
@@ -175,6 +180,7 @@ class Costs:
     add_rows_bytes_per_s: float = math.inf
     row_sums_bytes_per_s: float = math.inf
     head_bytes: int = 0
+    head_gradient_bytes: int = 0
     runs: tuple["RunCosts", ...] = ()
 
     @property
@@ -521,7 +527,8 @@ def _optimizer(at: Pricer) -> Work:
                 spec.whole,
                 dtype_bytes=at.workload.dtype_bytes,
                 optimizer=outer_optimizer(at.workload.optimizer),
-                num_on_host=num_trained_on_host(at.facts, at.workload),
+                num_in_rows=num_trained_on_host(at.facts, at.workload),
+                num_sent_in_pass=num_head_trained_on_host(at.facts, at.workload),
             )
         )
     update = update_work(at.machine, shapes, at.workload.optimizer)
@@ -589,4 +596,5 @@ def price(
         look_up_bytes_per_s=in_memory,
         add_rows_bytes_per_s=_add_rows_rate(machine, workload),
         head_bytes=head_bytes(facts, workload),
+        head_gradient_bytes=head_gradient_bytes(facts, workload),
     )

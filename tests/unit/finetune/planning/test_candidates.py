@@ -471,11 +471,24 @@ def test_where_a_plan_has_put_the_head_is_written_down() -> None:
 
 
 @pytest.mark.thorough
-def test_a_head_that_trains_by_name_computes_on_the_device() -> None:
+def test_a_head_may_be_in_ram_whether_it_trains_by_name_or_not() -> None:
     words = ["offload.head=host", "train.steps=3"]
-    trained = model_subject("qwen3-8b", [*words, 'train.what=["*lm_head*", "*q_proj*"]'])
-    with pytest.raises(ConfigError, match="it trains, and gradients of it are added up"):
-        full_requests(trained.recipe, trained.facts, num_ranks=1)
-    frozen = model_subject("qwen3-8b", [*words, 'train.what=["*q_proj*"]'])
-    ways = full_requests(frozen.recipe, frozen.facts, num_ranks=1)
-    assert {one.typical.head for one in ways} == {"host"}
+    for what in ('["*lm_head*", "*q_proj*"]', '["*q_proj*"]'):
+        asked = model_subject("qwen3-8b", [*words, f"train.what={what}"])
+        ways = full_requests(asked.recipe, asked.facts, num_ranks=1)
+        assert {one.typical.head for one in ways} == {"host"}
+
+
+def test_a_head_that_trains_is_in_ram_only_where_one_process_trains_it() -> None:
+    facts = model_facts(load_shape("qwen3-8b"))
+    (alone, both) = (
+        {one.typical.head for one in full_requests(full_on_2_cards(), facts, num_ranks=num)}
+        for num in (1, 2)
+    )
+    assert (alone, both) == ({"device", "host"}, {"device"})
+    with pytest.raises(ConfigError, match=r"it trains, and 2 processes add up") as no:
+        full_requests(full_on_2_cards(head="host"), facts, num_ranks=2)
+    assert no.value.hint == "`offload.head: auto`"
+    tied = replace(facts, tie_word_embeddings=True, head_parameters=0)
+    with pytest.raises(ConfigError, match="the embedding has the same weight"):
+        full_requests(full_8b(head="host"), tied, num_ranks=1)

@@ -6,7 +6,11 @@ from finetune.errors import ConfigError
 from finetune.recipe.load import load_recipe
 from finetune.recipe.shared_rules import require_shared
 from finetune.sweep.agree import waves_of
+from finetune.sweep.sweep import _with_begun
 from finetune.sweep.variants import Variant
+from finetune.training.shared.plan_wave import with_common_places
+from offload.plan.request import PlanRequest, with_embeddings, with_head
+from tests.builders import lora, qwen3_8b, request, workload
 
 
 def require(runs: list[Variant]) -> None:
@@ -53,3 +57,33 @@ def test_a_wave_has_no_more_runs_than_asked_for() -> None:
     names = [[run.name for run in wave] for wave in waves_of(runs, most=2)]
     assert names == [["run-0", "run-1"], ["run-2"]]
     assert [len(wave) for wave in waves_of(runs, most=None)] == [3]
+
+
+def test_a_run_takes_the_places_of_those_that_have_begun_unless_it_trains_a_copy_there() -> None:
+    begun, plain, headed, embedded = variants(
+        ["offload.head=host", "offload.embeddings=host", "offload.head_chunk=512"],
+        ["train.seed=1"],
+        ["adapter.modules_to_save=[lm_head]"],
+        ["adapter.modules_to_save=[embed_tokens]"],
+    )
+    settled = {begun.name: begun.recipe.offload}
+    made = [run.recipe.offload for run in _with_begun([begun, plain, headed, embedded], settled)]
+    assert [one.head for one in made] == ["host", "host", "auto", "host"]
+    assert [one.embeddings for one in made] == ["host", "host", "host", "auto"]
+    assert {one.head_chunk for one in made} == {512}
+
+
+def test_runs_that_share_a_step_have_the_head_where_all_may_have_it() -> None:
+    facts, chosen = qwen3_8b(), with_head(with_embeddings(request(), "host"), "host")
+    plain, headed, embedded = (
+        request(workload(adapter=lora(modules=modules)))
+        for modules in ((), ("lm_head",), ("embed_tokens",))
+    )
+
+    def places(*others: PlanRequest) -> tuple[str, str]:
+        made = with_common_places(chosen, [chosen, *others], facts).typical
+        return made.embeddings, made.head
+
+    assert places(plain) == ("host", "host")
+    assert places(plain, headed) == ("host", "device")
+    assert places(embedded) == ("device", "host")

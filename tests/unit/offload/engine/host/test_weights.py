@@ -123,8 +123,42 @@ class RefusedCalls:
 # ------------------------------------------------------------------------------------ blocks
 
 
-def blocks_of(locker: FakeLocker) -> HostBlocks:
-    return HostBlocks(locker=locker, before_touch=lambda _address, _num_bytes: "")
+def blocks_of(locker: FakeLocker | None, *, is_anywhere: bool = True) -> HostBlocks:
+    return HostBlocks(
+        locker=locker, before_touch=lambda _address, _num_bytes: "", is_anywhere=is_anywhere
+    )
+
+
+def test_a_tensor_that_is_alone_in_its_memory_is_locked_where_it_is() -> None:
+    values, locker = torch.randn(300, 40), FakeLocker(GIB)
+    blocks = blocks_of(locker)
+    held = blocks.hold(values)
+    assert held.data_ptr() == values.data_ptr()
+    assert locker.locked == {values.data_ptr(): values.nbytes}
+    blocks.close()
+    assert locker.locked == {}
+    assert blocks_of(None).hold(values).data_ptr() == values.data_ptr()
+
+
+@pytest.mark.parametrize("why", ["not alone", "a node is nearer", "not lockable there"])
+def test_a_tensor_that_cannot_stay_where_it_is_is_copied_once(why: str) -> None:
+    values, locker = torch.randn(300, 40), FakeLocker(GIB)
+    if why == "not alone":
+        values = torch.randn(9000, 40)[:300]
+    if why == "not lockable there":
+        own, register = values.data_ptr(), locker.register
+
+        def refuse(address: int, num_bytes: int) -> str | None:
+            return "of a file" if address == own else register(address, num_bytes)
+
+        locker.register = refuse  # type: ignore[method-assign]
+    blocks = blocks_of(locker, is_anywhere=why != "a node is nearer")
+    held = blocks.hold(values)
+    assert held.data_ptr() != values.data_ptr()
+    assert torch.equal(held.view(torch.float32).view(300, 40), values)
+    assert locker.locked == {held.data_ptr(): values.nbytes}
+    blocks.close()
+    assert locker.locked == {}
 
 
 def test_a_stash_that_grows_unlocks_the_memory_that_it_leaves() -> None:
