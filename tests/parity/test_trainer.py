@@ -1,6 +1,7 @@
 """SluiceTrainer against transformers' own Trainer, on the same rows."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from finetune.errors import ConfigError, DataError
 from finetune.integrations.trainer import SluiceTrainer, Streaming
 from offload.errors import OffloadError
 from tests.parity.steps import MODELS, NUM_LAYERS, tiny
+from tests.parity.tied_models import tied
 from tests.parity.trainers import (
     STREAMING,
     Differences,
@@ -130,6 +132,29 @@ def test_what_layers_keep_and_where_embeddings_are_changes_no_bit(tmp_path: Path
     plainest, other = (
         made(SluiceTrainer, tmp_path / str(number), streaming=streaming, max_steps=4, eval_steps=3)
         for number, streaming in enumerate((STREAMING, kept))
+    )
+    for one in (plainest, other):
+        one.train()
+        one.detach()
+    for name in ("loss", "grad_norm", "eval_loss"):
+        assert history(other, name) == history(plainest, name)
+    for name, value in adapter(plainest.model).items():
+        assert torch.equal(value, adapter(other.model)[name])
+
+
+@pytest.mark.thorough
+def test_where_one_weight_of_embedding_and_head_is_changes_no_bit(tmp_path: Path) -> None:
+    on_host = replace(STREAMING, embeddings="host", head="host")
+    plainest, other = (
+        made(
+            SluiceTrainer,
+            tmp_path / str(number),
+            model=tied("gemma3_text"),
+            streaming=streaming,
+            max_steps=4,
+            eval_steps=3,
+        )
+        for number, streaming in enumerate((STREAMING, on_host))
     )
     for one in (plainest, other):
         one.train()

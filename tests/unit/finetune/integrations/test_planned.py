@@ -144,6 +144,19 @@ def test_where_weights_do_not_fit_the_embedding_is_in_ram(tmp_path: Path) -> Non
     assert planned(tmp_path, wide(), machine=card).request.typical.embeddings == "host"
 
 
+def test_one_weight_of_embedding_and_head_is_in_ram_for_both(tmp_path: Path) -> None:
+    """Two slots are larger than the table, which is on the device while there is room for it."""
+    places = []
+    for mib in (4000, 1000):
+        model = wide()
+        base = model.get_base_model()
+        base.lm_head.weight = base.model.embed_tokens.weight
+        card = replace(CARD, vram_bytes=mib * MIB)
+        typical = planned(tmp_path, model, machine=card).request.typical
+        places.append((typical.embeddings, typical.head))
+    assert places == [("device", "device"), ("host", "host")]
+
+
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     full = replace(CARD, vram_bytes=GIB // 64)
     with pytest.raises(DoesNotFitError, match="GiB"):
