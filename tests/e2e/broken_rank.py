@@ -25,6 +25,7 @@ from finetune.env import launch
 from finetune.run import checkpoint
 from finetune.run.checkpoint import Stateful
 from finetune.training import optimizer, process_group, session
+from finetune.training.full import update
 from finetune.training.full.update import _InRows
 from finetune.training.loop import Loop, Request
 from finetune.training.sharded.engine import _Clock
@@ -35,6 +36,7 @@ from offload.engine.host_gradients import LateUpdates, LayerUpdate
 from offload.engine.passes.part import Part
 from offload.engine.results import PassState
 from offload.errors import TransferError
+from offload.plan.owners import owned_around
 from offload.plan.schedule.op import Kind, Op
 
 FAILING_STEP = 2  # counted from 0
@@ -269,6 +271,15 @@ def have_another_version() -> None:
     vars(surroundings)["version"] = other_version
 
 
+def reverse_owners() -> None:
+    """Deal weights around the layers out from the last rank on, on all ranks."""
+
+    def reversed_owners(rank: int, sizes: Sequence[int], *, num_ranks: int) -> frozenset[int]:
+        return owned_around(num_ranks - 1 - rank, sizes, num_ranks=num_ranks)
+
+    vars(update)["owned_around"] = reversed_owners
+
+
 def hang() -> None:
     """Sleep for longer than others wait."""
     time.sleep(600)
@@ -311,6 +322,7 @@ HANGS_BETWEEN: Mapping[str, Callable[[Callable[[], None]], None]] = {
     "hangs in the rehearsal": in_rehearsal,
     "hangs in a checkpoint": in_checkpoint,
 }
+REVERSED = "reversed owners"  # of all ranks
 MAIN = " (rank 0)"  # ends kinds of the main rank
 FULL_DISK = "full disk" + MAIN  # it writes the run's directory
 
@@ -326,7 +338,9 @@ def main(argv: Sequence[str]) -> None:
         **IN_STEP,
         FULL_DISK: partial(fill_disk, words),
     }
-    if launch().index == (0 if kind.endswith(MAIN) else 1):
+    if kind == REVERSED:
+        reverse_owners()
+    elif launch().index == (0 if kind.endswith(MAIN) else 1):
         if kind in in_steps:
             in_step(failing(in_steps[kind]))
         elif kind in IN_VISIT:

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from offload.plan.machine.machine import Machine
 from offload.plan.memory.memory import EMBEDDING_GRADIENTS, EMBEDDINGS
-from tests.e2e.broken_rank import FAILS_AT
+from tests.e2e.broken_rank import FAILS_AT, REVERSED
 from tests.e2e.full_runs import assert_same_runs, checkpoint, full_recipe, weights
 from tests.e2e.runs import losses, rows_of, run
 from tests.e2e.two_ranks import (
@@ -111,6 +111,22 @@ def test_move_two_ranks_train_it_to_the_bit_as_on_their_devices(
     )
     assert_same_runs(slow, host)
     assert_same_checkpoints(slow, host, 6)
+
+
+@pytest.mark.slow
+def test_move_either_rank_may_be_its_owner(tmp_path, write_recipe, machine_file, forked) -> None:
+    """The second rank updates it here, in memory that the first one has made and fills."""
+    recipe = full_recipe(write_recipe, optimizer="adamw")
+    words = ("finetune", recipe, "--machine", machine_file)
+    host, device = tmp_path / "host", tmp_path / "device"
+    start_two(forked, *words, "offload.embeddings=device", f"output.dir={device}")
+    other = (REVERSED, *words, ON_HOST, f"output.dir={host}")
+    start_two(forked, *other, module="tests.e2e.broken_rank")
+    assert_same_runs(host, device)
+    shutil.rmtree(host / "checkpoints" / "step-0000006")
+    start_two(forked, *other, "--resume", module="tests.e2e.broken_rank")
+    assert_same_runs(host, device)
+    assert_same_checkpoints(host, device, 6)
 
 
 @pytest.mark.slow
