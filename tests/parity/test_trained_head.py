@@ -298,7 +298,7 @@ def test_move_gradients_by_the_library_are_those_on_the_device(
 
 @pytest.mark.thorough
 def test_move_preference_losses_are_the_same_with_rows_that_are_only_scored() -> None:
-    found = []
+    found, gradients = [], []
     for place in ("device", "host"):
         model = made("wide")
         engine = attached(model, head=place)
@@ -308,11 +308,11 @@ def test_move_preference_losses_are_the_same_with_rows_that_are_only_scored() ->
         grads = {n: p.grad for n, p in engine.trained_parameters.items()}
         evaluated = engine.evaluate(pairs(1, 2), **one)
         found.append((trained.loss, trained.metrics, evaluated.loss))
-        found.append({n: g.clone() for n, g in grads.items() if g is not None})
+        gradients.append({n: g.clone() for n, g in grads.items() if g is not None})
         engine.detach()
-    assert found[0] == found[2]
-    assert_same(found[1], found[3])  # type: ignore[arg-type]
-    assert WEIGHT in found[1]
+    assert found[0] == found[1]
+    assert_same(*gradients)
+    assert WEIGHT in gradients[0]
 
 
 def test_a_micro_batch_without_labels_comes_first_and_changes_nothing() -> None:
