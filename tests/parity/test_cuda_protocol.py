@@ -396,7 +396,7 @@ def trained_head(device: FakeCudaDevice | None, num_staging: int = 0) -> list[to
         engine = attached(
             model, device, num_staging=num_staging, head="host", trained_weights="host"
         )
-    found = []
+    found: list[torch.Tensor] = []
     for _ in range(2):
         engine.forward_backward(micro_batches(), dropout_seed=0)
         trained = engine.trained_parameters
@@ -407,7 +407,7 @@ def trained_head(device: FakeCudaDevice | None, num_staging: int = 0) -> list[to
             assert weight.grad is not None
             weight.data.sub_(0.1 * weight.grad)
             weight.grad = None
-    found.append(trained["lm_head.weight"].detach().clone())
+    found.append(engine.trained_parameters["lm_head.weight"].detach().clone())
     engine.detach()
     return found
 
@@ -430,7 +430,7 @@ def test_without_the_wait_for_its_copy_the_gradient_of_a_head_is_wrong(
 ) -> None:
     """The copies to the host are late, so that only the wait of a load keeps the gradient."""
     device = open_device(seed=0, is_staged=True)
-    copies = device._streams[Lane.D2H]
+    copies: Any = device._streams[Lane.D2H]
     put = copies.put
 
     def put_late(work: Callable[[], Any]) -> None:

@@ -370,10 +370,10 @@ def test_a_head_costs_a_load_of_each_layer_that_it_covers_and_of_those_that_wait
 
 @given(
     small,
-    st.integers(1, 40),
-    st.integers(1, 400),
-    st.integers(1, 800),
-    st.sampled_from([7, 100]),
+    st.integers(1, 500),
+    st.integers(1, 900),
+    st.integers(1, 1500),
+    st.sampled_from([70, 1000]),
     st.booleans(),
 )
 def test_no_layer_is_in_memory_where_a_head_computes_or_its_gradient_is_added_up(

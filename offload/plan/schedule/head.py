@@ -83,15 +83,13 @@ def room_bytes(head_bytes: int, gradient_bytes: int) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeadPlace:
-    """The slots that a head computes in, one after another; none if the device has it elsewhere.
+    """The slots that a head computes in; none if the device has it elsewhere.
 
     Attributes:
-        slots: All of them.
-        weight: Those that its weight is copied to.
+        weight: Those that its weight is copied to, one after another.
         gradient: Those that its gradient is added up in; the first may be the weight's last.
     """
 
-    slots: range = range(0)
     weight: range = range(0)
     gradient: range = range(0)
 
@@ -113,11 +111,12 @@ class HeadPlace:
         slot_bytes, last = max(layer_bytes), len(slots) - 1
         end = min(last, (head_bytes - 1) // slot_bytes)
         first = min(last, gradient_start(head_bytes) // slot_bytes)
-        return cls(
-            slots=slots,
-            weight=slots[: end + 1],
-            gradient=slots[first:] if gradient_bytes else range(0),
-        )
+        gradient = slots[first:] if gradient_bytes else range(0)
+        return cls(weight=slots[: end + 1], gradient=gradient)
+
+    def covered(self, *, adds_up: bool) -> frozenset[int]:
+        """Return the slots whose layers are gone after it; `adds_up` if gradients are computed."""
+        return frozenset((*self.weight, *self.gradient) if adds_up else self.weight)
 
     @property
     def read(self) -> tuple[Resource, ...]:

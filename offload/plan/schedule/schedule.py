@@ -389,9 +389,9 @@ class _Program:
     def _head(self) -> tuple[Resource, ...]:
         """Write the copy of the head over its slots, unless it is there; return what reads it."""
         place = self.sizes.head_place(len(self.ring))
-        if place.slots and not self.has_head:
+        if place.weight and not self.has_head:
             self.has_head = True
-            for slot in place.slots if self.adds_up else place.weight:
+            for slot in place.covered(adds_up=self.adds_up):
                 self.ring[slot] = None
             self.lines += head_copies(place, self.sizes)
         return place.read

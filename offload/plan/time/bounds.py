@@ -2,7 +2,7 @@
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -162,7 +162,9 @@ class StepBound:
         head = _UnderHead.of(costs, num_slots)
         turn_s = max(up_s, sweeps.head_s(head.weight, up_s, loaded))
         end_s = sweeps.end_s(up_s, turn_s, num_slots, head)
-        return max(end_s + self.num_micro_batches * costs.front_backward_s, self.stored_s)
+        left_s = turn_s + self.tails_s + head.leaving_s if head.gradient else 0.0
+        end_s += self.num_micro_batches * costs.front_backward_s
+        return max(end_s, left_s, self.stored_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -377,7 +379,7 @@ class _Sweeps:
             read_s = self.read_s(loaded, is_ahead=True)
             first_s = num * self.back_s[0]
             now_s = max(now_s, free_s[-1] + read_s + decodes_s[0] + first_s)
-        return max(now_s, after_s + head.leaving_s)
+        return now_s
 
     def read_s(self, layers: Sequence[int], *, is_ahead: bool = False) -> float:
         """Return the least time to read these layers into staging buffers.
@@ -480,12 +482,12 @@ class _UnderHead:
         num_bytes = costs.head_gradient_bytes
         place = HeadPlace.of(sizes, num_slots, costs.head_bytes, num_bytes)
 
-        def held(slots: range) -> list[int]:
+        def held(slots: Iterable[int]) -> list[int]:
             return [held_at_turn(len(sizes), num_slots, slot) for slot in slots]
 
         latency_s = math.ceil(num_bytes / PIECE_BYTES) * costs.h2d_latency_s
         return cls(
-            layers=frozenset(held(place.slots)),
+            layers=frozenset(held(place.covered(adds_up=True))),
             weight=held(place.weight),
             gradient=frozenset(held(place.gradient)),
             leaving_s=latency_s + num_bytes / costs.d2h_bytes_per_s,
