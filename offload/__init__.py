@@ -69,7 +69,7 @@ def attach(  # noqa: PLR0913 - the door to all of it
 
     The frozen weights of its decoder layers move to one block of host memory (page-locked for a
     GPU) and are copied into `num_slots` slots on the device as they are needed. What trains, the
-    embeddings and the head stay on the device.
+    embeddings and the head stay on the device, unless the arguments say otherwise.
 
     Args:
         model: A Hugging Face causal language model on the host, or a peft model around one.

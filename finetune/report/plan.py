@@ -321,7 +321,7 @@ def network_line(plan: Plan, network: Network) -> str:
     rate, needed = network.bytes_per_s, plan.network_needed_bytes_per_s
     what = "layers and gradients" if plan.request.is_sharded else "gradients"
     return (
-        f"each rank sends {shown_mib(plan.schedule.network_bytes)} of {what} per step at"
+        f"each rank moves {shown_mib(plan.schedule.network_bytes)} of {what} per step at"
         f" {shown_gigabits(rate.value)} ({rate.source}): {plan.network_hidden_frac:.0%} of the time"
         f" overlaps with compute; at {shown_gigabits(needed)} or more it adds at most"
         f" {FREE_FRAC:.0%} to the step"

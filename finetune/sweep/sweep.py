@@ -277,9 +277,10 @@ def _settled(recipe: Recipe, update: Mapping[str, object]) -> Recipe:
         return recipe.model_copy(update={"offload": offload})
 
     made, own = updated(update), recipe.offload
-    if any(broken_embedding_rules(made)):
+    is_pair = made.offload.embeddings == made.offload.head == "host"  # which may be one weight
+    if is_out := any(broken_embedding_rules(made)):
         update = {**update, "embeddings": own.embeddings}
-    if any(broken_head_rules(made)):
+    if any(broken_head_rules(made)) or (is_out and is_pair):
         update = {**update, "head": own.head}
     return updated(update)
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -40,6 +40,7 @@ from finetune.training.run import Run
 from finetune.training.samples import pad_id
 from offload.plan.facts.facts import ModelFacts
 from offload.plan.facts.trainable import layer_parameters
+from offload.plan.facts.workload import WeightPlace
 from offload.plan.machine.machine import Machine, Network
 from offload.plan.plan import Plan
 from offload.plan.request import PlanRequest, Probe
@@ -411,6 +412,13 @@ def with_chosen(recipe: Recipe, plan: Plan) -> Recipe:
         head_chunk=chosen.head_chunk_tokens,
         mlp_chunk=chosen.mlp_chunk_tokens or "whole",
         states="disk" if chosen.are_states_on_disk else None,
-        embeddings="host" if chosen.embeddings == "host" else None,
-        head="host" if chosen.head == "host" else None,
+        embeddings=_chosen_place(recipe.offload.embeddings, chosen.embeddings),
+        head=_chosen_place(recipe.offload.head, chosen.head),
     )
+
+
+def _chosen_place(
+    own: Literal["auto", "device", "host"], chosen: WeightPlace
+) -> Literal["auto", "device", "host"]:
+    """Return where a weight is by a plan; `auto` is left where it takes the device, its default."""
+    return own if own == "auto" and chosen == "device" else chosen

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -516,7 +516,8 @@ def _shared_embedding(
     model: "PreTrainedModel", make_slab: Callable[[Sequence[Record]], Slab]
 ) -> Slab:
     """Move the input embedding's weight to memory that the ranks of a machine share."""
-    slab = make_slab([lay_out(list(model.get_input_embeddings().parameters()))])
+    embedding: Any = model.get_input_embeddings()
+    slab = make_slab([lay_out([embedding.weight])])
     slab.take(0)
     return slab
 

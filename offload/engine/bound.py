@@ -26,6 +26,7 @@ from offload.errors import OffloadError
 from offload.plan.facts.codec import CodecName
 from offload.plan.facts.workload import WeightPlace
 from offload.plan.machine.machine import Tier
+from offload.plan.memory.host import locked_update_bytes
 from offload.plan.memory.memory import ROWS, SENT, STASH
 from offload.plan.plan import Plan
 from offload.plan.schedule.residency import Residency
@@ -138,7 +139,8 @@ class EngineOptions:
             mlp_chunk_tokens=asked.typical.mlp_chunk_tokens,
             embeddings=asked.typical.embeddings,
             head=asked.typical.head,
-            locked_bytes=sum(one.num_bytes for one in plan.host_memory if one.name in _LOCKED),
+            locked_bytes=sum(one.num_bytes for one in plan.host_memory if one.name in _LOCKED)
+            + locked_update_bytes(asked.typical, asked.local_ranks),
             sums_in_fp32=asked.typical.adapter.whole is not None,
             joins_rows=any(
                 asked.typical.joins_rows(layer.attention, is_cuda=plan.machine.device == "cuda")

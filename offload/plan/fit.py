@@ -3,16 +3,14 @@
 The plan, the search among plans and the refusal all use this module.
 """
 
-import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 from offload.plan.facts.facts import ModelFacts
-from offload.plan.facts.optimizer import brought_bytes
 from offload.plan.machine.machine import Machine
-from offload.plan.memory.host import HostLoad, host_terms
+from offload.plan.memory.host import HostLoad, host_terms, locked_update_bytes
 from offload.plan.memory.memory import (
     HEAD,
     HEAD_GRADIENT,
@@ -35,6 +33,7 @@ from offload.plan.schedule.schedule import MIN_SLOTS
 DEVICE, RAM = "of device memory", "of RAM"
 LOCKED = "of page-locked memory"
 UPDATES = f"{LOCKED} for updates on the device"
+GRADIENTS = f"{LOCKED} for gradients of the model's weights"
 GRAPH_RESERVE_FRAC = 0.1  # error of the formula for what autograd saves, over all tests
 
 
@@ -212,10 +211,10 @@ class MemoryNeeds:
         reserve_bytes *= self.request.local_ranks
         locked_ranks = self.request.local_ranks if is_locked else 0
         inputs_bytes = locked_ranks * host.get(STASH, 0)
-        head_bytes = 0
-        if HEAD in host:  # it has no other way to the device, nor have inputs and rows
-            names = (STASH, ROWS, HEAD, HEAD_GRADIENT)
-            head_bytes = locked_ranks * sum(host.get(name, 0) for name in names)
+        names = (STASH, ROWS, HEAD, HEAD_GRADIENT)  # which have no other way, as have gradients
+        beside = locked_ranks * (sum(host.get(name, 0) for name in names) + self._gradient_bytes)
+        head_bytes = beside if HEAD in host else 0
+        gradient_bytes = beside if self._gradient_bytes else 0
         sent_bytes = 0
         if is_locked and residency.sends:
             sent_bytes = self._locked_bytes(host) + reserve_bytes
@@ -226,6 +225,7 @@ class MemoryNeeds:
             (sent, sent_bytes, machine.pinned_bytes, "may be page-locked"),
             (f"{LOCKED} for the head", head_bytes, machine.pinned_bytes, "may be page-locked"),
             (UPDATES, self._updates_bytes(host), machine.pinned_bytes, "may be page-locked"),
+            (GRADIENTS, gradient_bytes, machine.pinned_bytes, "may be page-locked"),
             (RAM, ram_bytes, machine.ram_bytes, "of RAM is there"),
         )
         return tuple(
@@ -239,17 +239,19 @@ class MemoryNeeds:
         load = self.request.largest
         if load.updates == "host" or load.adapter.whole is None or self.machine.device != "cuda":
             return 0
-        whole = load.adapter.whole
-        each = brought_bytes(load.dtype_bytes, load.optimizer, whole.low_bytes)
-        brought = math.ceil(each * sum(whole.layers))
         names = (SLAB, STASH, SENT, ROWS, HEAD, HEAD_GRADIENT)
-        return sum(host.get(name, 0) for name in names) + brought
+        return sum(host.get(name, 0) for name in names) + self._gradient_bytes
+
+    @property
+    def _gradient_bytes(self) -> int:
+        """Page-locked memory of a rank that gradients of layers' own weights come to."""
+        return locked_update_bytes(self.request.largest, self.request.local_ranks)
 
     def _locked_bytes(self, host: Mapping[str, int]) -> int:
         """Return the page-locked memory of all ranks: what is sent locks no slab out."""
         staging = host.get(STAGING, 0)
         names = (STASH, SENT, ROWS, HEAD, HEAD_GRADIENT)
-        each = sum(host.get(name, 0) for name in names) + staging
+        each = sum(host.get(name, 0) for name in names) + staging + self._gradient_bytes
         slabs = 0 if staging else self.request.num_slabs * host.get(SLAB, 0)
         return slabs + self.request.local_ranks * each
 

@@ -374,10 +374,19 @@ def test_a_head_costs_a_load_of_each_layer_that_it_covers_and_of_those_that_wait
     st.integers(1, 900),
     st.integers(1, 1500),
     st.sampled_from([70, 1000]),
-    st.booleans(),
+    *(st.booleans() for _ in range(3)),
+    st.sampled_from([0, 2]),
 )
 def test_no_layer_is_in_memory_where_a_head_computes_or_its_gradient_is_added_up(
-    size, layer_bytes, head_bytes, gradient_bytes, piece_bytes, has_objective
+    size,
+    layer_bytes,
+    head_bytes,
+    gradient_bytes,
+    piece_bytes,
+    has_objective,
+    is_warm,
+    is_stashed,
+    num_staging,
 ) -> None:
     """Places are counted in bytes here: the weight first, then the gradient at the next 256."""
     num_layers, num_slots, num_micro_batches = size
@@ -386,16 +395,16 @@ def test_no_layer_is_in_memory_where_a_head_computes_or_its_gradient_is_added_up
         gradient_bytes=(9,) * num_layers,
         decoded_bytes=(0,) * num_layers,
         piece_bytes=piece_bytes,
-        num_staging=0,
+        num_staging=num_staging,
         head_bytes=head_bytes,
         head_gradient_bytes=gradient_bytes,
     )
     made = step_schedule(
         sizes,
-        ring=cold_ring(num_slots),
+        ring=warm_ring(num_slots) if is_warm else cold_ring(num_slots),
         runs=[Passes(num_trained=num_micro_batches, has_objective=has_objective)],
         trains_front=False,
-        input_bytes=(),
+        input_bytes=(10,) * num_micro_batches * is_stashed,
     )
     ops, before = made.ops, ancestors(made)
     numbers = {kind: [i for i, op in enumerate(ops) if op.kind is kind] for kind in Kind}

@@ -59,7 +59,7 @@ class OtherRows(Protocol):
     """The processes that train an embedding together, each with gradients by rows of its own."""
 
     def num_bytes(self, num_rows: int) -> int:
-        """Return what one that updates it gets from the others, if all have as many rows; not 0."""
+        """Return the bytes that an owner receives if each process has so many rows; above 0."""
 
     def gather(
         self,

@@ -81,10 +81,9 @@ class HostHead:
         self.weight.data = self._on_host.view(values.dtype).view(values.shape)
         self.gradient: HeadGradient | None = None
         if self.weight.requires_grad:
-            name = next(n for n, p in model.named_parameters() if p is self.weight)
             dtype = torch.float32 if sums_in_fp32 else self.weight.dtype
             self.gradient = HeadGradient(
-                self.weight, name, dtype=dtype, allocate_host=blocks.allocate
+                self.weight, self._name, dtype=dtype, allocate_host=blocks.allocate
             )
 
     @property
@@ -172,11 +171,6 @@ def bytes_to_lock(
         may_train: As for `HostHead`.
         sums_in_fp32: As for `HostHead`.
 
-    Args:
-        model: The model.
-        head: Where its output head's weight is to be.
-        embeddings: Where its input embedding's weight is to be.
-
     Raises:
         UnsupportedModelError: As for `HostHead`.
     """
@@ -216,8 +210,6 @@ def _own_weight(
     require_alone(model, weight, own, embedding, settings, is_other_on_host=is_embedding_on_host)
     if weight.requires_grad and not may_train:
         raise _refused(f"`{name}` trains", 'it may if `trained_weights` is "host" too')
-    if weight.requires_grad and getattr(embedding, "weight", None) is weight:
-        raise _refused(f"`{name}` trains", "one weight of embedding and head is frozen there")
     if not weight.data.is_contiguous():
         raise _refused(f"`{name}` has a weight that is not contiguous", "its bytes are copied")
     return weight

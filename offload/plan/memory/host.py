@@ -20,6 +20,7 @@ from offload.plan.facts.optimizer import (
     HOST_STATES,
     LOW_HALVES,
     WEIGHTS,
+    brought_bytes,
     host_update_bytes,
     outer_optimizer,
     paged_bytes,
@@ -107,7 +108,7 @@ def host_terms(
     )
     rows = max(row_buffers_bytes(facts, run.workload) for run in runs)
     head, head_gradient = head_bytes(facts, workload), head_gradient_bytes(facts, workload)
-    locked = stash + rows + head + head_gradient
+    locked = stash + rows + head + head_gradient + locked_update_bytes(workload, num_ranks)
     is_short = num_slabs * slab + num_ranks * locked > machine.pinned_bytes
     staging = 0
     if is_cuda and (is_short or not num_slabs):  # loads pass through a page-locked ring
@@ -173,6 +174,21 @@ def _split_bytes(facts: ModelFacts, workload: Workload, num_ranks: int, *, is_cu
     gradients += num_ranks * _row_sum_bytes(facts, workload, num_ranks)
     gradients -= row_sum_bytes(facts, workload)
     return math.floor((num_ranks - 1) * shared + gradients)
+
+
+def locked_update_bytes(workload: Workload, num_ranks: int) -> int:
+    """Return the page-locked memory of the first rank for updates of layers, beside these.
+
+    Gradients come there from the device; an update on the device takes them back, with states.
+    """
+    whole = workload.adapter.whole
+    if whole is None:
+        return 0
+    b, optimizer, low_bytes = workload.dtype_bytes, workload.optimizer, whole.low_bytes
+    each = host_update_bytes(b, optimizer, low_bytes)[HOST_GRADIENTS]
+    if workload.updates == "device":
+        each = brought_bytes(b, optimizer, low_bytes)
+    return math.ceil(each * _num_owned(whole, num_ranks))
 
 
 def _num_owned(whole: WholeWeights, num_ranks: int) -> int:

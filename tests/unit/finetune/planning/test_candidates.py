@@ -366,10 +366,34 @@ def test_a_resumed_run_keeps_the_place_that_was_chosen(tmp_path: Path) -> None:
     assert as_begun(recipe(), run.begun(), num_ranks=2).offload.embeddings == "host"
     begun = full_8b(embeddings="host")
     assert as_begun(full_8b(), begun).offload.embeddings == "host"
-    assert as_begun(full_8b(), begun, num_ranks=2).offload.embeddings == "auto"
+    assert as_begun(full_8b(), begun, num_ranks=2).offload.embeddings == "host"
+    split = with_parallel(full_8b(), "fsdp2")
+    assert as_begun(split, begun, num_ranks=2).offload.embeddings == "auto"
     before = resolved_yaml(recipe()).replace("  embeddings: auto\n", "")
     run.recipe_file.write_text(before)  # of a run that knew no such setting
     assert as_begun(recipe(), run.begun()) == recipe()
+
+
+def test_a_head_that_one_process_trained_in_ram_is_on_the_devices_of_several() -> None:
+    begun = full_8b(embeddings="host", head="host")
+    assert as_begun(full_8b(), begun).offload.head == "host"
+    found = as_begun(full_8b(), begun, num_ranks=2)
+    assert (found.offload.embeddings, found.offload.head) == ("host", "auto")
+    saved = found.model.model_copy(update={"init": "pretrained"})
+    found = found.model_copy(update={"model": saved})
+    ways = full_requests(found, facts_of(saved), num_ranks=2)  # and none is refused
+    assert {one.typical.head for one in ways} == {"device"}
+    frozen = recipe(offload__head="host")
+    assert as_begun(recipe(), frozen, num_ranks=2).offload.head == "host"
+
+
+def test_a_place_that_others_of_a_wave_exclude_is_written_down() -> None:
+    asked = model_subject("qwen3-8b", ["offload.embeddings=host", "offload.head=host"])
+    on_device = model_subject("qwen3-8b", []).recipe
+    ways = full_requests(on_device, asked.facts, num_ranks=1)
+    made = choose(asked.facts, CARD, ways[:1]).plan
+    written = with_chosen(asked.recipe, made).offload
+    assert (written.embeddings, written.head) == ("device", "device")
 
 
 def test_what_a_plan_has_chosen_is_written_down() -> None:

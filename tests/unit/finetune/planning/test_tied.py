@@ -159,6 +159,9 @@ def test_a_resumed_run_keeps_it_unless_one_of_both_is_asked_to_be_elsewhere(
     run.recipe_file.write_text(resolved_yaml(begun))
     found = as_begun(recipe(**asked), run.begun())
     assert (found.offload.embeddings, found.offload.head) == expected
+    before = with_offload(recipe(), embeddings="device", head="device")
+    moved = as_begun(recipe(head="host"), before).offload
+    assert (moved.embeddings, moved.head) == ("auto", "host")
     facts = facts_of(found.model)
     assert facts.tie_word_embeddings
     assert full_requests(found, facts, num_ranks=1)  # and none of them is refused

@@ -68,7 +68,7 @@ def test_a_run_takes_the_places_of_those_that_have_begun_unless_it_trains_a_copy
     )
     settled = {begun.name: begun.recipe.offload}
     made = [run.recipe.offload for run in _with_begun([begun, plain, headed, embedded], settled)]
-    assert [one.head for one in made] == ["host", "host", "auto", "host"]
+    assert [one.head for one in made] == ["host", "host", "auto", "auto"]  # it may be one weight
     assert [one.embeddings for one in made] == ["host", "host", "host", "auto"]
     assert {one.head_chunk for one in made} == {512}
 

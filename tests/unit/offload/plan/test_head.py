@@ -308,11 +308,12 @@ def test_the_drafted_step_of_a_head_that_trains_is_the_one_that_is_planned(num_s
     assert drafted_s == pytest.approx(found.step_s, rel=1e-9)
 
 
-def test_its_gradient_is_page_locked_with_it() -> None:
+def test_its_gradient_is_page_locked_with_it_and_with_those_of_layers() -> None:
     asked = with_head(request(workload(adapter=ALL), num_slots=4), "host")
-    with pytest.raises(DoesNotFitError, match=r"3\.48 GiB of page-locked memory for the head"):
-        plan(FACTS, replace(LARGE, pinned_bytes=3 * TABLE - 1), asked)
-    assert plan(FACTS, replace(LARGE, pinned_bytes=3 * TABLE), asked)
+    locked = 3 * TABLE + 2 * sum(layer.num_parameters for layer in FACTS.layers)
+    with pytest.raises(DoesNotFitError, match=r"16\.42 GiB of page-locked memory for the head"):
+        plan(FACTS, replace(LARGE, pinned_bytes=locked - 1), asked)
+    assert plan(FACTS, replace(LARGE, pinned_bytes=locked), asked)
 
 
 def test_what_it_saves_and_costs_is_told_with_its_gradient() -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from offload.engine.bound import EngineOptions
 from offload.errors import DoesNotFitError
 from offload.plan.facts.facts import AdapterSpec
 from offload.plan.facts.optimizer import (
@@ -16,7 +17,7 @@ from offload.plan.facts.optimizer import (
 )
 from offload.plan.facts.trainable import EMBEDDING, HEAD, NORMS, all_weights, trained_parameters
 from offload.plan.machine.machine import GIB, named_machine
-from offload.plan.memory.memory import LAYER_GRADIENTS, SLAB
+from offload.plan.memory.memory import LAYER_GRADIENTS, SLAB, STAGING
 from offload.plan.plan import Plan, plan
 from offload.plan.request import with_updates_on
 from offload.plan.schedule.op import Kind, Lane
@@ -207,6 +208,23 @@ def test_updates_on_the_device_need_page_locked_memory() -> None:
         plan(found.facts, machine, with_updates_on(found.request, "device"))
     assert "of page-locked memory for updates on the device" in caught.value.what
     assert "`train.update: host`" in caught.value.hint
+
+
+def test_gradients_of_layers_are_page_locked_beside_the_layers() -> None:
+    """Both in bf16: where one of them alone can be locked, layers go through a ring."""
+    found = planned("qwen3-8b", ram_gib=192)
+    size = 2 * sum(layer.num_parameters for layer in found.facts.layers)
+
+    def staging(pinned_bytes: int) -> int:
+        made = plan(found.facts, replace(found.machine, pinned_bytes=pinned_bytes), found.request)
+        return {term.name: term.num_bytes for term in made.host_memory}.get(STAGING, 0)
+
+    slab = {term.name: term.num_bytes for term in found.host_memory}[SLAB]
+    assert EngineOptions.planned(found).locked_bytes == size
+    assert staging(slab + size) == 0
+    assert staging(slab + size - 1) > 0
+    with pytest.raises(DoesNotFitError, match="for gradients of the model's weights"):
+        staging(size - 1)
 
 
 def test_other_ways_are_priced() -> None:
