@@ -170,15 +170,17 @@ def test_a_run_goes_on_with_the_layer_kernels_that_it_began_with(tmp_path, recip
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("what", ["adapter", "all"])
-def test_a_run_goes_on_wherever_its_embedding_is(tmp_path, what, num_ranks) -> None:
+def test_a_run_goes_on_wherever_its_embedding_and_head_are(tmp_path, what, num_ranks) -> None:
     name = "quickstart" if what == "adapter" else "quickstart_full"
     asked = load_recipe(name, [], check_files=False)
     run = RunDir(tmp_path)
-    run.start(with_offload(asked, embeddings="host"), experts_implementation=None)
+    begun = with_offload(asked, embeddings="host", head="host")
+    run.start(begun, experts_implementation=None)
     again = as_begun(asked, run.begun(), num_ranks=num_ranks)
-    is_free = what == "all" and num_ranks == 2  # several processes may have to train it on devices
-    assert again.offload.embeddings == ("auto" if is_free else "host")
-    for one in (again, with_offload(asked, embeddings="device")):
+    assert again.offload.embeddings == "host"
+    is_moved = what == "all" and num_ranks == 2  # several processes train a head on their devices
+    assert again.offload.head == ("auto" if is_moved else "host")
+    for one in (again, with_offload(asked, embeddings="device", head="device")):
         run.require_same_recipe(one)
 
 
