@@ -5,12 +5,16 @@ import signal
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from offload.engine.passes.head_gradient import HeadGradient
 from offload.plan.memory.memory import EMBEDDINGS, HEAD, HEAD_GRADIENT, OUTER, SLOTS
-from tests.e2e.full_runs import assert_same_runs, computing_in, full_recipe, reported, weights
+from tests.e2e.full_runs import (
+    assert_same_runs,
+    assert_trained_alike,
+    computing_in,
+    full_recipe,
+    reported,
+)
 from tests.e2e.runs import assert_same_training, losses, rows_of, run, same_adapter
 from tests.tiers import mostly_slow
 
@@ -92,19 +96,7 @@ def test_all_weights_train_alike_and_are_what_plain_transformers_loads(
         words = ("--machine", machine, f"offload.head={place}", "report.samples=2")
         assert run("finetune", recipe, *words, f"output.dir={tmp_path / place}") == 0
     host, device = tmp_path / "host", tmp_path / "device"
-    assert_same_runs(host, device)
-    evaluated = [[row.get("eval_loss") for row in rows_of(one)] for one in (host, device)]
-    assert evaluated[0] == evaluated[1]
-    samples = [(one / "samples_after.json").read_text() for one in (host, device)]
-    assert samples[0] == samples[1]
-    loaded: Any = AutoModelForCausalLM.from_pretrained(host / "model", output_loading_info=True)
-    found, info = loaded
-    assert not info["missing_keys"]
-    assert not info["unexpected_keys"]
-    table = found.get_output_embeddings().weight
-    assert torch.equal(table, weights(host)["lm_head.weight"])
-    base: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=found.dtype)
-    assert not torch.equal(table, base.get_output_embeddings().weight)
+    table = assert_trained_alike(host, device, base=model_dir, name="lm_head.weight")
     terms, on_device, in_ram = reported(host)
     assert terms[HEAD] == in_ram[HEAD] == table.nbytes
     assert terms[HEAD_GRADIENT] == in_ram[HEAD_GRADIENT] == 4 * table.numel()

@@ -1,6 +1,6 @@
 """Loops of full training on the host, for tests of what they compute."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,6 +12,7 @@ import offload
 from finetune.data.steps import StepShare
 from finetune.full.matrices import matrices_of
 from finetune.recipe.sections import TrainSection
+from finetune.run.loss_scale import LossScale
 from finetune.training.full.update import FullUpdate
 from finetune.training.loop import Loop
 from finetune.training.ranks import Ranks
@@ -136,3 +137,17 @@ def values_of(loop: Loop) -> dict[str, torch.Tensor]:
 def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
     assert a.keys() == b.keys()
     assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def assert_skips_alike(loops: Sequence[Loop], rows: Callable[[int], list[Batch]]) -> None:
+    """Train two float16 models whose loss has so large a factor that a step overflows."""
+    found = []
+    for loop in loops:
+        loop.scaling = LossScale(factor=2.0**24)
+        records = [loop.step(number, share_of(rows(number))) for number in range(12)]
+        num_skipped = [record.is_skipped for record in records].count(True)
+        assert 0 < num_skipped < 12
+        found.append((num_skipped, [record.loss for record in records], values_of(loop)))
+    (num, losses, ours), (other_num, other_losses, theirs) = found
+    assert (num, losses) == (other_num, other_losses)
+    assert_same(ours, theirs)

@@ -26,6 +26,7 @@ from tests.parity.full_training import (
     LR,
     MAX_NORM,
     assert_same,
+    assert_skips_alike,
     engine_of,
     loop_of,
     run,
@@ -212,18 +213,9 @@ def test_move_states_on_disk_change_no_bit(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_move_float16_is_scaled_checked_and_skipped_as_on_the_device() -> None:
-    """The first factor is so large that a step overflows."""
-    found = []
-    for place in ("host", "device"):
-        loop = loop_of(made("qwen3").half(), head=place)
-        loop.scaling = LossScale(factor=2.0**24)
-        records = [loop.step(number, share_of(step_of(number))) for number in range(12)]
-        num_skipped = [record.is_skipped for record in records].count(True)
-        assert 0 < num_skipped < 12
-        found.append((num_skipped, [r.loss for r in records], values_of(loop)))
-    (num, losses, ours), (other_num, other_losses, theirs) = found
-    assert (num, losses) == (other_num, other_losses)
-    assert_same(ours, theirs)
+    assert_skips_alike(
+        [loop_of(made("qwen3").half(), head=place) for place in ("host", "device")], step_of
+    )
 
 
 def test_an_overflow_of_the_head_alone_skips_the_step() -> None:
