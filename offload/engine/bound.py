@@ -26,8 +26,8 @@ from offload.errors import OffloadError
 from offload.plan.facts.codec import CodecName
 from offload.plan.facts.workload import WeightPlace
 from offload.plan.machine.machine import Tier
-from offload.plan.memory.host import locked_update_bytes
-from offload.plan.memory.memory import ROWS, SENT, STASH
+from offload.plan.memory.host import LOCKED_TERMS, locked_update_bytes
+from offload.plan.memory.memory import HEAD, HEAD_GRADIENT, SENT, STASH
 from offload.plan.plan import Plan
 from offload.plan.schedule.residency import Residency
 from offload.plan.schedule.schedule import MIN_SLOTS, TransferSizes
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 LayerKernels = Literal["plain", "fused"]
-_LOCKED = (STASH, ROWS, SENT)
+_LOCKED = frozenset(LOCKED_TERMS) - {HEAD, HEAD_GRADIENT}  # these depend on the model's own head
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,12 +10,10 @@ from functools import cache, cached_property
 
 from offload.plan.facts.facts import ModelFacts
 from offload.plan.machine.machine import Machine
-from offload.plan.memory.host import HostLoad, host_terms, locked_update_bytes
+from offload.plan.memory.host import LOCKED_TERMS, HostLoad, host_terms, locked_update_bytes
 from offload.plan.memory.memory import (
     HEAD,
-    HEAD_GRADIENT,
     OTHER_RANKS,
-    ROWS,
     SENT,
     SLAB,
     STAGING,
@@ -211,10 +209,9 @@ class MemoryNeeds:
         reserve_bytes *= self.request.local_ranks
         locked_ranks = self.request.local_ranks if is_locked else 0
         inputs_bytes = locked_ranks * host.get(STASH, 0)
-        names = (STASH, ROWS, HEAD, HEAD_GRADIENT)  # which have no other way, as have gradients
-        beside = locked_ranks * (sum(host.get(name, 0) for name in names) + self._gradient_bytes)
-        head_bytes = beside if HEAD in host else 0
-        gradient_bytes = beside if self._gradient_bytes else 0
+        fixed, fixed_bytes = f"{LOCKED} for the head" if HEAD in host else GRADIENTS, 0
+        if HEAD in host or self._gradient_bytes:  # unlike layers, these have no ring to go through
+            fixed_bytes = locked_ranks * (self._rank_locked_bytes(host) - host.get(SENT, 0))
         sent_bytes = 0
         if is_locked and residency.sends:
             sent_bytes = self._locked_bytes(host) + reserve_bytes
@@ -223,9 +220,8 @@ class MemoryNeeds:
         asked = (
             (inputs, inputs_bytes, machine.pinned_bytes, "may be page-locked"),
             (sent, sent_bytes, machine.pinned_bytes, "may be page-locked"),
-            (f"{LOCKED} for the head", head_bytes, machine.pinned_bytes, "may be page-locked"),
+            (fixed, fixed_bytes, machine.pinned_bytes, "may be page-locked"),
             (UPDATES, self._updates_bytes(host), machine.pinned_bytes, "may be page-locked"),
-            (GRADIENTS, gradient_bytes, machine.pinned_bytes, "may be page-locked"),
             (RAM, ram_bytes, machine.ram_bytes, "of RAM is there"),
         )
         return tuple(
@@ -239,19 +235,21 @@ class MemoryNeeds:
         load = self.request.largest
         if load.updates == "host" or load.adapter.whole is None or self.machine.device != "cuda":
             return 0
-        names = (SLAB, STASH, SENT, ROWS, HEAD, HEAD_GRADIENT)
-        return sum(host.get(name, 0) for name in names) + self._gradient_bytes
+        return host.get(SLAB, 0) + self._rank_locked_bytes(host)
 
     @property
     def _gradient_bytes(self) -> int:
-        """Page-locked memory of a rank that gradients of layers' own weights come to."""
+        """Page-locked memory of a rank for gradients of layers' own weights."""
         return locked_update_bytes(self.request.largest, self.request.local_ranks)
+
+    def _rank_locked_bytes(self, host: Mapping[str, int]) -> int:
+        """Return the page-locked memory of a rank without layers."""
+        return sum(host.get(name, 0) for name in LOCKED_TERMS) + self._gradient_bytes
 
     def _locked_bytes(self, host: Mapping[str, int]) -> int:
         """Return the page-locked memory of all ranks: what is sent locks no slab out."""
         staging = host.get(STAGING, 0)
-        names = (STASH, SENT, ROWS, HEAD, HEAD_GRADIENT)
-        each = sum(host.get(name, 0) for name in names) + staging + self._gradient_bytes
+        each = self._rank_locked_bytes(host) + staging
         slabs = 0 if staging else self.request.num_slabs * host.get(SLAB, 0)
         return slabs + self.request.local_ranks * each
 

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import pytest
@@ -477,3 +477,73 @@ def test_hooks_that_no_gradient_would_reach_are_refused() -> None:
         engine.forward_backward(step_of(0))
     handle.remove()
     engine.detach()
+
+
+@pytest.mark.parametrize("stash", ["device", "host"])
+def test_reorder_packed_rows_train_a_model_in_ram_as_plain_pytorch_trains_rows_alone(
+    stash: Literal["device", "host"],
+) -> None:
+    """All is in RAM that may be: layers, embedding, head. The reference has one row at a time."""
+    config = Qwen3Config(
+        vocab_size=67,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(11)
+    plain = Qwen3ForCausalLM(config).train()
+    streamed = copy.deepcopy(plain)
+    steps = [[[torch.randint(67, (n,)) for n in lens] for lens in ((5, 3, 7), (9, 2))] * 2] * 4
+    reference = torch.optim.AdamW(plain.parameters(), lr=1e-2, eps=1e-4, foreach=False)
+    expected = []
+    for step in steps:
+        rows = [row for rows in step for row in rows]
+        num = sum(len(row) - 1 for row in rows)
+        total = 0.0
+        for row in rows:
+            logits = plain(row[None]).logits[0, :-1].float()
+            loss = torch.nn.functional.cross_entropy(logits, row[1:], reduction="sum") / num
+            loss.backward()
+            total += loss.item()
+        expected.append(total)
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        reference.step()
+        reference.zero_grad()
+    engine = offload.attach(
+        streamed,
+        num_slots=2,
+        device="cpu",
+        stash=stash,
+        trained_weights="host",
+        embeddings="host",
+        head="host",
+        head_chunk_tokens=4,
+    )
+    optimizer = torch.optim.AdamW(
+        engine.trained_parameters.values(), lr=1e-2, eps=1e-4, foreach=False
+    )
+    losses = []
+    for step in steps:
+        packed = [
+            {
+                "input_ids": torch.cat(rows)[None],
+                "labels": torch.cat(rows)[None],
+                "row_lens": torch.tensor([len(row) for row in rows]),
+            }
+            for rows in step
+        ]
+        losses.append(engine.forward_backward(packed).loss)
+        torch.nn.utils.clip_grad_norm_(engine.trained_parameters.values(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    engine.detach()
+    assert losses == pytest.approx(expected, rel=1e-5)
+    assert losses[-1] < 0.9 * losses[0]
+    for (name, ours), (_, theirs) in zip(
+        streamed.named_parameters(), plain.named_parameters(), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=2e-5, msg=name)

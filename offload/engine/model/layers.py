@@ -402,7 +402,7 @@ class LayeredModel:
     def _recorded(
         self, batches: Iterable[Batch], forms: Forms, *, root: nn.Module | None = None, **more: Any
     ) -> Iterator[list[Note]]:
-        """Yield the notes of each batch; all batches use the same stand-ins."""
+        """Yield what was recorded of each batch; its layers are replaced once for all batches."""
         notes: list[Note] = []
         with self._standing_in(forms, notes):
             for batch in batches:

@@ -38,6 +38,7 @@ from offload.plan.memory.memory import (
     OTHER_RANKS,
     PAGED_STATES,
     ROWS,
+    SENT,
     SLAB,
     STAGING,
     STASH,
@@ -55,6 +56,10 @@ LOADING_LAYERS = 2
 WORKER_BYTES = 256 * MIB
 CUDA_PROCESS_BYTES = 2048 * MIB  # 15 runs on an H200, torch 2.11, CUDA 13: 1.8 to 2.2 GiB resident
 ADAFACTOR_COPIES = 3  # in fp32, of a tensor: itself, its gradient, its step
+
+
+LOCKED_TERMS = (STASH, SENT, ROWS, HEAD, HEAD_GRADIENT)
+"""Terms of host memory that are page-locked in addition to the layers, if a GPU computes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,9 +182,10 @@ def _split_bytes(facts: ModelFacts, workload: Workload, num_ranks: int, *, is_cu
 
 
 def locked_update_bytes(workload: Workload, num_ranks: int) -> int:
-    """Return the page-locked memory of the first rank for updates of layers, beside these.
+    """Return the page-locked memory that updates of layers need in addition to the layers.
 
-    Gradients come there from the device; an update on the device takes them back, with states.
+    It is the first rank's. Gradients arrive there from the device; an update on the device reads
+    them from there, with the optimizer's states.
     """
     whole = workload.adapter.whole
     if whole is None:
