@@ -16,10 +16,10 @@ from torch import nn
 from transformers import TrainingArguments
 
 from finetune.errors import ConfigError
-from finetune.model.facts import built_facts
+from finetune.model.facts import facts_from
 from finetune.planning.candidates import HEAD_CHUNKS, choose, with_forms
 from offload.plan.facts.codec import CodecName
-from offload.plan.facts.facts import AdapterSpec, ModelFacts, is_known, model_facts
+from offload.plan.facts.facts import AdapterSpec, ModelFacts
 from offload.plan.facts.optimizer import Optimizer
 from offload.plan.facts.workload import Workload
 from offload.plan.machine.machine import Machine
@@ -64,7 +64,7 @@ def plan_steps(
     """
     base: Any = model.get_base_model()
     config = base.config.to_dict()
-    facts = model_facts(config) if is_known(config) else built_facts(config)
+    facts = facts_from(config)
     dtype = _dtype(base)
     if machine is None:
         device = "cuda" if args.device.type == "cuda" else "cpu"

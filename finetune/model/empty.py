@@ -11,12 +11,27 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
-from finetune.errors import reading_config
+from finetune.errors import ModelError, reading_config
 from finetune.model.classifier_head import with_classifier_head
 from finetune.model.config import read_config
 from finetune.recipe.sections import ModelSection
+
+_OTHER_KINDS = (
+    (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, "a model of images and text"),
+    (MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, "an encoder with a decoder"),
+    (MODEL_FOR_MASKED_LM_MAPPING, "a masked language model"),
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,7 +113,29 @@ def _config_from(fields: Mapping[str, Any], *, source: str) -> PreTrainedConfig:
         return AutoConfig.for_model(str(fields.get("model_type")), **others)
 
 
+def _require_causal(config: PreTrainedConfig, *, source: str) -> None:
+    """Refuse a config that transformers builds no causal language model of, and say what it is.
+
+    Raises:
+        ModelError: Its class is of another kind.
+    """
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return
+    kind = next((what for kinds, what in _OTHER_KINDS if type(config) in kinds), None)
+    text = config.get_text_config(decoder=True)
+    hint = "a causal language model, such as `Qwen/Qwen3-8B`"
+    if text is not config and type(text) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        hint = f"its text model alone (`model_type: {text.model_type}`), if it is published"
+    raise ModelError(
+        f"{source} is {kind or 'no language model'}: {type(config).__name__}",
+        limit="a causal language model is trained, as transformers lists them"
+        " (AutoModelForCausalLM)",
+        hint=hint,
+    )
+
+
 def _empty(config: PreTrainedConfig, *, source: str, dtype: torch.dtype) -> Empty:
+    _require_causal(config, source=source)
     with reading_config(source), torch.device("meta"):
         quantization = _take_quantization(config)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Facts of a model of a type unknown to the planner, read off the model, built without weights.
+"""Facts of a model that is built without weights, also of types that the planner does not know.
 
 The model is built on torch's meta device, where tensors have shapes and no memory. Parameters are
 counted exactly, class by class. The cost of attention is exact for softmax attention; any other
@@ -20,24 +20,36 @@ from offload.engine.model.layers import LayeredModel
 from offload.engine.model.placement import modules_on_device
 from offload.engine.tracing.unread import trace_unread
 from offload.errors import UnsupportedModelError
-from offload.plan.facts.facts import ModelFacts, model_facts, refuse_by_name, text_config
+from offload.plan.facts.facts import (
+    ModelFacts,
+    is_known,
+    model_facts,
+    refuse_by_name,
+    text_config,
+)
 from offload.plan.facts.families import RESIDENT_HINT
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def built_facts(config: Mapping[str, Any]) -> ModelFacts:
-    """Return the facts of a model that is built from its config, without memory for its weights.
+def facts_from(config: Mapping[str, Any]) -> ModelFacts:
+    """Return the facts of the model of a config, if `finetune` can build and stream it.
+
+    It is built without weights, also if the planner knows its family, so that a plan is refused for
+    what would end the run.
 
     Raises:
-        UnsupportedModelError: transformers has no causal language model of this type, it cannot be
-            trained layer by layer, or what it computes cannot be determined.
+        ModelError: transformers builds no causal language model from the config.
+        UnsupportedModelError: It cannot be trained layer by layer, or what it computes cannot be
+            determined.
     """
-    refuse_by_name(text_config(config))
     if config.get("model_type") not in CONFIG_MAPPING:
         return model_facts(config)  # which refuses it, and names the nearest
-    return facts_of(empty_from(config))
+    refuse_by_name(text_config(config))
+    model = empty_from(config)
+    LayeredModel(model)
+    return model_facts(config) if is_known(config) else facts_of(model)
 
 
 def facts_of(model: "PreTrainedModel") -> ModelFacts:

@@ -1,6 +1,7 @@
 """From a recipe to what the planner takes: facts, machine and request. No torch, no weights."""
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -13,15 +14,16 @@ from finetune.recipe.objective_section import ObjectiveSection
 from finetune.recipe.offload_section import OffloadSection
 from finetune.recipe.recipe import Recipe
 from finetune.recipe.sections import AdapterSection, ModelSection
+from finetune.recipe.shipped import is_shipped
 from offload.errors import MachineError
 from offload.plan.facts.embedding import why_on_device
 from offload.plan.facts.facts import (
     AdapterSpec,
     ModelFacts,
     adapted_linears,
-    is_known,
     linear_names,
     model_facts,
+    text_config,
     with_classifier_head,
 )
 from offload.plan.facts.head import why_head_on_device
@@ -54,18 +56,29 @@ ASSUMED_TOP = 20
 
 
 def facts_of(model: ModelSection) -> ModelFacts:
-    """Return the model's facts from its config; of an unknown type, by building it without weights.
+    """Return the model's facts from its config, if it is a model that can be trained.
 
-    The latter loads torch and transformers, as a reward head does.
+    Any model but a shipped shape is built without weights, as `finetune` builds it, so that what
+    that refuses is refused here. This loads torch and transformers, as a reward head does.
+
+    Raises:
+        ModelError: transformers builds no causal language model from the config, or its weights are
+            quantised by a method that is not read.
+        UnsupportedModelError: It cannot be trained layer by layer.
     """
     config = read_config(model)
-    if model.head == "tokens" and is_known(config):
+    if model.head == "tokens" and is_shipped(config):
         return model_facts(config)
     from finetune.model.classifier_head import require_classifier
+    from finetune.model.dequantize import format_of
     from finetune.model.empty import config_of
-    from finetune.model.facts import built_facts
+    from finetune.model.facts import facts_from
 
-    facts = model_facts(config) if is_known(config) else built_facts(config)
+    facts = facts_from(config)
+    for part in (config, text_config(config)):
+        quantization = part.get("quantization_config")
+        if model.init == "pretrained" and isinstance(quantization, Mapping):
+            format_of(quantization, str(model.path))  # which refuses those that are not read
     if model.head == "tokens":
         return facts
     of_tokens = model.head == "token_classes"

@@ -7,6 +7,7 @@ be made for a model that was never downloaded. A shape may also be a config.json
 import difflib
 import json
 import re
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any
@@ -53,6 +54,11 @@ def shape_of_id(hub_id: str) -> str | None:
     if name in shipped_shapes():
         return name
     return next((shape for shape, known in published_ids().items() if known == hub_id), None)
+
+
+def is_shipped(config: Mapping[str, Any]) -> bool:
+    """Return whether a config has all the fields of a shipped shape."""
+    return any(load_shape(name).items() <= config.items() for name in shipped_shapes())
 
 
 def named_shape(name: str) -> str:
