@@ -162,7 +162,7 @@ def planned(
             limit="other ways are priced for one GPU, and for several alongside",
             hint="leave out `--gpus`, or `--what-if`",
         )
-    subject = subject_of(model, overrides)
+    subject = subject_of(model, overrides, note=note)
     dtype = subject.recipe.model.dtype
     named = several_machines(machine)
     if named:

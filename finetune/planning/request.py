@@ -1,7 +1,7 @@
 """From a recipe to what the planner takes: facts, machine and request. No torch, no weights."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -55,11 +55,14 @@ ASSUMED_TOP = 20
 """A teacher's tokens at each token before rows are known: the most that vLLM gives by default."""
 
 
-def facts_of(model: ModelSection) -> ModelFacts:
+def facts_of(
+    model: ModelSection, *, note: Callable[[str], object] = lambda _text: None
+) -> ModelFacts:
     """Return the model's facts from its config, if it is a model that can be trained.
 
     Any model but a shipped shape is built without weights, as `finetune` builds it, so that what
-    that refuses is refused here. This loads torch and transformers, as a reward head does.
+    that refuses is refused here. This loads torch and transformers, as a reward head does, and is
+    reported to `note` first.
 
     Raises:
         ModelError: transformers builds no causal language model from the config, or its weights are
@@ -69,6 +72,7 @@ def facts_of(model: ModelSection) -> ModelFacts:
     config = read_config(model)
     if model.head == "tokens" and is_shipped(config):
         return model_facts(config)
+    note("Building the model without its weights ...")
     from finetune.model.classifier_head import require_classifier
     from finetune.model.dequantize import format_of
     from finetune.model.empty import config_of

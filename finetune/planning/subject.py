@@ -7,7 +7,7 @@ Its step is cut to whole sequences, and both the requested and the planned size 
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,18 +44,21 @@ class Subject:
     notes: tuple[str, ...] = ()
 
 
-def subject_of(name: str, overrides: Sequence[str]) -> Subject:
+def subject_of(
+    name: str, overrides: Sequence[str], *, note: Callable[[str], object] = lambda _text: None
+) -> Subject:
     """Return what a name means: a recipe, or a model.
 
     Args:
         name: A recipe, a shipped shape, a config.json, a model directory or a hub id.
         overrides: Settings over the recipe's, or over those of a model.
+        note: Reports what takes time.
 
     Raises:
         ConfigError: It is none of these, or a setting is wrong.
     """
     if is_model(name):
-        return model_subject(name, overrides)
+        return model_subject(name, overrides, note=note)
     known = [*shipped_shapes(), *shipped_recipes()]
     near = difflib.get_close_matches(name.lower(), known, n=3)
     is_file = expanded(name).exists() or expanded(name).suffix in (".yaml", ".yml")
@@ -67,7 +70,7 @@ def subject_of(name: str, overrides: Sequence[str]) -> Subject:
             hint=f"`{near[0]}`" if len(near) == 1 else f"one of {', '.join(near)}",
         )
     recipe = load_recipe(name, overrides, check_files=False)
-    return Subject(name=name, recipe=recipe, facts=facts_of(recipe.model))
+    return Subject(name=name, recipe=recipe, facts=facts_of(recipe.model, note=note))
 
 
 def is_model(name: str) -> bool:
@@ -80,7 +83,9 @@ def is_model(name: str) -> bool:
     return HUB_ID.fullmatch(name) is not None or cached_file(name, "config.json") is not None
 
 
-def model_subject(name: str, overrides: Sequence[str]) -> Subject:
+def model_subject(
+    name: str, overrides: Sequence[str], *, note: Callable[[str], object] = lambda _text: None
+) -> Subject:
     """Return a model with the defaults of a recipe, in sequences that it was made for.
 
     Raises:
@@ -88,7 +93,7 @@ def model_subject(name: str, overrides: Sequence[str]) -> Subject:
     """
     path, source_notes = _source(name)
     recipe, notes = _recipe(path, overrides, name=name)
-    facts = facts_of(recipe.model)
+    facts = facts_of(recipe.model, note=note)
     is_asked = any(text.startswith("train.seq_len=") for text in overrides)
     if not is_asked and facts.max_position_embeddings < recipe.train.seq_len:
         shorter = f"train.seq_len={facts.max_position_embeddings}"

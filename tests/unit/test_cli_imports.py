@@ -82,7 +82,8 @@ def test_what_libraries_say_to_developers_is_not_shown(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True
     )
-    assert done.stderr.splitlines() == ["[transformers] an error"]
+    shown = ["Building the model without its weights ...", "[transformers] an error"]
+    assert done.stderr.splitlines() == shown
 
 
 # What the model is built with: seconds of imports, for which rows and plan need not wait.
@@ -104,7 +105,8 @@ def test_a_run_plans_before_it_imports_what_its_model_is_built_with() -> None:
     ("words", "first_line"),
     [
         (["finetune", "quickstart"], "Recipe quickstart, run directory runs/quickstart\n"),
-        (["plan", "quickstart"], "Measuring this machine ...\n"),
+        (["plan", "quickstart"], "Building the model without its weights ...\n"),
+        (["plan", "qwen3-8b"], "Measuring this machine ...\n"),
         (["probe"], "Measuring this machine ...\n"),
     ],
 )
