@@ -4,6 +4,8 @@ The reference is the model's own loss and plain autograd on the whole model.
 """
 
 import math
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -149,6 +151,41 @@ def test_an_embedding_that_counts_is_refused() -> None:
 
     model.get_base_model().model.embed_tokens.register_forward_hook(count)
     assert_refused(model, "passes its layers other values when it is run again")
+
+
+# A step of a model with the vocabulary of Qwen3; its head's gradient is a sum over all of it.
+REAL_VOCABULARY = """
+import sys, torch, offload
+from transformers import Qwen3Config, Qwen3ForCausalLM
+torch.manual_seed(0)
+torch.set_num_threads(1)
+config = Qwen3Config(
+    vocab_size=151_936, hidden_size=64, intermediate_size=64, num_hidden_layers=2,
+    num_attention_heads=1, num_key_value_heads=1, head_dim=64,
+)
+model = Qwen3ForCausalLM(config).to(getattr(torch, sys.argv[1])).requires_grad_(False)
+model.model.norm.requires_grad_(True)
+ids = torch.randint(0, 151_936, (1, 16))
+own = float(model(input_ids=ids, labels=ids, use_cache=False).loss)
+engine = offload.attach(model, num_slots=2, device="cpu")
+assert abs(engine.forward_backward([{"input_ids": ids, "labels": ids}]).loss - own) < 1e-2
+"""
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_real_vocabulary_is_exact_on_a_processor_that_adds_one_after_the_other(
+    dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of MKL's kernels, those for any processor have the largest rounding errors."""
+    monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
+    run = subprocess.run(
+        [sys.executable, "-c", REAL_VOCABULARY, dtype],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
 
 
 # ----------------------------------------------------------------------------------- own losses

@@ -82,7 +82,7 @@ def require_outputs_of_last_token(model: LayeredModel, hidden_BTD: torch.Tensor)
     poisoned_BTD[:, :-1] = torch.nan
     own_BC = _of_last_token(model, poisoned_BTD, input_ids=ids_BT)
     last_BC, again_BC = (_of_last_token(model, hidden_BTD[:, -1:]) for _ in range(2))
-    if not are_close(last_BC, own_BC):
+    if not are_close(last_BC, own_BC, num_terms=hidden_BTD.shape[-1]):
         model.refuse("does not compute its outputs from a row's last token", limit=_CLASSIFIER)
     if not are_equal(last_BC, again_BC):
         model.refuse("gives other outputs for the same hidden state", limit=_CLASSIFIER)

@@ -455,14 +455,16 @@ class Inspection:
             for chunk_n in chunks:
                 leaf_1nD = leaf_BTD.detach().flatten(0, 1)[chunk_n].unsqueeze(0).requires_grad_()
                 logits_nV = self._model.tail_logits(leaf_1nD)[0]
-                if not are_close(own_NV[chunk_n], logits_nV):
+                num_features = hidden_BTD.shape[-1]
+                if not are_close(own_NV[chunk_n], logits_nV, num_terms=num_features):
                     self._refuse_tail()
                 gradient_nD = _gradient(logits_nV, leaf_1nD, cotangent_NV[chunk_n])
                 if own_ND is None or gradient_nD is None:
                     self._model.refuse(
                         "has logits without a gradient by the last layer's output", limit=_BY_TOKEN
                     )
-                if not are_close(own_ND.flatten(0, 1)[chunk_n], gradient_nD[0], steps=64):
+                own_nD, num_logits = own_ND.flatten(0, 1)[chunk_n], logits_nV.shape[-1]
+                if not are_close(own_nD, gradient_nD[0], steps=64, num_terms=num_logits):
                     self._refuse_tail()
 
     def _require_cross_entropy(
