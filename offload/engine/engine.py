@@ -32,6 +32,7 @@ from offload.engine.model.guard import Guard
 from offload.engine.model.head import vocabulary_of
 from offload.engine.model.hooks import all_hooks, is_same_code
 from offload.engine.model.layers import LayeredModel, unchanged
+from offload.engine.model.own_loss import loss_function_of
 from offload.engine.model.router import STEP, RouterScope
 from offload.engine.model.seal import Seal, require_unattached
 from offload.engine.modes import (
@@ -533,6 +534,7 @@ class Engine(Attached):
         It is inspected once per mode and set of inputs, and again after its code changed.
         """
         code = all_hooks(self._layered.whole, self._layered.around)
+        code.append(loss_function_of(self._layered.model))
         if not is_same_code(code, self._inspected_code):
             self._inspected.clear()
             self._inspected_code = code

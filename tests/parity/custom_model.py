@@ -88,9 +88,8 @@ class CustomModel(PreTrainedModel, GenerationMixin):
         """Change the logits."""
         return logits
 
-    def extra(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor | float:
-        """Add to the loss."""
-        return 0.0
+    def extra(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor | float | None:
+        """Return what is added to the loss; None for nothing."""
 
     def forward(
         self,
@@ -106,5 +105,6 @@ class CustomModel(PreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits, labels, vocab_size=VOCABULARY)
-            loss = loss + self.extra(logits, labels)
+            extra = self.extra(logits, labels)
+            loss = loss if extra is None else loss + extra
         return CausalLMOutputWithPast(loss=loss, logits=logits)

@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from peft import AdaLoraConfig, LoraConfig, get_peft_model
 from torch import nn
 from transformers import BartConfig, BartForConditionalGeneration, BertConfig, BertForMaskedLM
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 from tests.parity.custom_model import (
     VOCABULARY,
@@ -257,7 +259,7 @@ class Searches(CustomModel):
     ("kind", "what"),
     [
         (WithZLoss, r"gives a loss of [\d.]+ where the mean of cross-entropies is [\d.]+"),
-        (AboveThreshold, r"gives a loss of [\d.]+ where"),
+        (AboveThreshold, "changes the loss that its `loss_function` returns"),
         (Smoothed, r"gives a loss of [\d.]+ where"),
         (OfTokens, "reads a tensor that the part before the layers made"),
         (OfWeights, "reads the modules or parameters of a layer from outside"),
@@ -273,6 +275,118 @@ def test_a_loss_that_leaves_out_padding_by_its_token_is_refused() -> None:
     model = built(WithoutPadding)
     model.config.pad_token_id = 2
     assert_refused(model, r"gives a loss of [\d.]+ where")
+
+
+def next_tokens(logits: torch.Tensor, labels: torch.Tensor, **options: Any) -> torch.Tensor:
+    rows, targets = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    return nn.functional.cross_entropy(rows, targets, **options)
+
+
+class Weighted:
+    """Weighs one class."""
+
+    def __call__(self, logits: torch.Tensor, labels: torch.Tensor, **_more: Any) -> torch.Tensor:
+        weight = torch.ones(logits.shape[-1])
+        weight[61] = 5.0
+        return next_tokens(logits, labels, weight=weight)
+
+
+class Annealed:
+    """Smooths labels from the twentieth call on."""
+
+    calls = 0
+
+    def __call__(self, logits: torch.Tensor, labels: torch.Tensor, **_more: Any) -> torch.Tensor:
+        self.calls += 1
+        return next_tokens(logits, labels, label_smoothing=0.1 if self.calls > 20 else 0.0)
+
+
+def without_a_token(logits: torch.Tensor, labels: torch.Tensor, **_more: Any) -> torch.Tensor:
+    return next_tokens(logits, torch.where(labels == 61, -100, labels))
+
+
+def copied(logits: torch.Tensor, labels: torch.Tensor, **_more: Any) -> torch.Tensor:
+    return next_tokens(logits, labels)
+
+
+def test_a_loss_function_of_ones_own_is_refused_whatever_it_gives_on_a_few_tokens() -> None:
+    own: dict[str, Any] = {
+        "Weighted": Weighted(),
+        "Annealed": Annealed(),
+        "without_a_token": without_a_token,
+        "copied": copied,
+        "partial": partial(ForCausalLMLoss, ignore_index=-100),
+    }
+    for name, function in own.items():
+        model = built(CustomModel)
+        model.get_base_model().loss_function = function
+        assert_refused(model, f"has a loss function of its own, `{name}`")
+
+
+class InCode(CustomModel):
+    """Computes the loss without `loss_function`."""
+
+    def forward(self, input_ids: torch.Tensor, labels: Any = None, **more: Any) -> Any:
+        output: Any = super().forward(input_ids, **more)
+        if labels is not None:
+            output.loss = next_tokens(output.logits, labels)
+        return output
+
+
+class PassesNumber(CustomModel):
+    def forward(self, input_ids: torch.Tensor, labels: Any = None, **more: Any) -> Any:
+        output: Any = super().forward(input_ids, **more)
+        if labels is not None:
+            output.loss = self.loss_function(
+                output.logits,
+                labels,
+                vocab_size=VOCABULARY,
+                num_items_in_batch=(labels[:, 1:] != -100).sum(),
+            )
+        return output
+
+
+class OtherLabels(CustomModel):
+    def forward(self, input_ids: torch.Tensor, labels: Any = None, **more: Any) -> Any:
+        output: Any = super().forward(input_ids, **more)
+        if labels is not None:
+            kept = torch.where(labels == VOCABULARY, -100, labels)
+            output.loss = self.loss_function(output.logits, kept, vocab_size=VOCABULARY)
+        return output
+
+
+class CapsForLoss(CustomModel):
+    def forward(self, input_ids: torch.Tensor, labels: Any = None, **more: Any) -> Any:
+        output: Any = super().forward(input_ids, **more)
+        if labels is not None:
+            capped = output.logits.clamp(-1e3, 1e3)
+            output.loss = self.loss_function(capped, labels, vocab_size=VOCABULARY)
+        return output
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [
+        (InCode, "computes its loss by other code than its `loss_function`"),
+        (PassesNumber, "passes `num_items_in_batch` to its `loss_function`"),
+        (OtherLabels, "passes other labels to its `loss_function` than it is given"),
+        (CapsForLoss, "passes other logits to its `loss_function` than it returns"),
+    ],
+)
+def test_a_loss_that_is_transformers_own_in_part_only_is_refused(
+    kind: type[CustomModel], what: str
+) -> None:
+    assert_refused(built(kind), what)
+
+
+def test_a_loss_function_is_the_models_own_again_after_an_inspection() -> None:
+    model = built(CustomModel)
+    assert_equal(model)
+    assert "_loss_function" not in vars(model.get_base_model())
+    model = built(CustomModel)
+    model.get_base_model().loss_function = ForCausalLMLoss
+    assert_equal(model)
+    assert vars(model.get_base_model())["_loss_function"] is ForCausalLMLoss
 
 
 def test_a_hook_around_an_adapted_model_that_changes_its_loss_is_refused() -> None:

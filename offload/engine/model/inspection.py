@@ -20,8 +20,8 @@ pass over the layers that is streamed like any other. No gradient is touched.
 3. One token of that hidden state is made NaN, which propagates along every path, even one
    multiplied by zero: only that token's logits may become NaN.
 4. Logits, and their gradient by the hidden state, are compared with those that a step computes from
-   the same hidden states in chunks. The model's own loss, and its gradient by the logits, are
-   compared with the cross-entropy of the next tokens, at two scales of the logits.
+   the same hidden states in chunks. The model's own loss must be that of transformers' function for
+   causal language models, as `own_loss` says.
 
 Source of 3: the rules of IEEE 754, by which 0 * NaN is NaN.
 """
@@ -37,7 +37,7 @@ import torch
 from torch import nn
 
 from offload.engine.batch import IGNORED, Batch
-from offload.engine.closeness import are_close, are_equal, is_near
+from offload.engine.closeness import are_close, are_equal
 from offload.engine.model.find_layers import homes_of
 from offload.engine.model.head import is_classifier, require_outputs_of_last_token
 from offload.engine.model.hooks import JudgedHooks
@@ -52,6 +52,7 @@ from offload.engine.model.layers import (
     unchanged,
     uncompiled,
 )
+from offload.engine.model.own_loss import heard_loss
 from offload.engine.model.readers import TiledMlps, candidates, unread_products
 from offload.engine.model.recorded_args import Call
 from offload.engine.model.recorders import (
@@ -73,7 +74,7 @@ T = TypeVar("T")
 
 _LOGITS_DIM = 3
 ROWS, TOKENS = 2, 5  # of the inspection's batch
-_SCALES = (1.0, 20.0)  # of the logits: some terms of a loss begin above a threshold
+_LOSS_SLACK = 1e-5
 _FEW = 1024  # of a weight's elements, which are rarely all zero if it is not
 _SEED = 0
 _ALONE = "a layer's output may follow only from its arguments and its own weights"
@@ -207,8 +208,7 @@ class Inspection:
             self._require_tokens_apart(hidden_BTD, logits_BTV)
             self._require_same_in_chunks(hidden_BTD, logits_BTV)
             if self._has_labels:
-                for scale in _SCALES:
-                    self._require_cross_entropy(hidden_BTD, logits_BTV, scale)
+                self._require_cross_entropy(hidden_BTD, logits_BTV)
         return True
 
     # -------------------------------------------------------------------------------------- layers
@@ -354,14 +354,8 @@ class Inspection:
 
     # -------------------------------------------------------------------------------------- around
 
-    def _own(
-        self, hidden_BTD: torch.Tensor, *, labels_BT: torch.Tensor | None = None, scale: float = 1.0
-    ) -> Any:
-        """Run the model's own forward, with all its wrappers, on a hidden state.
-
-        Returns:
-            Its output. With labels the logits are computed in fp32 and multiplied by `scale`.
-        """
+    def _own(self, hidden_BTD: torch.Tensor, *, labels_BT: torch.Tensor | None = None) -> Any:
+        """Return the output of the model's own forward, with its wrappers, on a hidden state."""
         model, notes = self._model, list[Note]()
         inputs = self._inputs()
         last = len(model.layers) - 1
@@ -384,12 +378,7 @@ class Inspection:
         labels = {} if labels_BT is None else {"labels": labels_BT}
         try:
             expected = model.record(inputs, model.forms)
-            with (
-                model.replaced(stand_ins),
-                unchanged(model.around),
-                _scaled(model.model, 1.0 if labels_BT is None else scale, labels_BT is not None),
-                watch,
-            ):
+            with model.replaced(stand_ins), unchanged(model.around), watch:
                 output = model.whole(**model.given({**inputs, **labels, "use_cache": False}))
             watch.end()
             require_in_order(notes, len(model.layers))
@@ -467,32 +456,24 @@ class Inspection:
                 if not are_close(own_nD, gradient_nD[0], steps=64, num_terms=num_logits):
                     self._refuse_tail()
 
-    def _require_cross_entropy(
-        self, hidden_BTD: torch.Tensor, logits_BTV: torch.Tensor, scale: float
-    ) -> None:
-        """Check the model's own loss, and its gradient by the logits."""
+    def _require_cross_entropy(self, hidden_BTD: torch.Tensor, logits_BTV: torch.Tensor) -> None:
+        """Check that the model's own loss is transformers' for causal language models."""
         labels_BT = self._labels(logits_BTV)
-        with torch.enable_grad():
-            leaf_BTD = hidden_BTD.detach().requires_grad_()
-            output = self._own(leaf_BTD, labels_BT=labels_BT, scale=scale)
-            loss, own_BTV = output.loss, output.logits
-            if not isinstance(loss, torch.Tensor) or not isinstance(own_BTV, torch.Tensor):
-                self._model.refuse("returns no loss with its logits", limit=_NEXT_TOKENS)
-            if scale == 1 and not are_close(own_BTV.to(logits_BTV.dtype), logits_BTV):
-                self._model.refuse("has other logits where it is given labels", limit=_NEXT_TOKENS)
-            num_labels = (labels_BT[:, 1:] != IGNORED).sum()
-            right = cross_entropy_sum(own_BTV[:, :-1], labels_BT[:, 1:]) / num_labels
-            slack = max(1e-5, 4 * torch.finfo(own_BTV.dtype).eps)
-            if not torch.isclose(loss.float(), right, rtol=slack):
-                num_all = (labels_BT != IGNORED).sum()
-                unshifted = cross_entropy_sum(own_BTV, labels_BT) / num_all
-                self._refuse_loss(loss, right, unshifted, slack)
-            of = own_BTV if _depends(loss, own_BTV) else leaf_BTD
-            found, expected = (_gradient(x, of, None) for x in (loss, right))
-        if found is None or expected is None or not is_near(found, expected, slack):
-            self._model.refuse(
-                "has a loss whose gradient is not that of the cross-entropy", limit=_NEXT_TOKENS
-            )
+        with heard_loss(self._model.model) as heard:
+            output = self._own(hidden_BTD, labels_BT=labels_BT)
+        loss, own_BTV = output.loss, output.logits
+        if not isinstance(loss, torch.Tensor) or not isinstance(own_BTV, torch.Tensor):
+            self._model.refuse("returns no loss with its logits", limit=_NEXT_TOKENS)
+        if not are_close(own_BTV.to(logits_BTV.dtype), logits_BTV):
+            self._model.refuse("has other logits where it is given labels", limit=_NEXT_TOKENS)
+        num_labels = (labels_BT[:, 1:] != IGNORED).sum()
+        right = cross_entropy_sum(own_BTV[:, :-1], labels_BT[:, 1:]) / num_labels
+        if not torch.isclose(loss.float(), right, rtol=_LOSS_SLACK):
+            num_all = (labels_BT != IGNORED).sum()
+            self._refuse_loss(loss, right, cross_entropy_sum(own_BTV, labels_BT) / num_all)
+        problem = heard.problem(loss, own_BTV, labels_BT)
+        if problem:
+            self._model.refuse(problem, limit=_NEXT_TOKENS)
 
     def _labels(self, logits_BTV: torch.Tensor) -> torch.Tensor:
         """Return labels that have a finite logit at the token before, special ones included."""
@@ -520,9 +501,9 @@ class Inspection:
         )
 
     def _refuse_loss(
-        self, loss: torch.Tensor, right: torch.Tensor, unshifted: torch.Tensor, slack: float
+        self, loss: torch.Tensor, right: torch.Tensor, unshifted: torch.Tensor
     ) -> NoReturn:
-        if torch.isclose(loss.float(), unshifted, rtol=slack):
+        if torch.isclose(loss.float(), unshifted, rtol=_LOSS_SLACK):
             self._model.refuse(
                 "has a loss that compares each token's logits with the label in its own place",
                 limit=_NEXT_TOKENS,
@@ -563,24 +544,6 @@ def _stirred(modules: Sequence[nn.Module]) -> Iterator[None]:
             parameter.zero_()
 
 
-@contextmanager
-def _scaled(model: nn.Module, scale: float, is_wanted: bool) -> Iterator[None]:  # noqa: FBT001
-    """Let the head return scaled fp32, so that everything after it is computed in fp32."""
-    head: Any = model.get_output_embeddings() if is_wanted else None  # type: ignore[operator]
-    if head is None:
-        yield
-        return
-    hook = head.register_forward_hook(
-        lambda _module, _inputs, logits: (
-            (logits if logits.dtype.itemsize > 4 else logits.float()) * scale
-        )
-    )
-    try:
-        yield
-    finally:
-        hook.remove()
-
-
 def _gradient(
     value: torch.Tensor, by: torch.Tensor, cotangent: torch.Tensor | None
 ) -> torch.Tensor | None:
@@ -588,10 +551,6 @@ def _gradient(
         return None
     (found,) = torch.autograd.grad(value, [by], cotangent, retain_graph=True, allow_unused=True)
     return found
-
-
-def _depends(value: torch.Tensor, by: torch.Tensor) -> bool:
-    return by.requires_grad and _gradient(value, by, None) is not None
 
 
 def _numpy_state() -> tuple[bytes, int]:
