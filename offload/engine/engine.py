@@ -56,6 +56,7 @@ from offload.engine.run_step import RunStep
 from offload.engine.seeding import NEWEST, Seeding
 from offload.engine.steps import Steps
 from offload.engine.streams import Device, open_device
+from offload.engine.trials import TrialSize
 from offload.errors import OffloadError
 from offload.plan.schedule.schedule import Order, Ring, Schedule, cold_ring
 
@@ -120,7 +121,7 @@ class Engine(Attached):
         self._checkpointing = placement.switch_off_checkpointing(model)
         self._state = _State.ATTACHED
         self._switched = cache(partial(SwitchedModel, self._layered))
-        self._inspected: set[tuple[str | None, bool, bool, frozenset[str]]] = set()
+        self._inspected: dict[tuple[str | None, bool, bool, frozenset[str]], TrialSize] = {}
         self._inspected_code: list[Any] = []
         try:
             self._bound = bind(model, self._layered, self._host, device=device, options=options)
@@ -339,8 +340,7 @@ class Engine(Attached):
         batches = checked_batches(micro_batches, self._vocabulary)
         labelled = [with_labels(batch, self._device.torch_device) for batch in batches]
         passes = ScoredPasses(self._layered, batches, labelled, adapters)
-        for inputs in {frozenset(batch.inputs): batch.inputs for batch in labelled}.values():
-            self._inspect(inputs, has_labels=True)
+        self._inspect([batch.inputs for batch in labelled], has_labels=True)
         self._bring_up_to_date()
         executor = self._bound.executor
         with self._pass(passes.num) as schedule:
@@ -379,10 +379,8 @@ class Engine(Attached):
             self._layered, runs, *where, switched=self._switched, is_trained=is_trained
         )
         for part in parts:
-            kinds = {frozenset(batch.inputs): batch.inputs for batch in part.labelled}
             with nullcontext() if part.adapter is None else self.using(part.adapter):
-                for inputs in kinds.values():
-                    self._inspect(inputs, has_labels=True)
+                self._inspect([batch.inputs for batch in part.labelled], has_labels=True)
                 self._measure(part.batches)
         return parts
 
@@ -496,7 +494,7 @@ class Engine(Attached):
     def _ready_pass(self, inputs: Batch, num: int, *, has_labels: bool) -> Iterator[Schedule]:
         """Check the model, and yield the schedule of a pass without gradients, to be run."""
         self._require_usable()
-        self._inspect(inputs, has_labels=has_labels)
+        self._inspect([inputs], has_labels=has_labels)
         self._bring_up_to_date()
         with self._pass(num) as schedule:
             yield schedule
@@ -528,30 +526,44 @@ class Engine(Attached):
             self._num_writes = self._host.num_writes
             self._ring = cold_ring(len(self._ring))
 
-    def _inspect(self, inputs: Batch, *, has_labels: bool) -> None:
+    def _inspect(self, batches: Sequence[Batch], *, has_labels: bool) -> None:
         """Inspect the model before the first pass, in a pass over the layers.
 
-        It is inspected once per mode and set of inputs, and again after its code changed.
+        It is inspected once per mode and set of inputs, and again after its code changed; what it
+        does with many tokens is tried again before micro-batches that are larger than any before.
         """
         code = all_hooks(self._layered.whole, self._layered.around)
         code.append(loss_function_of(self._layered.model))
         if not is_same_code(code, self._inspected_code):
             self._inspected.clear()
             self._inspected_code = code
-        mode, names = self._layered.model.training, frozenset(inputs)
-        adapter = self._bound.executor.adapter
-        if self._inspected & {(adapter, mode, has, names) for has in (True, has_labels)}:
+        for names in dict.fromkeys(map(frozenset, batches)):
+            alike = [batch for batch in batches if frozenset(batch) == names]
+            size = TrialSize.of(alike, max_row_tokens=self._layered.max_positions)
+            self._inspect_alike(alike[0], size, has_labels=has_labels)
+
+    def _inspect_alike(self, inputs: Batch, size: TrialSize, *, has_labels: bool) -> None:
+        adapter, mode = self._bound.executor.adapter, self._layered.model.training
+        names = frozenset(inputs)
+        keys = [(adapter, mode, has, names) for has in (True, has_labels)]
+        tried = [self._inspected[key] for key in keys if key in self._inspected]
+        if any(one.covers(size) for one in tried):
             return
+        for key, one in self._inspected.items():
+            if key[-1] == names:  # whether a layer keeps packed rows apart is kept once for all
+                size = size.join(one)
         self._bring_up_to_date()
         with self._pass() as schedule, unchanged(self._layered.around):
-            is_whole = self._bound.executor.inspect(schedule, inputs, has_labels=has_labels)
+            is_whole = self._bound.executor.inspect(
+                schedule, inputs, has_labels=has_labels, size=size, is_known=bool(tried)
+            )
         require_tiles(
             self._layered.name,
             self._options.mlp_chunk_tokens,
             self._bound.executor.found().mlps.values(),
         )
         if is_whole:
-            self._inspected.add((adapter, mode, has_labels, names))
+            self._inspected[keys[-1]] = size
 
     @property
     def _steps(self) -> Steps:

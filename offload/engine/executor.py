@@ -34,7 +34,7 @@ from offload.engine.model.visit import (
     visit_with_graph,
     visit_without_graph,
 )
-from offload.engine.packing.check import PackedTrial
+from offload.engine.packing.check import LongTrial, PackedTrial
 from offload.engine.passes.host_head import READERS
 from offload.engine.passes.part import Part
 from offload.engine.passes.reference import SwitchedModel
@@ -53,6 +53,7 @@ from offload.engine.recompute.tiled import TiledMlp
 from offload.engine.recompute.unread import Unread
 from offload.engine.results import Computing, PassState, Places, RunState
 from offload.engine.streams import Device, Event
+from offload.engine.trials import TrialSize
 from offload.errors import UnsupportedModelError
 from offload.plan.schedule.op import Kind, Op
 from offload.plan.schedule.passes import Passes
@@ -261,13 +262,23 @@ class Executor:
         name = self.adapter if adapter is None else adapter
         return self._found.setdefault((self._model.model.training, name), Found())
 
-    def inspect(self, schedule: Schedule, inputs: Batch, *, has_labels: bool) -> bool:
+    def inspect(
+        self,
+        schedule: Schedule,
+        inputs: Batch,
+        *,
+        has_labels: bool,
+        size: TrialSize,
+        is_known: bool,
+    ) -> bool:
         """Pass over the layers once to see whether they can be computed one by one.
 
         Args:
             schedule: From `forward_schedule`, for one micro-batch.
             inputs: A micro-batch.
             has_labels: Whether a loss will be computed.
+            size: Of the micro-batches.
+            is_known: Whether the layers were inspected, and only smaller micro-batches tried.
 
         Returns:
             Whether all of the model could be inspected.
@@ -277,7 +288,7 @@ class Executor:
         """
         inspections: list[Inspection] = []
         are_inspected: list[bool] = []
-        packed: list[PackedTrial] = []
+        packed: list[PackedTrial | LongTrial] = []
         known = self.found()
 
         def front(_op: Op) -> None:
@@ -287,18 +298,22 @@ class Executor:
                     inputs,
                     has_labels=has_labels,
                     mlp_chunk_tokens=self._computing.mlp_chunk_tokens,
+                    head_chunk_tokens=self._computing.head_chunk_tokens,
                 )
             )
-            if ROW_LENS in inputs:
+            if ROW_LENS in inputs and not is_known:
                 packed.append(PackedTrial(self._model, inputs["input_ids"]))
+            if ROW_LENS in inputs:
+                packed.append(LongTrial(self._model, inputs["input_ids"], size))
 
         def inspect_layer(op: Op) -> None:
             inspection, layer = inspections[0], op.layer_index
-            if has_labels and self._computing.records_attention:
-                known.attention[layer] = inspection.attention(layer)
-            unread, known.mlps[layer] = inspection.visit(layer)
-            if has_labels:
-                known.unread[layer] = unread if self._computing.leaves_out else ()
+            if not is_known:
+                if has_labels and self._computing.records_attention:
+                    known.attention[layer] = inspection.attention(layer)
+                unread, known.mlps[layer] = inspection.visit(layer)
+                if has_labels:
+                    known.unread[layer] = unread if self._computing.leaves_out else ()
             for trial in packed:
                 keep = (
                     self._model.together.add
@@ -310,7 +325,7 @@ class Executor:
         visits: Table = {
             Kind.FRONT: front,
             Kind.FORWARD: inspect_layer,
-            Kind.TAIL: lambda _op: are_inspected.append(inspections[0].around()),
+            Kind.TAIL: lambda _op: are_inspected.append(inspections[0].around(size)),
         }
         with torch.inference_mode(mode=False), torch.no_grad():  # as for `evaluate`
             self._issue(schedule, PassState(), visits)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
 import offload
 from finetune.adapter.linear_lora import compute_in_base_dtype
@@ -213,6 +214,163 @@ def test_a_leak_below_rounding_is_seen_and_its_layer_takes_row_after_row() -> No
     engine.forward(packed(*rows_of(9, 4)))
     assert engine.rows_together == {0, 1, 3}
     engine.detach()
+
+
+class ReadsBack(nn.Module):
+    """An MLP that also reads the token some places before, as a dilated convolution does."""
+
+    def __init__(self, mlp: nn.Module, distance: int) -> None:
+        super().__init__()
+        self.mlp, self.distance = mlp, distance
+
+    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        far = self.distance
+        if x_BTD.shape[1] <= far:
+            return self.mlp(x_BTD)
+        return self.mlp(x_BTD + 0.5 * nn.functional.pad(x_BTD[:, :-far], (0, 0, far, 0)))
+
+
+class InBlocks(nn.Module):
+    """An MLP that adds to each full block of tokens its own first token."""
+
+    def __init__(self, mlp: nn.Module, size: int) -> None:
+        super().__init__()
+        self.mlp, self.size = mlp, size
+
+    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        num = x_BTD.shape[1] // self.size * self.size
+        blocks_BTD = x_BTD[:, :num].unflatten(1, (-1, self.size))
+        y_BTD = torch.cat(((blocks_BTD + blocks_BTD[:, :, :1]).flatten(1, 2), x_BTD[:, num:]), 1)
+        return self.mlp(y_BTD)
+
+
+class Numbered(nn.Module):
+    """An MLP that counts positions itself, from the 40th token on."""
+
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
+        self.mlp = mlp
+
+    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        late_T1 = (torch.arange(x_BTD.shape[1]) >= 40).to(x_BTD)[:, None]
+        return self.mlp(x_BTD) * (1 + 0.1 * late_T1)
+
+
+FAR: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "20 back": partial(ReadsBack, distance=20),
+    "61 back": partial(ReadsBack, distance=61),
+    "blocks of 16": partial(InBlocks, size=16),
+    "blocks of 31": partial(InBlocks, size=31),
+    "its own positions": Numbered,
+}
+
+
+def reached(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the gradients of all that has one."""
+    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def errors(model: nn.Module, *steps: tuple[int, ...]) -> tuple[list[float], list[frozenset[int]]]:
+    """Return the errors of the gradients of packed rows, and the layers that compute all rows.
+
+    The reference is each row alone, by transformers and autograd.
+    """
+    alone, found, together = copy.deepcopy(model), [], []
+    engine = offload.attach(model, num_slots=2, device="cpu")
+    for lens in steps:
+        alone.zero_grad()
+        model.zero_grad()
+        rows = rows_of(*lens)
+        for row in rows:
+            log_BTV = alone(input_ids=row, use_cache=False).logits.float()[:, :-1].log_softmax(-1)
+            (-log_BTV.gather(-1, row[:, 1:, None]).sum() / (sum(lens) - len(lens))).backward()
+        engine.forward_backward([packed(*rows)], dropout_seed=0)
+        found.append(rel_error(reached(model), reached(alone)))
+        together.append(engine.rows_together)
+    engine.detach()
+    return found, together
+
+
+@pytest.mark.parametrize("change", FAR.values(), ids=FAR)
+@pytest.mark.parametrize(
+    "steps", [((32, 16, 32),), ((5, 4), (30, 18, 26))], ids=["at once", "later"]
+)
+def test_a_layer_that_mixes_tokens_far_apart_takes_row_after_row(
+    change: Callable[[nn.Module], nn.Module], steps: tuple[tuple[int, ...], ...]
+) -> None:
+    model = tiny("qwen3")
+    layers = model.get_base_model().model.layers  # type: ignore[union-attr]
+    layers[2].mlp = change(layers[2].mlp)  # type: ignore[union-attr, index]
+    found, together = errors(model, *steps)
+    assert max(found) <= PACKED
+    assert together[-1] == {0, 1, 3}
+
+
+def test_a_layer_that_mixes_tokens_far_apart_is_seen_in_bfloat16() -> None:
+    model = tiny("qwen3").bfloat16().eval()
+    layers = model.get_base_model().model.layers  # type: ignore[union-attr]
+    layers[2].mlp = ReadsBack(layers[2].mlp, 20)  # type: ignore[union-attr, index]
+    engine = offload.attach(model, num_slots=2, device="cpu")
+    engine.forward(packed(*rows_of(30, 18, 26)))
+    assert engine.rows_together == {0, 1, 3}
+    engine.detach()
+
+
+KINDS = {
+    "sliding": "sliding_attention",
+    "blocks of 4": "compressed_sparse_attention",
+    "blocks of 128": "heavily_compressed_attention",
+}
+
+
+def deepseek_v4() -> nn.Module:
+    """Return a DeepSeek-V4 with a layer of each kind of attention, and LoRA on all linears."""
+    torch.manual_seed(0)
+    model = DeepseekV4ForCausalLM(
+        DeepseekV4Config(
+            vocab_size=64,
+            hidden_size=32,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            max_position_embeddings=2048,
+            pad_token_id=None,
+            head_dim=16,
+            q_lora_rank=16,
+            moe_intermediate_size=16,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            layer_types=list(KINDS.values()),
+            mlp_layer_types=["moe"] * len(KINDS),
+            sliding_window=16,
+            o_groups=2,
+            o_lora_rank=8,
+            index_n_heads=2,
+            index_head_dim=16,
+            index_topk=4,
+            hc_mult=2,
+        )
+    )
+    return with_adapters(model, LayeredModel(model).layers)
+
+
+@pytest.mark.parametrize(
+    "steps",
+    mostly_slow(
+        {
+            "128": [(128, 128)],
+            "300": [(300, 150, 70)],
+            "1,000": [(1000, 300)],
+            "longer each time": [(20, 9), (60, 50), (256, 128, 128), (1000, 300)],
+        },
+        "300",
+    ),
+)
+def test_deepseek_v4_packs_rows_that_are_longer_than_its_blocks(
+    steps: list[tuple[int, ...]],
+) -> None:
+    found, together = errors(deepseek_v4(), *steps)
+    assert max(found) <= PACKED
+    assert together[-1] == {0}
 
 
 class HalfBlind(nn.Module):

@@ -17,6 +17,7 @@ from torch import nn
 from transformers import BartConfig, BartForConditionalGeneration, BertConfig, BertForMaskedLM
 from transformers.loss.loss_utils import ForCausalLMLoss
 
+import offload
 from tests.parity.custom_model import (
     VOCABULARY,
     WIDTH,
@@ -120,6 +121,90 @@ def test_what_does_not_work_token_by_token_is_refused(kind: type[CustomModel], w
             if "skip" in name or "gate" in name:
                 parameter.zero_()
     assert_refused(model, what)
+
+
+class ReadsBack(CustomModel):
+    """Adds what a token some places before has, where there is one."""
+
+    distance = 1
+
+    def after(self, hidden: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+        far = self.distance
+        if hidden.shape[1] <= far:
+            return hidden
+        return hidden + 0.5 * nn.functional.pad(hidden[:, :-far], (0, 0, far, 0))
+
+
+class ReadsAhead(CustomModel):
+    def after(self, hidden: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+        return (
+            hidden + 1e-9 * nn.functional.pad(hidden[:, 30:], (0, 0, 0, 30))[:, : hidden.shape[1]]
+        )
+
+
+class InBlocks(CustomModel):
+    """Adds the mean of each full block of 16 tokens to its last token, after the head."""
+
+    def cap(self, logits: torch.Tensor) -> torch.Tensor:
+        blocks = logits[:, : logits.shape[1] // 16 * 16].unflatten(1, (-1, 16))
+        logits = logits.clone()
+        logits[:, 15::16][:, : blocks.shape[1]] += blocks.mean(2)
+        return logits
+
+
+class OfOtherRows(CustomModel):
+    """Adds what the row before has at the same place, where there are more than two rows."""
+
+    def after(self, hidden: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+        return hidden + hidden.roll(1, dims=0) if len(hidden) > 2 else hidden
+
+
+class ScaledIfLong(CustomModel):
+    def cap(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits * (1 + (logits.shape[1] > 32))
+
+
+class Back12(ReadsBack):
+    distance = 12
+
+
+class Back59(ReadsBack):
+    distance = 59
+
+
+def wide(num_rows: int, num_tokens: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, VOCABULARY, (num_rows, num_tokens), generator=generator)
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+@pytest.mark.parametrize("kind", [Back12, Back59, ReadsAhead, InBlocks, OfOtherRows, ScaledIfLong])
+def test_what_mixes_tokens_that_are_far_apart_is_refused(kind: type[CustomModel]) -> None:
+    model = built(kind)
+    engine = offload.attach(model, num_slots=2, device="cpu")
+    with pytest.raises(offload.UnsupportedModelError, match=f"{ALONE}, in a trial of 192 tokens"):
+        engine.forward_backward([wide(3, 60)])
+    engine.detach()
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_longer_micro_batches_than_before_are_tried_again() -> None:
+    model = built(Back12)
+    engine = offload.attach(model, num_slots=2, device="cpu")
+    engine.forward_backward([wide(1, 8)])
+    before = {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
+    with pytest.raises(offload.UnsupportedModelError, match=ALONE):
+        engine.forward_backward([wide(1, 8), wide(1, 13)])
+    engine.detach()
+    assert all(torch.equal(model.get_parameter(name).grad, x) for name, x in before.items())
+
+
+def test_a_tail_that_mixes_more_tokens_than_a_row_has_is_refused_for_its_chunks() -> None:
+    """Chunks hold the tokens of several rows; the model's own forward never has so many."""
+    engine = offload.attach(built(Back59), num_slots=2, device="cpu", head_chunk_tokens=64)
+    with pytest.raises(offload.UnsupportedModelError, match=ALONE):
+        engine.forward_backward([wide(4, 20)])
+    engine.detach()
 
 
 def test_weights_that_are_zero_are_so_again_after_an_inspection() -> None:

@@ -219,7 +219,7 @@ def test_compiled_layers_are_computed() -> None:
     engine = attached(model, OPTIONS)
     for layer in LayeredModel(model).layers:  # compiling takes minutes; what counts is the mark
         assert layer._compiled_call_impl is not None
-    engine._inspect({"input_ids": torch.arange(8)[None]}, has_labels=True)
+    engine._inspect([{"input_ids": torch.arange(8)[None]}], has_labels=True)
     assert engine.unread == (NONE,) * 4
     engine.close()
 

@@ -17,8 +17,8 @@ pass over the layers that is streamed like any other. No gradient is touched.
 2. The model's own forward, with all its wrappers, runs with stand-ins for its layers. They return
    the same form as the layers, and the last one a random hidden state. A watch sees whether the
    part after the layers reads anything from before them.
-3. One token of that hidden state is made NaN, which propagates along every path, even one
-   multiplied by zero: only that token's logits may become NaN.
+3. Tokens of that hidden state are made NaN, which propagates along every path, even one multiplied
+   by zero: only these tokens' logits may become NaN. `TailTrial` does this at the sizes of a step.
 4. Logits, and their gradient by the hidden state, are compared with those that a step computes from
    the same hidden states in chunks. The model's own loss must be that of transformers' function for
    causal language models, as `own_loss` says.
@@ -39,7 +39,7 @@ from torch import nn
 from offload.engine.batch import IGNORED, Batch
 from offload.engine.closeness import are_close, are_equal
 from offload.engine.model.find_layers import homes_of
-from offload.engine.model.head import is_classifier, require_outputs_of_last_token
+from offload.engine.model.head import is_classifier
 from offload.engine.model.hooks import JudgedHooks
 from offload.engine.model.kept import changed_in, kept_by
 from offload.engine.model.layers import (
@@ -63,12 +63,14 @@ from offload.engine.model.recorders import (
     between,
     require_in_order,
 )
+from offload.engine.model.tail_trial import TailTrial
 from offload.engine.model.visit import Graph, visit_with_graph
 from offload.engine.model.watch import Watch
 from offload.engine.randomness import FRONT_LAYER, VisitRandomness, same_randomness
 from offload.engine.recompute.attention_outputs import OutputSize, sizes_of
 from offload.engine.recompute.tiled import TiledMlp
 from offload.engine.recompute.unread import Path, Unread
+from offload.engine.trials import TrialSize
 
 T = TypeVar("T")
 
@@ -87,7 +89,13 @@ class Inspection:
     """One inspection of a model, in its current mode (`train` or `eval`)."""
 
     def __init__(
-        self, model: LayeredModel, batch: Batch, *, has_labels: bool, mlp_chunk_tokens: int | None
+        self,
+        model: LayeredModel,
+        batch: Batch,
+        *,
+        has_labels: bool,
+        mlp_chunk_tokens: int | None,
+        head_chunk_tokens: int,
     ) -> None:
         """Run the front.
 
@@ -96,11 +104,13 @@ class Inspection:
             batch: A micro-batch, on the compute device.
             has_labels: Whether a loss will be computed.
             mlp_chunk_tokens: Tokens that an MLP computes at a time; None for all.
+            head_chunk_tokens: Tokens of which logits exist at a time.
 
         Raises:
             UnsupportedModelError: A layer's arguments differ between two calls.
         """
         self._model, self._has_labels = model, has_labels
+        self._tail_trial = TailTrial(model, chunk_tokens=head_chunk_tokens)
         self._tiled = mlp_chunk_tokens and TiledMlps(chunk_tokens=mlp_chunk_tokens)
         self._batch = {name: batch[name] for name in FRONT_INPUTS if name in batch}
         self._randomness = VisitRandomness(batch["input_ids"].device)
@@ -175,8 +185,11 @@ class Inspection:
         except FORWARD_ERRORS:  # a layer that cannot be computed alone is refused by `visit`
             return ()
 
-    def around(self) -> bool:
+    def around(self, size: TrialSize) -> bool:
         """Inspect what the model computes outside its layers, after all layers were inspected.
+
+        Args:
+            size: Of the micro-batches.
 
         Returns:
             Whether it was possible; False if the logits are NaN.
@@ -185,15 +198,14 @@ class Inspection:
             UnsupportedModelError: Logits or loss differ from those that a step computes.
         """
         with self._quietly(), _stirred(self._model.around):
-            like_BTD = self._hidden_BTD
-            shape = (ROWS, TOKENS, *like_BTD.shape[2:])
-            hidden_BTD = torch.randn(shape, device=like_BTD.device).to(like_BTD.dtype)
+            hidden_BTD = self._drawn(ROWS, TOKENS)
             if is_classifier(self._model):
-                require_outputs_of_last_token(self._model, hidden_BTD)
+                self._tail_trial.require_apart(self._drawn(size.num_rows, size.row_tokens))
                 return True
             logits_BTV = getattr(self._own(hidden_BTD), "logits", None)
-            if isinstance(logits_BTV, torch.Tensor) and logits_BTV.isnan().any():
-                hidden_BTD = like_BTD  # which may be positive, for one
+            is_drawn = not (isinstance(logits_BTV, torch.Tensor) and logits_BTV.isnan().any())
+            if not is_drawn:
+                hidden_BTD = self._hidden_BTD  # which may be positive, for one
                 logits_BTV = self._own(hidden_BTD).logits
             if not isinstance(logits_BTV, torch.Tensor):
                 self._model.refuse("returns no logits", limit=_BY_TOKEN)
@@ -205,11 +217,25 @@ class Inspection:
                 )
             if logits_BTV.isnan().any():
                 return False
-            self._require_tokens_apart(hidden_BTD, logits_BTV)
+            self._require_tokens_apart(hidden_BTD)
             self._require_same_in_chunks(hidden_BTD, logits_BTV)
             if self._has_labels:
                 self._require_cross_entropy(hidden_BTD, logits_BTV)
+            make = self._drawn if is_drawn else self._repeated
+            self._tail_trial.require_apart(make(size.num_rows, size.row_tokens))
         return True
+
+    def _drawn(self, num_rows: int, num_tokens: int) -> torch.Tensor:
+        """Return random outputs of the last layer."""
+        like_BTD = self._hidden_BTD
+        shape = (num_rows, num_tokens, *like_BTD.shape[2:])
+        return torch.randn(shape, device=like_BTD.device).to(like_BTD.dtype)
+
+    def _repeated(self, num_rows: int, num_tokens: int) -> torch.Tensor:
+        """Return outputs of the last layer that it gave, over and over."""
+        flat_ND = self._hidden_BTD.flatten(0, 1)
+        index_N = torch.arange(num_rows * num_tokens, device=flat_ND.device) % len(flat_ND)
+        return flat_ND[index_N].view(num_rows, num_tokens, *flat_ND.shape[1:])
 
     # -------------------------------------------------------------------------------------- layers
 
@@ -420,7 +446,7 @@ class Inspection:
             inputs["position_ids"] = positions_T.expand(*leading, ROWS, TOKENS)
         return inputs
 
-    def _require_tokens_apart(self, hidden_BTD: torch.Tensor, logits_BTV: torch.Tensor) -> None:
+    def _require_tokens_apart(self, hidden_BTD: torch.Tensor) -> None:
         """Check that a NaN stays with its token."""
         poisoned_BTD = hidden_BTD.clone()
         poisoned_BTD[0, 2] = torch.nan

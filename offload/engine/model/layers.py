@@ -366,21 +366,39 @@ class LayeredModel:
         return self._tail(hidden_BTD, **inputs)
 
     def _tail(self, hidden_BTD: torch.Tensor, **inputs: Any) -> Any:
-        """Run the model with `hidden_BTD` as its last layer's output; on dummy tokens if none."""
-        forms = self._forms or (FORMS[0],) * len(self.layers)
-        stand_ins = self.stand_ins(StandIn, forms, notes=[])
+        with self.tail() as compute:
+            return compute(hidden_BTD, **inputs)
+
+    @contextmanager
+    def tail(self, root: nn.Module | None = None) -> Iterator[Callable[..., Any]]:
+        """Yield a function that runs the model with a tensor as its last layer's output.
+
+        It takes more arguments of the model's call; if no tokens are given, they are zeros.
+
+        Args:
+            root: The module to run; None for the model without its wrappers.
+        """
+        forms, notes = self._forms or (FORMS[0],) * len(self.layers), list[Note]()
+        stand_ins = self.stand_ins(StandIn, forms, notes=notes)
         last = len(self.layers) - 1
-        stand_ins[last] = Injector(
-            self.layers[last], last, notes=[], form=forms[last], hidden=hidden_BTD
-        )
-        any_ids = torch.zeros(hidden_BTD.shape[:2], dtype=torch.long, device=hidden_BTD.device)
-        inputs = {"input_ids": any_ids} | inputs
-        unread = nullcontext() if self.embedding is None else self.embedding.unread()
-        with self.replaced(stand_ins), unchanged(self.around), unread:
+
+        def compute(hidden_BTD: torch.Tensor, **inputs: Any) -> Any:
+            injector = Injector(
+                self.layers[last], last, notes=notes, form=forms[last], hidden=hidden_BTD
+            )
+            getattr(self._owner, self._name)[last] = injector
+            any_ids = torch.zeros(hidden_BTD.shape[:2], dtype=torch.long, device=hidden_BTD.device)
+            given = {"input_ids": any_ids, "use_cache": False, **inputs}
             try:
-                return self.model(use_cache=False, **inputs)
+                return self.model(**given) if root is None else root(**self.given(given))
             except TouchedError as error:
                 self.refuse(str(error), limit=ONE_STATE)
+            finally:
+                notes.clear()
+
+        unread = nullcontext() if self.embedding is None else self.embedding.unread()
+        with self.replaced(stand_ins), unchanged(self.around), unread:
+            yield compute
 
     def record(
         self, batch: Batch, forms: Forms, *, root: nn.Module | None = None, **more: Any

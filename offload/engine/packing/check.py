@@ -11,10 +11,15 @@ A rounding of 16 bits hides much, so one layer of each kind is tried in float32 
 model's own code, with its weights widened for the time. Where float32 is a little beyond the limit,
 as it is for some layers on some processors only, float64 says whether that is rounding.
 
+What it does with many tokens is tried with many: as many as a micro-batch has, in rows whose ends
+no block of tokens is aligned to. There, NaN in some of the rows must leave the others as they are
+alone, for enough subsets of rows that each pair is apart in one. Half of a row's tokens must be
+near: in 16 bits a router that is undecided sends a few to other experts.
+
 Any other layer is called once for each row, where each of these holds by construction.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
@@ -25,14 +30,16 @@ from torch import nn
 
 from offload.engine.closeness import is_near, rounding_of
 from offload.engine.packing.calls import PackedCall
+from offload.engine.trials import TrialSize, subsets_apart
 
 if TYPE_CHECKING:
-    from offload.engine.model.layers import LayeredModel
+    from offload.engine.model.layers import Front, LayeredModel
 
 LENS = (5, 3, 7, 2)  # tokens of the rows that are tried
 ROUNDINGS, ROUNDINGS_FP32 = 1, 8  # of a norm; 8 of float32 are 1e-6
 JOINED_ROUNDINGS = 2  # another kernel may compute each row alone
 DOUBTFUL_FP32 = 64  # beyond 8 and within these, float64 decides
+LONG_ROUNDINGS = 4  # of 16 bits, where many tokens are tried; 64 of float32
 FLOAT32_BYTES, EXPERTS = 4, "_experts_implementation_internal"
 _ERRORS = (TypeError, ValueError, LookupError, AttributeError, RuntimeError)
 
@@ -47,9 +54,7 @@ class PackedTrial:
             model: The model.
             input_ids_BT: Tokens to take some of.
         """
-        ids_N, num = input_ids_BT.flatten(), sum(LENS)
-        some_N = ids_N[torch.arange(num, device=ids_N.device) % ids_N.numel()]
-        front = model.front({"input_ids": some_N.unsqueeze(0), "row_lens": torch.tensor(LENS)})
+        front = _packed_front(model, input_ids_BT, LENS)
         self._model, self._calls = model, front.packed
         self._hidden_BTD = front.hidden_BTD.detach()
         self._kinds: dict[object, bool] = {}
@@ -93,6 +98,62 @@ class PackedTrial:
                     stacklevel=2,
                 )
         return self._kinds[kind]
+
+
+class LongTrial:
+    """As many packed tokens as a micro-batch has, on their way through the layers of a model."""
+
+    def __init__(self, model: "LayeredModel", input_ids_BT: torch.Tensor, size: TrialSize) -> None:
+        """Run the part before the layers.
+
+        Args:
+            model: The model.
+            input_ids_BT: Tokens to take some of.
+            size: How many tokens, and of the longest row.
+        """
+        front = _packed_front(model, input_ids_BT, size.row_lens)
+        self._model, self._calls = model, front.packed
+        self._hidden_BTD = front.hidden_BTD.detach()
+
+    def visit(self, layer: int) -> bool:
+        """Try a layer, whose weights are in place; return whether it may compute rows together."""
+        model, call, hidden_BTD = self._model, self._calls[layer], self._hidden_BTD
+        with _without_dropout(model.layers[layer]):
+            self._hidden_BTD = model.rows_alone(layer, hidden_BTD, call)
+            if layer not in model.together:
+                return False
+            try:
+                return self._is_apart(layer, hidden_BTD, self._hidden_BTD)
+            except torch.OutOfMemoryError:
+                raise
+            except _ERRORS:
+                return False
+
+    def _is_apart(self, layer: int, hidden_BTD: torch.Tensor, alone_BTD: torch.Tensor) -> bool:
+        call = self._calls[layer]
+        if call.together is None:
+            return False
+        rows = call.split(alone_BTD)
+        nobody = torch.zeros(1, len(rows), dtype=torch.bool)
+        for is_poisoned in torch.cat([nobody, subsets_apart(len(rows))]).tolist():
+            given = [
+                torch.full_like(row, torch.nan) if is_nan else row
+                for row, is_nan in zip(call.split(hidden_BTD), is_poisoned, strict=True)
+            ]
+            found_BTD = self._model.rows_together(layer, torch.cat(given, dim=1), call)
+            both = zip(rows, call.split(found_BTD), is_poisoned, strict=True)
+            if not all(is_nan or _is_mostly_near(*pair) for *pair, is_nan in both):
+                return False
+        return True
+
+
+def _packed_front(
+    model: "LayeredModel", input_ids_BT: torch.Tensor, lens: Sequence[int]
+) -> "Front":
+    """Run the part before the layers on packed rows of some tokens, over and over if few."""
+    ids_N = input_ids_BT.flatten()
+    some_N = ids_N[torch.arange(sum(lens), device=ids_N.device) % ids_N.numel()]
+    return model.front({"input_ids": some_N.unsqueeze(0), "row_lens": torch.tensor(lens)})
 
 
 def _is_exact(
@@ -220,3 +281,13 @@ def is_exact_together(
 def _is_near(one: torch.Tensor, other: torch.Tensor, *, roundings: int) -> bool:
     """Return whether two results of a row differ by rounding."""
     return is_near(other.float(), one.float(), roundings * rounding_of(one.dtype))
+
+
+def _is_mostly_near(one_1TD: torch.Tensor, other_1TD: torch.Tensor) -> bool:
+    """Return whether a row is finite, and half of its tokens differ by rounding."""
+    is_wide = one_1TD.dtype.itemsize >= FLOAT32_BYTES
+    roundings = DOUBTFUL_FP32 if is_wide else LONG_ROUNDINGS
+    one_TK, other_TK = (x[0].flatten(1).float() for x in (one_1TD, other_1TD))
+    apart_T, norm_T = (other_TK - one_TK).norm(dim=1), one_TK.norm(dim=1)
+    is_near = bool(apart_T.median() <= roundings * rounding_of(one_1TD.dtype) * norm_T.median())
+    return is_near and bool(other_TK.isfinite().all())
