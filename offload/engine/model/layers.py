@@ -51,6 +51,7 @@ from offload.engine.model.recorders import (
     problems,
     require_in_order,
 )
+from offload.engine.model.rotary import LengthRotary
 from offload.engine.model.router import RouterLoss
 from offload.engine.packing.attention import rows_apart
 from offload.engine.packing.calls import PackedCall, packed_calls
@@ -141,6 +142,7 @@ class LayeredModel:
             else None
         )
         self.around = modules_outside(self.model, self.layers)
+        self._rotary = LengthRotary(self._owner, self.around)
         self.given = front_arguments(self.model)
         self._buffered = [[m for m in layer.modules() if m._buffers] for layer in self.layers]
         self._unread = find_unread_stores(list(self.layers))
@@ -527,7 +529,7 @@ class LayeredModel:
         try:
             for config, name, is_on in flags:
                 setattr(config, name, not is_on)
-            with uncompiled():
+            with uncompiled(), self._rotary.alone():
                 yield
         finally:
             setattr(self._owner, self._name, self.layers)
