@@ -7,11 +7,17 @@ from transformers import PreTrainedModel
 
 
 def linear_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Return the linear layers inside the decoder layers, by full name."""
+    """Return the linear layers inside the decoder layers, by full name.
+
+    A subclass that computes something else, such as a router that returns scores and choices, is
+    none of them.
+    """
     decoder = model.get_decoder()
     prefix = next(f"{name}." if name else "" for name, m in model.named_modules() if m is decoder)
     return {
         prefix + name: module
         for name, module in decoder.named_modules()
-        if isinstance(module, nn.Linear) and re.search(r"(^|\.)layers?\.\d+\.", name)
+        if isinstance(module, nn.Linear)
+        and type(module).forward is nn.Linear.forward
+        and re.search(r"(^|\.)layers?\.\d+\.", name)
     }
