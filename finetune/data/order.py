@@ -1,7 +1,8 @@
 """Which rows each step of a run trains on, and how large that makes micro-batches.
 
-Row p of an endless stream of reshuffled epochs belongs to step p // rows_per_step: any step is
-known without the ones before it, and an epoch's last rows share a step with the next epoch.
+Row p of a stream of reshuffled epochs belongs to step p // rows_per_step: any step is known without
+the ones before it, and an epoch's last rows share a step with the next epoch. The stream of a run
+that is given in epochs ends with the rows of the last one, and so does its last step.
 """
 
 import math
@@ -25,16 +26,18 @@ NUM_STEPS_LOOKED_AT, NUM_TYPICAL = 50, 12
 class BatchOrder:
     """Which rows each step trains on; a step depends on its number alone.
 
-    Each epoch visits each row once, in an order drawn from (seed, epoch). Every step has the same
-    number of rows: the last rows of an epoch share a step with the first rows of the next.
+    Each epoch visits each row once, in an order drawn from (seed, epoch). Every step but the last
+    has the same number of rows: the last rows of an epoch share a step with the first of the next.
 
     Attributes:
         lengths: Tokens of each row.
         micro_batch_size: Rows of a micro-batch.
         num_micro_batches: Micro-batches of a step.
         num_steps: Steps of the run.
-        seed: Of the orders.
+        seed: Seed of the epochs' orders.
+        min_parts: Fewest micro-batches of a step: one for each rank.
         group_size: Rows of a group; those of one are next to each other, and in one step.
+        end: Rows of all steps together; None where each step is full.
     """
 
     lengths: tuple[int, ...]
@@ -42,11 +45,18 @@ class BatchOrder:
     num_micro_batches: int
     num_steps: int
     seed: int
+    min_parts: int = 1
     group_size: int = 1
+    end: int | None = None
 
     @classmethod
     def of(
-        cls, train: TrainSection, rows: ExampleSet, *, comparison: Comparison | None = None
+        cls,
+        train: TrainSection,
+        rows: ExampleSet,
+        *,
+        num_ranks: int,
+        comparison: Comparison | None = None,
     ) -> Self:
         """Return the order that these settings make of the rows.
 
@@ -58,17 +68,20 @@ class BatchOrder:
             per_step = train.global_batch_size
             comparison.require_within(tokens_per_step=None, rows_per_step=per_step)
             group_size = comparison.groups.size_in(per_step)
-        num_steps = train.steps
+        num_steps, end = train.steps, None
         if num_steps is None:
-            assert train.epochs is not None
-            num_steps = math.ceil(train.epochs * len(rows) / train.global_batch_size)
+            num_groups = len(rows) // group_size
+            end = math.ceil(train.exact_epochs * num_groups) * group_size
+            num_steps = math.ceil(end / train.global_batch_size)
         return cls(
             lengths=rows.lengths,
             micro_batch_size=train.sequences,
             num_micro_batches=train.num_micro_batches,
             num_steps=num_steps,
             seed=train.seed,
+            min_parts=num_ranks,
             group_size=group_size,
+            end=end,
         )
 
     @property
@@ -76,13 +89,21 @@ class BatchOrder:
         """Return the number of sequences in a step (the global batch size)."""
         return self.micro_batch_size * self.num_micro_batches
 
+    @property
+    def num_epochs(self) -> float:
+        """Return how often the run visits each row."""
+        end = self.num_steps * self.rows_per_step if self.end is None else self.end
+        return end / len(self.lengths)
+
     def rows(self, index: int) -> tuple[int, ...]:
         """Return the rows of step `index`, counted from 0, in the order of their epochs."""
         assert 0 <= index < self.num_steps
         num_groups = len(self.lengths) // self.group_size
-        per_step = self.rows_per_step // self.group_size
+        first, last = index * self.rows_per_step, (index + 1) * self.rows_per_step
+        if self.end is not None:
+            last = min(last, self.end)
         rows = list[int]()
-        for position in range(index * per_step, (index + 1) * per_step):
+        for position in range(first // self.group_size, last // self.group_size):
             epoch, place = divmod(position, num_groups)
             group = int(shuffled(num_groups, seed=self.seed, epoch=epoch)[place])
             rows += range(group * self.group_size, (group + 1) * self.group_size)
@@ -99,7 +120,7 @@ class BatchOrder:
             lengths: Tokens of each of the rows.
         """
         ordered = sorted(range(len(lengths)), key=lambda place: -lengths[place])
-        size = self.micro_batch_size
+        size = max(1, min(self.micro_batch_size, len(lengths) // self.min_parts))
         return tuple(tuple(ordered[at : at + size]) for at in range(0, len(ordered), size))
 
     def longest_step(self) -> tuple[tuple[int, ...], ...]:
@@ -108,14 +129,14 @@ class BatchOrder:
         Its first micro-batch has the most padded tokens that a micro-batch can have. A row appears
         in it as often as a step can span epochs.
         """
-        num_rows = len(self.lengths)
-        copies = -(-self.rows_per_step // num_rows)
-        if num_rows % self.rows_per_step:
+        num_rows, num = len(self.lengths), self.rows_per_step
+        copies = -(-num // num_rows)
+        if num_rows % num:
             copies += 1  # the end of one epoch and the start of the next
+        if self.end is not None:
+            num, copies = min(num, self.end), min(copies, -(-self.end // num_rows))
         by_length = sorted(range(num_rows), key=lambda row: -self.lengths[row])
-        return self._grouped(
-            [row for row in by_length for _ in range(copies)][: self.rows_per_step]
-        )
+        return self._grouped([row for row in by_length for _ in range(copies)][:num])
 
     def _grouped(self, rows: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         """Group rows of similar length into micro-batches, to reduce padding."""
@@ -152,7 +173,7 @@ class StepSizes:
 
     @classmethod
     def of(cls, order: "BatchOrder | PackedOrder", examples: ExampleSet) -> "StepSizes":
-        """Measure the first steps of an order."""
+        """Measure the first steps of an order; the last one, which may be short, only if alone."""
         return (
             cls._packed(order, examples)
             if isinstance(order, PackedOrder)
@@ -161,26 +182,27 @@ class StepSizes:
 
     @classmethod
     def _padded(cls, order: BatchOrder, examples: ExampleSet) -> "StepSizes":
-        looked_at = range(min(order.num_steps, NUM_STEPS_LOOKED_AT))
+        looked_at = _looked_at(order)
         widths = {step: _widths(order, order.step(step)) for step in looked_at}
         by_size = sorted(looked_at, key=lambda step: sum(widths[step]))
         middle = (len(by_size) - 1) // 2
         typical = by_size[middle]
         labels_of_rows = examples.loss_tokens
-        labels = [int(labels_of_rows[i]) for part in order.step(typical) for i in part]
+        parts = order.step(typical)
+        labels = [int(labels_of_rows[i]) for part in parts for i in part]
         return cls(
             typical_steps=_outwards(by_size, middle)[:NUM_TYPICAL],
             typical_width=round(statistics.mean(widths[typical])),
-            label_tokens=round(sum(labels) / order.num_micro_batches),
+            label_tokens=round(sum(labels) / len(parts)),
             largest_width=max(_widths(order, order.longest_step())),
             most_label_tokens=int(np.sort(labels_of_rows)[::-1][: order.micro_batch_size].sum()),
-            num_micro_batches=order.num_micro_batches,
-            rows_per_step=order.rows_per_step,
+            num_micro_batches=len(parts),
+            rows_per_step=len(labels),
         )
 
     @classmethod
     def _packed(cls, order: PackedOrder, examples: ExampleSet) -> "StepSizes":
-        looked_at = range(min(order.num_steps, NUM_STEPS_LOOKED_AT))
+        looked_at = _looked_at(order)
         steps = {step: order.step(step) for step in looked_at}
         tokens = {
             step: int(order.lengths[[i for part in steps[step] for i in part]].sum())
@@ -230,6 +252,11 @@ class Packing:
     rows_per_step: int
     fill: float
     most_tokens: int
+
+
+def _looked_at(order: BatchOrder | PackedOrder) -> range:
+    num_full = order.num_steps if order.end is None else max(1, order.num_steps - 1)
+    return range(min(num_full, NUM_STEPS_LOOKED_AT))
 
 
 def _outwards(ordered: Sequence[int], middle: int) -> tuple[int, ...]:

@@ -10,9 +10,11 @@ The cost of a row is arithmetic of the model, not time on a machine: each machin
 """
 
 import heapq
+import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Self
 
 import numpy as np
@@ -134,7 +136,8 @@ class PackedOrder:
     and each differs by less than a row. A step depends on its number alone.
 
     Rows of a group are next to each other in this order, and all in the step that its first token
-    (or row) is in: then a step differs by less than a group.
+    (or row) is in: then a step differs by less than a group. A run that is given in epochs ends
+    with the rows of the last one, and so does its last step.
 
     Attributes:
         lengths: Tokens of each row.
@@ -147,6 +150,7 @@ class PackedOrder:
         cost: Of a row.
         groups: (groups + 1) Where each group of rows begins, and where the last one ends; None
             where each row is by itself.
+        end: Rows, or tokens, of all steps together; None where each step is full.
     """
 
     lengths: npt.NDArray[np.int64]
@@ -158,6 +162,7 @@ class PackedOrder:
     min_bins: int
     cost: RowCost
     groups: npt.NDArray[np.int64] | None = None
+    end: int | None = None
 
     @classmethod
     def of(
@@ -181,34 +186,51 @@ class PackedOrder:
                 tokens_per_step=in_tokens,
                 rows_per_step=None if in_tokens else train.global_batch_size,
             )
-        num_steps = train.steps
-        if num_steps is None:
-            assert train.epochs is not None
-            num, per_step = len(lengths), train.global_batch_size
-            if in_tokens is not None:
-                num, per_step = int(lengths.sum()), in_tokens
-            num_steps = -int(-train.epochs * num // per_step)
-        return cls(
+        order = cls(
             lengths=lengths,
             capacity=train.sequences * train.seq_len,
             rows_per_step=train.global_batch_size if in_tokens is None else None,
             tokens_per_step=in_tokens,
-            num_steps=num_steps,
+            num_steps=train.steps or 0,
             seed=train.seed,
             min_bins=num_ranks,
             cost=cost,
             groups=None if comparison is None else comparison.groups.offsets,
         )
+        return order if train.steps is not None else order._of_epochs(train.exact_epochs)
+
+    def _of_epochs(self, num_epochs: Fraction) -> Self:
+        """Return the order of so many epochs; its last step is the one that the last row is in."""
+        sizes = self._sizes
+        end = math.ceil(num_epochs * int(sizes.sum()))
+        epoch = (end - 1) // int(sizes.sum())
+        order = shuffled(len(sizes), seed=self.seed, epoch=epoch)
+        starts = sizes[order].cumsum() - sizes[order] + epoch * int(sizes.sum())
+        last = int(starts[np.searchsorted(starts, end) - 1])
+        return replace(self, end=end, num_steps=last // self._unit + 1)
+
+    @property
+    def num_epochs(self) -> float:
+        """Return how often the run visits each row."""
+        end = self.num_steps * self._unit if self.end is None else self.end
+        return end / int(self._sizes.sum())
+
+    @property
+    def _unit(self) -> int:
+        """Rows or tokens of a step, as it is given."""
+        unit = self.tokens_per_step or self.rows_per_step
+        assert unit is not None
+        return unit
 
     def rows(self, index: int) -> tuple[int, ...]:
         """Return the rows of step `index`, counted from 0, in the order of their epochs."""
         assert 0 <= index < self.num_steps
-        unit = self.tokens_per_step or self.rows_per_step
-        assert unit is not None
         offsets, sizes = self._offsets, self._sizes
         size = int(sizes.sum())
         rows: list[int] = []
-        first, last = index * unit, (index + 1) * unit
+        first, last = index * self._unit, (index + 1) * self._unit
+        if self.end is not None:
+            last = min(last, self.end)
         for epoch in range(first // size, (last - 1) // size + 1):
             order = shuffled(len(sizes), seed=self.seed, epoch=epoch)
             starts = sizes[order].cumsum() - sizes[order] + epoch * size
@@ -251,10 +273,8 @@ class PackedOrder:
 
         These are exact if the run has few rows, else bounds.
         """
-        unit = self.tokens_per_step or self.rows_per_step
-        assert unit is not None
         mean = int(self.lengths.sum()) / len(self.lengths) if self.tokens_per_step else 1
-        if self.num_steps * unit / mean > MOST_ROWS_LOOKED_AT:
+        if self.num_steps * self._unit / mean > MOST_ROWS_LOOKED_AT:
             return self.most_tokens, self.capacity
         steps = [
             [int(self.lengths[list(part)].sum()) for part in self.step(index)]

@@ -145,12 +145,12 @@ class Steps:
         if isinstance(self.order, PackedOrder):
             order = replace(self.order, lengths=lengths, min_bins=1)
         else:
-            order = replace(self.order, lengths=tuple(lengths.tolist()))
+            order = replace(self.order, lengths=tuple(lengths.tolist()), min_parts=1)
         return replace(self, rows=rows, order=order, own=_all, comparison=comparison)
 
     def lasting(self, num_steps: int) -> Self:
-        """Return the steps of a run of another length; each depends on its number alone."""
-        return replace(self, order=replace(self.order, num_steps=num_steps))
+        """Return so many full steps; each depends on its number alone."""
+        return replace(self, order=replace(self.order, num_steps=num_steps, end=None))
 
     def with_references(self, references: npt.NDArray[np.float64]) -> Self:
         """Return the steps with the reference's log-probability of each row, in nats."""
@@ -162,6 +162,18 @@ class Steps:
     def num(self) -> int:
         """How many there are."""
         return self.order.num_steps
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows an epoch has; answers to one prompt are of one row."""
+        return len(self.rows) if self.comparison is None else len(self.comparison.groups)
+
+    def num_rows_in(self, step: int) -> int:
+        """Return how many rows a step has, counted as `num_rows` does."""
+        rows = np.asarray(self.order.rows(step), dtype=np.int64)
+        if self.comparison is None:
+            return len(rows)
+        return int(self.comparison.groups.numbers(rows)[-1]) + 1
 
     @property
     def largest_tokens(self) -> int:

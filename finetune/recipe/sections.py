@@ -6,6 +6,7 @@ several fields are in `finetune.recipe.rules`.
 """
 
 import math
+from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -247,7 +248,8 @@ class TrainSection(Section):
         default=None,
         gt=0,
         le=10**6,
-        description="Passes over the training rows. Either this or `train.steps`.",
+        description="Passes over the training rows, with which the last step ends. Either this or"
+        " `train.steps`.",
         examples=[1],
     )
     probe_steps: int | None = Field(
@@ -408,6 +410,12 @@ class TrainSection(Section):
         changes = {"steps": self.probe_steps, "epochs": None, "warmup_steps": 0}
         lr = self.lr if self.probe_lr is None else self.probe_lr
         return self.model_copy(update={**changes, "warmup_ratio": None, "lr": lr})
+
+    @property
+    def exact_epochs(self) -> Fraction:
+        """Passes over the training rows, as they are written in the recipe."""
+        assert self.epochs is not None, "either this or `steps`"
+        return Fraction(str(self.epochs))
 
     @property
     def is_sharded(self) -> bool:

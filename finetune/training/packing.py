@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from finetune.data.order import StepSizes
+from finetune.data.steps import Steps
 from finetune.recipe.recipe import Recipe
 
 
@@ -29,6 +30,15 @@ def settled_packing(recipe: Recipe, note: Callable[[str], None]) -> Literal["on"
         note("Packing: off, as the room of a sequence is for rows without virtual tokens")
         return "off"
     return "on"
+
+
+def shown_steps(steps: Steps) -> str:
+    """Return a line of how many steps and epochs the run has."""
+    num, last, epochs = steps.num, steps.num_rows_in(steps.num - 1), steps.order.num_epochs
+    line = f"{num:,} step{'s' * (num > 1)}: {epochs:,.4g} epoch{'s' * (epochs != 1)} of"
+    line += f" {steps.num_rows:,} row{'s' * (steps.num_rows > 1)}"
+    is_short = steps.order.end is not None and num > 1
+    return line + (f", of which the last step has {last:,}" if is_short else "")
 
 
 def shown_packing(sizes: StepSizes) -> tuple[str, ...]:

@@ -8,7 +8,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from finetune.errors import CheckpointError, ConfigError, ModelError
+from finetune.data.steps import Steps
+from finetune.errors import CheckpointError, ConfigError, DataError, ModelError
 from finetune.files.adapter import read_adapter_config, require_adapter_files
 from finetune.model.config import has_weights, is_hub_reachable
 from finetune.model.load import set_router_loss
@@ -127,6 +128,30 @@ def require_within_run(recipe: Recipe, *, num_steps: int, plan: Plan) -> None:
     breach = next(broken_length_rules(recipe, num_steps=num_steps), None)
     if breach is not None:
         raise ConfigError(breach.what, limit=breach.limit, hint=breach.hint)
+
+
+def require_last_step(steps: Steps, *, num_ranks: int) -> None:
+    """Refuse epochs whose last step has too few rows to be shared, or to be compared.
+
+    Raises:
+        DataError: It has.
+    """
+    number = steps.num - 1
+    num_examples, num_rows = len(steps.order.rows(number)), steps.num_rows_in(number)
+    is_mismatched = steps.comparison is not None and steps.comparison.prompt_lens is not None
+    if num_examples < num_ranks:
+        num, limit = num_examples, f"each of {num_ranks} processes needs a row of every step"
+    elif is_mismatched and num_rows == 1:
+        num, limit = 1, "KTO scores each prompt with the answer of another row of the step"
+    else:
+        return
+    raise DataError(
+        f"the last of {steps.num:,} steps has {num} row{'s' * (num > 1)} of the last epoch",
+        limit=limit,
+        hint=f"`train.steps: {number}` in place of `train.epochs` leaves it out"
+        if number
+        else "train on more rows",
+    )
 
 
 def adapter_to_go_on_from(path: Path, *, model: str | None) -> tuple[Path, tuple[str, ...]]:

@@ -34,7 +34,7 @@ from finetune.recipe.recipe import (
 from finetune.training import preflight
 from finetune.training.expert_backend import fastest_expert_backend, resolve_expert_backend
 from finetune.training.objectives import num_parts_of
-from finetune.training.packing import shown_packing
+from finetune.training.packing import shown_packing, shown_steps
 from finetune.training.ranks import micro_batches_by_shares
 from finetune.training.run import Run
 from finetune.training.samples import pad_id
@@ -312,7 +312,7 @@ def plan_steps(run: Run, facts: ModelFacts, data: Data, cards: Cards) -> Planned
             cost, num = RowCost.of(facts), ranks.num
             order = PackedOrder.of(train, rows, num_ranks=num, cost=cost, comparison=comparison)
         else:
-            order = BatchOrder.of(train, rows, comparison=comparison)
+            order = BatchOrder.of(train, rows, num_ranks=ranks.num, comparison=comparison)
         own = partial(micro_batches_by_shares, index=ranks.index, shares=shares)
         pad = pad_id(data.tokenizer)
         return Steps.of(order, rows, own=own, pad_token_id=pad, comparison=comparison)
@@ -339,6 +339,8 @@ def plan_steps(run: Run, facts: ModelFacts, data: Data, cards: Cards) -> Planned
         steps = steps_of(recipe, shares.micro_batches)
         requests = shares.of(ranks.index)
     preflight.require_within_run(recipe, num_steps=steps.num, plan=choice.plan)
+    preflight.require_last_step(steps, num_ranks=ranks.num)
+    run.screen.note(shown_steps(steps))
     size = choice.plan.request.typical.micro_batch_size
     of_size = [one for one in requests if one.typical.micro_batch_size == size]
     if not cards.is_settled:

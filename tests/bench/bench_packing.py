@@ -135,7 +135,7 @@ def _recipe(config: Path, **train: Any) -> Recipe:
 
 def steps_of(recipe: Recipe, rows: ExampleSet) -> Steps:
     """Return the steps of a recipe, packed if it says so."""
-    order: BatchOrder | PackedOrder = BatchOrder.of(recipe.train, rows)
+    order: BatchOrder | PackedOrder = BatchOrder.of(recipe.train, rows, num_ranks=1)
     if recipe.data.packing == "on":
         cost = RowCost.of(facts_of(recipe.model))
         order = PackedOrder.of(recipe.train, rows, num_ranks=1, cost=cost)

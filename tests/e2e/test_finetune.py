@@ -24,7 +24,7 @@ from finetune.training.metrics_writer import MetricsWriter
 from offload.plan.machine.machine import named_machine
 from offload.probe.energy import Counter, Counters, Part
 from tests.doubles import tiny_tokenizer
-from tests.e2e.runs import adapter, losses, run, start, wait_for
+from tests.e2e.runs import adapter, losses, rows_of, run, same_adapter, start, wait_for
 
 
 def test_a_run_leaves_everything_that_was_promised(finished: Path) -> None:
@@ -449,6 +449,25 @@ def test_rates_of_another_machine_are_refused(write_recipe, capsys, tmp_path) ->
     file.write_bytes(b"\xff\xfe\x00")
     assert run("finetune", write_recipe(), "--machine", file) == 1
     assert f"{file} is no text of a machine file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("packing", ["off", "on"])
+def test_an_epoch_trains_each_row_once_and_resumes_to_the_bit(
+    packing, tmp_path, write_recipe, machine_file, capsys
+) -> None:
+    train = {"steps": None, "epochs": 2, "micro_batch_size": 4, "grad_accum_steps": 8}
+    data = {"packing": packing, "eval_frac": None}
+    recipe = write_recipe(train=train, data=data, output={"checkpoint_every": 1})
+    words = ("finetune", recipe, "--machine", machine_file)
+    assert run(*words) == 0
+    assert "3 steps: 2 epochs of 40 rows, of which the last step has 16" in capsys.readouterr().out
+    ids = tiny_tokenizer()([f"{number + 1}" for number in range(40)], add_special_tokens=False)
+    learned = sum(len(one) + 1 for one in ids["input_ids"])  # each answer and its end
+    assert sum(row["num_label_tokens"] for row in rows_of(tmp_path / "run")) == 2 * learned
+    shutil.copytree(tmp_path / "run", tmp_path / "whole")
+    shutil.rmtree(max((tmp_path / "run" / "checkpoints").iterdir()))
+    assert run(*words, "--resume") == 0
+    assert same_adapter(tmp_path / "run", tmp_path / "whole")
 
 
 def test_settings_behind_the_last_step_are_refused(write_recipe, machine_file, capsys) -> None:

@@ -106,6 +106,38 @@ def recipe_for(write_recipe, tmp_path: Path, name: str, **sections: dict[str, An
     return write_recipe(**defaults, **sections)
 
 
+EPOCH = ("data.eval_frac=null", "output.eval_every=null", "train.steps=null", "train.epochs=1")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packing", ["on", "off"])
+def test_an_epoch_compares_each_row_once(
+    packing, tmp_path, write_recipe, machine_file, capsys
+) -> None:
+    words = ("--machine", machine_file, *EPOCH, f"data.packing={packing}")
+    steps = ("train.micro_batch_size=2", "train.grad_accum_steps=13")
+    assert run("finetune", recipe_for(write_recipe, tmp_path, "dpo"), *words, *steps) == 0
+    assert "4 steps: 1 epoch of 40 rows, of which the last step has 1" in capsys.readouterr().out
+    tokenizer = tiny_tokenizer()
+    answers = [one[side] for one in PAIRS for side in ("chosen", "rejected")]
+    learned = sum(len(tokenizer(a, add_special_tokens=False)["input_ids"]) + 1 for a in answers)
+    assert sum(row["num_label_tokens"] for row in rows_of(tmp_path / "run")) == learned
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packing", ["on", "off"])
+def test_a_last_step_of_one_row_is_not_compared_with_itself(
+    packing, tmp_path, write_recipe, machine_file, capsys
+) -> None:
+    words = ("--machine", machine_file, *EPOCH, f"data.packing={packing}")
+    steps = ("train.micro_batch_size=3", "train.grad_accum_steps=13")
+    assert run("finetune", recipe_for(write_recipe, tmp_path, "kto"), *words, *steps) == 1
+    shown = " ".join(capsys.readouterr().err.split())
+    assert "the last of 2 steps has 1 row of the last epoch" in shown
+    assert "KTO scores each prompt with the answer of another row of the step" in shown
+    assert "`train.steps: 1` in place of `train.epochs` leaves it out" in shown
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "name", ["dpo", *(pytest.param(n, marks=pytest.mark.slow) for n in METHODS if n != "dpo")]

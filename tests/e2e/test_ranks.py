@@ -76,6 +76,28 @@ def test_two_ranks_train_as_one_process_does(tmp_path, write_recipe, machine_fil
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("packing", ["off", "on"])
+def test_two_ranks_share_a_last_step_of_few_rows(
+    packing, tmp_path, write_recipe, machine_file, forked
+) -> None:
+    # 36 rows in steps of 17: the last has two, one for each rank
+    train = {"steps": None, "epochs": 1, "micro_batch_size": 1, "grad_accum_steps": 17, "lr": 1e-3}
+    recipe = write_recipe(train=train, data={"packing": packing})
+    words = ("finetune", recipe, "--machine", machine_file)
+    ranks = forked.start_ranks(*words, f"output.dir={tmp_path / 'two'}")
+    assert run(*words, f"output.dir={tmp_path / 'one'}") == 0
+    assert [rank.end() for rank in ranks] == [0, 0], [rank.shown for rank in ranks]
+    assert_same_training(tmp_path / "two", tmp_path / "one")
+    assert len(losses(tmp_path / "two")) == 3
+    odd = forked.start_ranks(*words, f"output.dir={tmp_path / 'odd'}", "data.max_rows=39")
+    assert [rank.end() for rank in odd] == [1, 1]
+    shown = " ".join("".join(rank.shown for rank in odd).split())
+    assert "the last of 3 steps has 1 row of the last epoch" in shown
+    assert "each of 2 processes needs a row of every step" in shown
+    assert "`train.steps: 2` in place of `train.epochs` leaves it out" in shown
+
+
+@pytest.mark.slow
 def test_gradients_added_up_by_layer_and_at_the_end_have_the_same_bits(
     tmp_path, write_recipe, machine_file, forked, capsys
 ) -> None:

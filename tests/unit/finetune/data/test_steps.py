@@ -1,3 +1,4 @@
+import math
 import os
 import signal
 import time
@@ -16,9 +17,11 @@ from hypothesis import strategies as st
 
 from finetune.data.dataset import ExampleSet
 from finetune.data.order import BatchOrder, StepSizes
+from finetune.data.packing import PackedOrder, RowCost
 from finetune.data.steps import StepBatch, StepLoader, Steps, collate
 from finetune.data.tokenize import Example
 from finetune.errors import DataError
+from finetune.recipe.sections import TrainSection
 from tests.conversations import count_rows, tokenised
 from tests.tiers import mostly_slow
 
@@ -96,6 +99,51 @@ def test_the_order_is_fixed_for_ever() -> None:
         ((1, 4), (1, 0)),
         ((3, 4), (5, 2)),
     ]
+
+
+EPOCHS = (0.3, 1, 1.5, 2, 3)
+
+
+@pytest.mark.parametrize("epochs", EPOCHS)
+@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.parametrize("in_tokens", [None, 80, 160])
+def test_the_last_step_ends_with_the_rows_of_the_last_epoch(
+    examples: ExampleSet, epochs: float, num_ranks: int, in_tokens: int | None
+) -> None:
+    sizes: dict[str, Any] = {"grad_accum_steps": 4}
+    if in_tokens is not None:
+        sizes = {"tokens_per_step": in_tokens}
+    train = TrainSection(seq_len=40, micro_batch_size=2, epochs=epochs, **sizes)
+    order: BatchOrder | PackedOrder = BatchOrder.of(train, examples, num_ranks=num_ranks)
+    whole = math.ceil(epochs * len(examples))
+    if in_tokens is not None:
+        cost = RowCost(flops_per_token=1.0)
+        order = PackedOrder.of(train, examples, num_ranks=num_ranks, cost=cost)
+    steps = [order.step(number) for number in range(order.num_steps)]
+    visits = Counter(row for step in steps for part in step for row in part)
+    most = math.ceil(epochs)
+    assert set(visits.values()) <= {most - 1, most}
+    if epochs == most:
+        assert visits == Counter(dict.fromkeys(range(len(examples)), most))
+    if in_tokens is None:
+        assert visits.total() == whole
+    for step in steps:  # a step of few rows is shared too
+        assert all(part for part in step)
+        assert len(step) >= min(num_ranks, sum(map(len, step)))
+    assert order.num_epochs == pytest.approx(epochs, rel=0.05)
+
+
+def test_a_run_of_fewer_rows_than_a_step_is_measured_and_rehearsed_with_them(
+    examples: ExampleSet,
+) -> None:
+    train = TrainSection(seq_len=40, micro_batch_size=4, grad_accum_steps=20, epochs=1)
+    order = BatchOrder.of(train, examples, num_ranks=1)
+    sizes = StepSizes.of(order, examples)
+    assert (order.num_steps, sizes.num_micro_batches, sizes.rows_per_step) == (1, 6, 23)
+    assert sorted(row for part in order.longest_step() for row in part) == list(range(23))
+    longer = BatchOrder.of(train.model_copy(update={"epochs": 5}), examples, num_ranks=1)
+    assert [len(longer.rows(step)) for step in range(longer.num_steps)] == [80, 35]
+    assert StepSizes.of(longer, examples).rows_per_step == 80  # the short step is not typical
 
 
 def test_rows_of_like_length_share_a_micro_batch() -> None:

@@ -78,7 +78,7 @@ def steps_of(
     order = (
         PackedOrder.of(train, rows, num_ranks=num_ranks, cost=COST, comparison=comparison)
         if is_packed
-        else BatchOrder.of(train, rows, comparison=comparison)
+        else BatchOrder.of(train, rows, num_ranks=num_ranks, comparison=comparison)
     )
     return Steps.of(
         order,
