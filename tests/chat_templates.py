@@ -206,6 +206,34 @@ GPT_OSS = """
 {%- if add_generation_prompt %}{{- '<|start|>assistant' }}{%- endif %}
 """
 
+# Reasoning is cut from all answers, and the generation prompt opens it.
+R1 = """
+{{- bos_token }}
+{%- for m in messages %}
+    {%- if m.role == 'assistant' %}
+        {{- '<|assistant|>' + m.content.split('</think>')[-1] + '<|eot|>' }}
+    {%- else %}
+        {{- '<|' + m.role + '|>' + m.content }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|assistant|><think>\n' }}{%- endif %}
+"""
+
+# Reasoning is off without a value of a variable, and cut from all answers.
+OFF_BY_DEFAULT = """
+{%- if thinking is not defined %}{%- set thinking = false %}{%- endif %}
+{%- for m in messages %}
+    {%- if m.role == 'assistant' %}
+        {{- '<|assistant|></think>' + m.content.split('</think>')[-1] + '<|eot|>' }}
+    {%- else %}
+        {{- '<|' + m.role + '|>' + m.content }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|assistant|>' + ('<think>' if thinking else '</think>') }}
+{%- endif %}
+"""
+
 TEMPLATES = {
     "chatml": CHATML,
     "qwen3": QWEN3,
@@ -213,6 +241,8 @@ TEMPLATES = {
     "mistral": MISTRAL,
     "gemma3": GEMMA3,
     "gpt_oss": GPT_OSS,
+    "r1": R1,
+    "off_by_default": OFF_BY_DEFAULT,
 }
 SPECIAL = (
     *("<|im_start|>", "<|im_end|>", "<s>", "</s>", "[INST]", "[/INST]", "<bos>"),
@@ -220,4 +250,5 @@ SPECIAL = (
     *("[/TOOL_RESULTS]", "<start_of_turn>", "<end_of_turn>", "<|begin_of_text|>"),
     *("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|start|>", "<|end|>"),
     *("<|channel|>", "<|message|>", "<|return|>", "<|call|>"),
+    *("<|user|>", "<|assistant|>", "<|system|>", "<|eot|>"),
 )

@@ -85,6 +85,7 @@ def encoder_of(
         seq_len=seq_len,
         loss_on=loss_on,
         too_long="truncate",
+        empty_think="prompt",
     )
 
 

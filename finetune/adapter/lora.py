@@ -434,7 +434,7 @@ def save_adapter(
                 file.rename(partial / file.name)
             (partial / adapter).rmdir()
         if stops is not None:
-            write_generation_config(partial, _generation_fields(model), stops.ids)
+            write_generation_config(partial, _generation_fields(model), stops)
 
 
 def _generation_fields(model: PeftModel | PreTrainedModel) -> dict[str, Any]:

@@ -104,6 +104,8 @@ def merge(
 ) -> None:
     """Write the trained model as plain weights, a few tensors in memory at a time."""
     with explained(str(run_dir)):
+        from finetune.data.stops import template_kwargs_in
+        from finetune.data.switch import server_flags
         from finetune.export.merge_run import merge_run
         from finetune.report.screen import Screen
 
@@ -113,6 +115,8 @@ def merge(
             merged = merge_run(run_dir, out, progress=progress)
         print_notes(console, merged.notes)
         console.print(f"Model: {merged.folder}", markup=False)
+        kwargs = template_kwargs_in(merged.folder)
+        print_notes(console, server_flags(kwargs, model=str(merged.folder)))
 
 
 def export(

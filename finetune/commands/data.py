@@ -62,7 +62,7 @@ def data_view(
     if settings.model.num_classes is not None:
         of_words = settings.objective.classifies_tokens
         require_classes(rows, settings.model.num_classes, of_words=of_words)
-    lengths, notes = rows.train.lengths, list(rows.notes)
+    lengths, notes = rows.train.lengths, [*rows.notes, *rows.prompted.notes]
     packed_fill = _packed_fill(settings, rows.train, notes.append)
     return DataView(
         recipe=recipe,

@@ -187,7 +187,11 @@ def _lengths(
     encoder = None
     if tokenizer is not None:
         encoder = Encoder(
-            tokenizer=tokenizer, seq_len=LONGEST, loss_on="assistant", too_long="truncate"
+            tokenizer=tokenizer,
+            seq_len=LONGEST,
+            loss_on="assistant",
+            too_long="truncate",
+            empty_think="prompt",
         )
     for row in rows:
         for part in row.conversations if isinstance(row, Compared) else (row,):

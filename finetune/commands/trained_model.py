@@ -106,7 +106,8 @@ class Prepared:
         turns = list(messages)
         if self.recipe.data.system:
             turns.insert(0, Message(role="system", content=self.recipe.data.system))
-        return prompt_ids(turns, self.tokenizer, source=source)
+        empty_think = self.recipe.data.empty_think
+        return prompt_ids(turns, self.tokenizer, source=source, empty_think=empty_think)
 
     def require_room(self, num_prompt: int, num_new: int) -> None:
         """Check that an answer fits into the model's positions, and its cache into device memory.

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from finetune.data.turns import Message
@@ -40,6 +40,7 @@ class Limits:
 
 
 LIMITS = Limits()
+NO_SETTINGS: Mapping[str, bool] = MappingProxyType({})
 _STATM, _PAGE_BYTES = Path("/proc/self/statm"), resource.getpagesize()
 
 
@@ -54,7 +55,7 @@ def render(
     source: str,
     tools: Sequence[Mapping[str, Any]] = (),
     is_prompt: bool = False,
-    is_thinking: bool = True,
+    settings: Mapping[str, bool] = NO_SETTINGS,
     limits: Limits = LIMITS,
 ) -> str:
     """Return the text of messages.
@@ -65,13 +66,14 @@ def render(
         source: Of the row, for errors.
         tools: Definitions of tools.
         is_prompt: Whether the text includes the generation prompt.
-        is_thinking: Whether that answer may begin with reasoning.
+        settings: Values of the template's own variables.
         limits: Its limits.
 
     Raises:
         DataError: The template fails or exceeds a limit.
     """
     turns = [message.to_json() for message in messages]
+    variables: dict[str, Any] = dict(settings)
     with limited(source, limits):
         try:
             text = tokenizer.apply_chat_template(
@@ -79,7 +81,7 @@ def render(
                 tools=[dict(tool) for tool in tools] or None,
                 tokenize=False,
                 add_generation_prompt=is_prompt,
-                enable_thinking=is_thinking,
+                **variables,
             )
         except MemoryError:
             raise

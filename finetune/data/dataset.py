@@ -33,6 +33,7 @@ from finetune.data.rows import (
     require_nothing_for_turns,
 )
 from finetune.data.sources import open_source
+from finetune.data.switch import Prompted
 from finetune.data.teacher import TopTokens
 from finetune.data.token_cache import TokenStore
 from finetune.data.tokenize import IGNORE_INDEX, Encoder, Example, Fate
@@ -351,6 +352,7 @@ class Rows:
         held_out: Tokens of the held-out rows, None if there are none.
         held_out_rows: The same as conversations, for samples.
         unused_columns: Columns that are read from no row, except those that the recipe ignores.
+        prompted: Which prompts answers are trained after.
         notes: What a user should know about the rows: unused columns, cut, dropped, cached.
     """
 
@@ -358,6 +360,7 @@ class Rows:
     held_out: ExampleSet | None
     held_out_rows: Sequence[Conversation]
     unused_columns: tuple[str, ...]
+    prompted: Prompted
     notes: tuple[str, ...]
 
     @property
@@ -391,7 +394,11 @@ def load_rows(
         DataError: A file is missing or empty, or rows are bad; each is named by file and line.
     """
     encoder = Encoder(
-        tokenizer=tokenizer, seq_len=seq_len, loss_on=data.loss_on, too_long=data.too_long
+        tokenizer=tokenizer,
+        seq_len=seq_len,
+        loss_on=data.loss_on,
+        too_long=data.too_long,
+        empty_think=data.empty_think,
     )
     notes: list[str] = []
 
@@ -443,8 +450,18 @@ def load_rows(
         held_out=ExampleSet(parts=tuple(held_out)) if held_out else None,
         held_out_rows=HeldOutRows(parts=tuple(_places(part) for part in held_out)),
         unused_columns=unused,
+        prompted=_prompted(sources, encoder),
         notes=(*first, *notes, *held_out_notes),
     )
+
+
+def _prompted(sources: Sequence[Tokens], encoder: Encoder) -> Prompted:
+    """Return which prompts the rows of all sources are trained after."""
+    counts = Counter[str]()
+    for one in sources:
+        counts.update({kind: num for kind, (num, _) in one.store.report.remarks.items()})
+    num_rows = sum(len(one.store.fates) for one in sources)
+    return Prompted.of(encoder.switch, counts, num_rows=num_rows)
 
 
 def source_rows(

@@ -243,8 +243,11 @@ class _Task:
                 unused |= dict.fromkeys(row.unused)
                 if is_only_read:
                     continue
-                good.append((place, *self._encode(row)))
+                fate, examples = self._encode(row)
+                good.append((place, fate, examples))
                 remarks += [(kind, place, detail) for kind, detail in remarks_on(row, tokens)]
+                kinds = dict.fromkeys(kind for one in examples for kind in one.kinds)
+                remarks += [(kind, place, "") for kind in kinds]
                 if self.has_digests:
                     digests.append(_digest(row, self.encoder.loss_on))
             except RowError as error:

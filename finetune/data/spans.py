@@ -27,6 +27,15 @@ before a tool call when the final answer is known. Then the text of the whole ro
 with the prompt from which that answer is generated. Such an answer is taken from its own rendering
 and follows its own prompt, which is what the model will be given. An answer that this text would
 show after another prompt than its own is trained in a text of its own: the row up to that answer.
+
+A template whose generation prompt ends in `<think>` may write answers without that tag, and may cut
+their reasoning (DeepSeek-R1). After such a prompt the model must say the reasoning, end it, and
+answer. So an answer follows its prompt there too: the reasoning is the row's, as it is written in
+the row, or empty where the row has none; the answer and its end are as the template writes them.
+
+A template may have a variable that turns reasoning off, which empties the think block that its
+generation prompt ends with (`finetune.data.switch`). Rows without reasoning follow that prompt, or
+by `data.empty_think: learn` the one without a value, and learn the block.
 """
 
 import json
@@ -36,14 +45,16 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from finetune.data.chat_template import limited, refused, render
+from finetune.data.chat_template import NO_SETTINGS, limited, refused, render
 from finetune.data.rows import Conversation, Message
+from finetune.data.switch import EMPTY, Switch, switch_of
 from finetune.errors import DataError
+from finetune.recipe.data_section import EmptyThink
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-THINK_END = "</think>"
+THINK_START, THINK_END = "<think>", "</think>"
 _PRIVATE_USE = range(0xE000, 0xF900)
 _MOST_SHAPES = 1_000
 
@@ -57,12 +68,14 @@ class Span:
         start: Where the generation prompt ends.
         end: Where the special token that ends the turn ends.
         end_token: That token.
+        kinds: What a user should know of its prompt: kinds of `finetune.data.switch`.
     """
 
     turn: int
     start: int
     end: int
     end_token: str
+    kinds: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,14 +120,21 @@ class Shapes:
 
     Attributes:
         tokenizer: With a template that does not change.
+        empty_think: Whether an empty think block is of the prompt, or learned.
+        specials: What finds special tokens.
+        switch: The template's variable for reasoning.
+        known: Renderings with marks.
     """
 
     tokenizer: "PreTrainedTokenizerBase"
+    empty_think: EmptyThink
     specials: re.Pattern[str] | None = field(init=False)
+    switch: Switch | None = field(init=False)
     known: dict[object, _Shape] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.specials = _specials(self.tokenizer)
+        self.switch = switch_of(self.tokenizer)
 
 
 class _RewrittenError(Exception):
@@ -179,8 +199,11 @@ class _Chat:
         self._shapes, self._tokenizer = shapes, shapes.tokenizer
         self._places: dict[int, tuple[int, int]] = {}
         last = self._turns[-1]
-        self._is_thinking = THINK_END in last.content or last.thought is not None
-        self._header, self._is_prompt_thinking = "", True
+        self._has_thought = _has_thought(last)
+        self._learns_block = shapes.empty_think == "learn"
+        is_default = self._learns_block and not self._has_thought
+        self._value = None if is_default else self._has_thought
+        self._header, self._prompt_value, self._is_opened = "", self._value, False
         self.text = self._render(self._turns)
         self._specials = shapes.specials
         self._left, self._right, self._first = self._unused_characters()
@@ -207,12 +230,12 @@ class _Chat:
             DataError: The template does not say where the answer begins.
         """
         history = self._render(self._turns[:-1])
-        for is_thinking in dict.fromkeys((self._is_thinking, True)):
-            prompt = self._prompt(len(self._turns) - 1, is_thinking=is_thinking)
-            self._header = prompt.removeprefix(history)
-            self._is_prompt_thinking = is_thinking
+        for value in dict.fromkeys((self._value, True)):
+            prompt = self._prompt(len(self._turns) - 1, value=value)
+            header = prompt.removeprefix(history)
+            self._prompt_value, self._is_opened, self._header = value, _opens(header), header
             written = self._written(self._turns)
-            if self._header and self._header != prompt and written is not None:
+            if header and header != prompt and written is not None:
                 self.text, self._places = written, {}
                 return
         raise self.refused(f"rewrites the turns before turn {len(self._turns)} in its prompt")
@@ -222,18 +245,42 @@ class _Chat:
         shown = self._render(turns)
         if not self._header:
             return shown
+        header = self._header
+        if self._is_opened:
+            header = header.rstrip().removesuffix(THINK_START)
         marked = self._render([*turns[:-1], self._first_mark(turns[-1])])
         first = marked.find(self._first)
-        start = marked.rfind(self._header, 0, max(first, 0))
-        if start < 0 or not shown.startswith(marked[: start + len(self._header)]):
+        start = marked.rfind(header, 0, max(first, 0)) if header else -1
+        if start < 0 or not shown.startswith(marked[: start + len(header)]):
             return None
-        is_thinking = self._is_prompt_thinking
-        prompt = self._render(turns[:-1], is_prompt=True, is_thinking=is_thinking)
-        return prompt + shown[start + len(self._header) :]
+        settings = self._settings(value=self._prompt_value)
+        prompt = self._render(turns[:-1], is_prompt=True, settings=settings)
+        end = start + len(header)
+        if not self._is_opened:
+            return prompt + shown[end:]
+        return prompt + self._after_reasoning(shown[end:]) if prompt[:end] == shown[:end] else None
+
+    def _after_reasoning(self, said: str) -> str:
+        """Return what follows a prompt that ends in `<think>`: the row's reasoning, the answer.
+
+        Args:
+            said: The last turn, as the template writes it.
+        """
+        last, newline = self._turns[-1], "\n"
+        opening = self._header[len(self._header.rstrip()) :]
+        said = said.rpartition(THINK_END)[2]
+        head, tag, answer = last.content.rpartition(THINK_END)
+        if not tag:
+            thought = newline + (last.thought or "").strip(newline) + newline
+            return thought.removeprefix(opening) + f"{THINK_END}\n\n" + said.lstrip(newline)
+        if head.lstrip().startswith(THINK_START):
+            head = head.lstrip().removeprefix(THINK_START).removeprefix(opening)
+        gap = answer[: len(answer) - len(answer.lstrip())]
+        return head + tag + gap + said.lstrip()
 
     def _first_mark(self, turn: Message) -> Message:
         """Return the last answer with a mark at the first of its parts that is written."""
-        if turn.thought is not None:
+        if turn.thought is not None and not self._is_opened:
             return replace(turn, thought=self._first)
         if turn.calls and not turn.content.strip():
             call = replace(turn.calls[0], name=self._first)
@@ -252,7 +299,7 @@ class _Chat:
         turns = [self._all_marked(number, turn) for number, turn in enumerate(self._turns)]
         has_more = self._tools or any(turn.calls for turn in turns)
         has_text = tuple(bool(turn.content.strip()) for turn in self._turns)
-        key = None if has_more else (tuple(turns), has_text, self._is_thinking)
+        key = None if has_more else (tuple(turns), has_text, self._value)
         shape = self._shapes.known.get(key)
         if shape is None:
             shape = self._shape(turns)
@@ -370,23 +417,49 @@ class _Chat:
         answer = turn.content.rpartition(THINK_END)[2].strip()
         if not is_silent and shown.strip() != answer:
             raise self.refused(f"does not show the answer {answer[:40]!r} as it is")
-        start = self._start(number, must_not_think=is_last and not self._is_thinking)
+        start, value = self._start(number, is_last=is_last)
         if start > answer_end - len(shown.lstrip()):
             raise self.refused(f"begins the answer {answer[:40]!r} in its prompt")
         if THINK_END in turn.content:
             self._require_thoughts(number, self.text[:answer_start], marked)
         elif turn.thought is not None:
             self._require_thought(number, self.text[start:answer_start], marked)
+        kinds = self._kinds(turn, self.text[start:answer_start], value=value)
         if turn.calls:
             end_token = self._end_token(self.text, self._calls_end(number), marked.num_closing)
-            return Span(turn=number, start=start, end=end_token.end(), end_token=end_token.group())
+            return Span(
+                turn=number,
+                start=start,
+                end=end_token.end(),
+                end_token=end_token.group(),
+                kinds=kinds,
+            )
         end_token = self._end_token(self.text, answer_end, 1)
         closing = self.text[answer_end : end_token.end()]
         if closing != marked.closing:
             raise self.refused(
                 f"ends the answer {answer[:40]!r} with {closing!r}, another with {marked.closing!r}"
             )
-        return Span(turn=number, start=start, end=end_token.end(), end_token=end_token.group())
+        return Span(
+            turn=number,
+            start=start,
+            end=end_token.end(),
+            end_token=end_token.group(),
+            kinds=kinds,
+        )
+
+    def _kinds(self, turn: Message, before: str, *, value: bool | None) -> tuple[str, ...]:
+        """Return what a user should know of an answer's prompt.
+
+        Args:
+            turn: The answer.
+            before: What is learned before its text.
+            value: Value of the template's variable for reasoning in its prompt.
+        """
+        switch = self._shapes.switch
+        kind = None if switch is None else switch.kind(value=value)
+        is_empty = not _has_thought(turn) and THINK_END in before
+        return ((kind,) if kind else ()) + ((EMPTY,) if is_empty else ())
 
     def _require_thoughts(self, number: int, before: str, marked: _Marked) -> None:
         """Check that an answer's reasoning ends the text before it, or that it may be left out."""
@@ -395,7 +468,8 @@ class _Chat:
             re.escape(thoughts) + rf"\s*{THINK_END}\s*$", before
         ):
             raise self.refused(f"does not show the reasoning {thoughts[:40]!r} as it is")
-        if thoughts and not marked.has_thoughts and number == len(self._turns) - 1:
+        is_cut = not (marked.has_thoughts or self._is_opened)
+        if thoughts and is_cut and number == len(self._turns) - 1:
             raise self.refused("leaves out the reasoning before the last answer")
 
     def _require_thought(self, number: int, before: str, marked: _Marked) -> None:
@@ -449,23 +523,55 @@ class _Chat:
             raise self.refused(f"writes other text around turn {number + 1} for another call")
         return len(self.text) - num_same
 
-    def _start(self, number: int, *, must_not_think: bool) -> int:
-        """Return the length of the generation prompt that the text starts with."""
-        prompt = self._prompt(number, is_thinking=False)
-        if not self.text.startswith(prompt) and not must_not_think:
-            prompt = self._prompt(number, is_thinking=True)
-        if self.text.startswith(prompt):
-            return len(prompt)
-        if not self.text.startswith(self._render(self._turns[:number]).rstrip()):
+    def _start(self, number: int, *, is_last: bool) -> tuple[int, bool | None]:
+        """Return the length of the generation prompt that the text starts with, and its value.
+
+        Raises:
+            DataError: It starts with none.
+            _RewrittenError: It may start with one as a text of its own.
+        """
+        prompts = list[str]()
+        for value in self._values(number, is_last=is_last):
+            prompts.append(self._prompt(number, value=value))
+            if not self.text.startswith(prompts[-1]):
+                continue
+            if value is None and not is_last and self._lacks_block(number):
+                raise _RewrittenError
+            return len(prompts[-1]), value
+        is_rewritten = not self.text.startswith(self._render(self._turns[:number]).rstrip())
+        may_follow = not self._header and (is_rewritten or any(map(_opens, prompts)))
+        if not is_last or may_follow:
             raise _RewrittenError
+        prompt = prompts[-1]
         at = next(n for n, char in enumerate(prompt) if self.text[n : n + 1] != char)
         raise self.refused(
             f"renders turn {number + 1} unlike its generation prompt:"
             f" {self.text[at : at + 20]!r} in place of {prompt[at : at + 20]!r}"
         )
 
-    def _prompt(self, number: int, *, is_thinking: bool) -> str:
-        return self._render(self._turns[:number], is_prompt=True, is_thinking=is_thinking)
+    def _values(self, number: int, *, is_last: bool) -> tuple[bool | None, ...]:
+        """Return the values of the variable for reasoning that an answer's prompt may have."""
+        if self._shapes.switch is None:
+            return (None,)
+        if self._learns_block:
+            return (None, True) if _has_thought(self._turns[number]) else (None,)
+        if is_last:  # an empty reasoning is the block of the prompt
+            is_empty = not (_thoughts(self._turns[-1].content) or self._turns[-1].thought)
+            return (False, True) if self._has_thought and is_empty else (self._has_thought,)
+        return (False, True)
+
+    def _lacks_block(self, number: int) -> bool:
+        """Return whether an answer that would learn an empty think block is written without it."""
+        return (
+            self._learns_block
+            and self._shapes.switch is not None
+            and not _has_thought(self._turns[number])
+            and not self.text.startswith(self._prompt(number, value=False))
+        )
+
+    def _prompt(self, number: int, *, value: bool | None) -> str:
+        settings = self._settings(value=value)
+        return self._render(self._turns[:number], is_prompt=True, settings=settings)
 
     def _render(
         self,
@@ -473,16 +579,21 @@ class _Chat:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         is_prompt: bool = False,
-        is_thinking: bool | None = None,
+        settings: Mapping[str, bool] | None = None,
     ) -> str:
+        """Render turns, by default with the row's value of the variable for reasoning."""
         return render(
             turns,
             self._tokenizer,
             source=self._source,
             tools=self._tools if tools is None else tools,
             is_prompt=is_prompt,
-            is_thinking=self._is_thinking if is_thinking is None else is_thinking,
+            settings=self._settings(value=self._value) if settings is None else settings,
         )
+
+    def _settings(self, *, value: bool | None) -> Mapping[str, bool]:
+        switch = self._shapes.switch
+        return NO_SETTINGS if switch is None else switch.settings(value=value)
 
     def _end_token(self, text: str, start: int, number: int) -> re.Match[str]:
         """Return a special token at or after a position: the first, or the one of this number."""
@@ -539,6 +650,16 @@ def _with(turn: Message, text: str, thought: str | None) -> Message:
     if thought is not None:
         head = f"<think>\n{thought}\n" if head.lstrip().startswith("<think>") else thought
     return replace(turn, content=head + tag + text)
+
+
+def _has_thought(turn: Message) -> bool:
+    """Return whether an answer has reasoning, even an empty one."""
+    return THINK_END in turn.content or turn.thought is not None
+
+
+def _opens(prompt: str) -> bool:
+    """Return whether a prompt ends with the beginning of a think block."""
+    return prompt.rstrip().endswith(THINK_START)
 
 
 def _thoughts(content: str) -> str:

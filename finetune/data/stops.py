@@ -2,15 +2,18 @@
 
 A base model that is trained to chat ends its answers in `<|im_end|>`, while its config still says
 `<|endoftext|>`: a server that uses this config never stops. So the trained tokens are written where
-every server looks: `generation_config.json`, next to the adapter and in a merged model.
+every server looks: `generation_config.json`, next to the adapter and in a merged model. It also has
+what the chat template must be given for the prompt that answers were trained after, under the key
+that some published models use; servers need flags for it (`finetune.data.switch`).
 """
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finetune.data.switch import TEMPLATE_KWARGS
 from finetune.errors import ModelError
 
 if TYPE_CHECKING:
@@ -27,10 +30,12 @@ class Stops:
     Attributes:
         trained: Tokens that end the trained answers, the usual one first.
         base: Tokens at which the base model stops.
+        template_kwargs: What the chat template must be given for the prompt of these answers.
     """
 
     trained: tuple[int, ...]
     base: tuple[int, ...]
+    template_kwargs: Mapping[str, bool] = field(default_factory=dict)
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -98,9 +103,24 @@ def read_generation_config(folder: Path) -> dict[str, Any] | None:
     return fields
 
 
-def write_generation_config(folder: Path, fields: Mapping[str, Any], ids: tuple[int, ...]) -> None:
-    """Write a folder's generation config, which stops at these tokens."""
-    text = json.dumps(with_eos(fields, ids), indent=2) + "\n"
+def template_kwargs_in(folder: Path) -> dict[str, bool]:
+    """Return what a folder's generation config says that the chat template must be given.
+
+    Raises:
+        ModelError: The file is damaged.
+    """
+    found = (read_generation_config(folder) or {}).get(TEMPLATE_KWARGS, {})
+    if not isinstance(found, dict) or not all(type(value) is bool for value in found.values()):
+        raise _damaged(folder / GENERATION_CONFIG, f"{TEMPLATE_KWARGS} is {found!r}")
+    return found
+
+
+def write_generation_config(folder: Path, fields: Mapping[str, Any], stops: Stops) -> None:
+    """Write a folder's generation config, with where to stop and what the template is given."""
+    written = with_eos(fields, stops.ids)
+    if stops.template_kwargs:
+        written[TEMPLATE_KWARGS] = dict(stops.template_kwargs)
+    text = json.dumps(written, indent=2) + "\n"
     (folder / GENERATION_CONFIG).write_text(text)
 
 
@@ -122,9 +142,10 @@ def merge_generation_config(base: Path, adapter: Path, folder: Path) -> None:
     stops = Stops(
         trained=eos_ids(trained, source=adapter / GENERATION_CONFIG),
         base=eos_ids(fields, source=base / GENERATION_CONFIG),
+        template_kwargs=template_kwargs_in(adapter),
     )
-    if stops.ids and stops.ids != stops.base:
-        write_generation_config(folder, fields, stops.ids)
+    if (stops.ids and stops.ids != stops.base) or stops.template_kwargs:
+        write_generation_config(folder, fields, stops)
 
 
 def _damaged(file: Path, problem: str) -> ModelError:

@@ -26,7 +26,7 @@ from finetune.data.tokenize import Encoder, Fate, check_is_fast
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-_CACHE_VERSION = 8
+_CACHE_VERSION = 9
 _BLOCK_BYTES = 2**22
 _LIST = "arrays.json"
 _ARRAYS = {
@@ -142,6 +142,7 @@ def cache_key(
         "seq_len": encoder.seq_len,
         "loss_on": encoder.loss_on,
         "too_long": encoder.too_long,
+        "empty_think": encoder.empty_think,
         "template": tokenizer.chat_template,
         "special": special,
         **settings,

@@ -6,12 +6,12 @@ loss. Text after the last end of turn (a newline in ChatML) is left out: nothing
 `finetune.data.spans` finds where answers are.
 
 Where an answer starts. It starts where the generation prompt for the turns before it ends; that
-prompt must be a prefix of the whole rendering. The prompt is the one used to generate:
-`add_generation_prompt=True` and `enable_thinking=False`. Qwen3's template has a trap: it writes an
-empty think block before the last answer, and none before earlier ones. That block is part of the
-prompt and has no loss. Two cases start from the prompt with thinking on: an answer with reasoning
-of its own, and earlier turns, whose think block the template itself leaves out. A template for
-which no prefix fits is refused.
+prompt must be a prefix of the whole rendering. Where a template has a variable that turns reasoning
+off, answers without reasoning follow the prompt with it off. Qwen3's template has a trap: it writes
+an empty think block before the last answer, and none before earlier ones. That block is part of the
+prompt and has no loss, unless `data.empty_think` is `learn`. Two cases start from the prompt with
+reasoning on: an answer with reasoning of its own, and earlier turns, whose think block the template
+itself leaves out. A template for which no prefix fits is refused.
 
 Which tokens. A rendering is tokenised once. If a token spans the start of the last answer, the two
 sides are tokenised separately, so that the tokens before that answer are exactly those that the
@@ -32,13 +32,15 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from finetune.data.chat_template import refused, render
+from finetune.data.chat_template import NO_SETTINGS, refused, render
 from finetune.data.rows import Classified, Conversation, Document, LossOn, Message
 from finetune.data.sources import RowError
 from finetune.data.spans import Rendering, Shapes, Span, render_answers
+from finetune.data.switch import Switch, switch_of
 from finetune.data.tagged import Tagged
 from finetune.data.teacher import TopTokens
 from finetune.errors import DataError
+from finetune.recipe.data_section import EmptyThink
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -57,6 +59,8 @@ class Example:
         source: Of the row.
         is_truncated: Whether the row was cut at its right.
         end_ids: The tokens that end its answers, of those that were not cut off.
+        kinds: What a user should know of the prompts of what is learned: kinds of
+            `finetune.data.switch`.
         value: Of an answer that is compared with others; of a text with a class its number; else
             None.
         reference: Its log-probability by the reference, in nats; None where that is not known.
@@ -70,6 +74,7 @@ class Example:
     source: str
     is_truncated: bool
     end_ids: tuple[int, ...] = ()
+    kinds: tuple[str, ...] = ()
     value: float | None = None
     reference: float | None = None
     logprobs: "NDArray[np.float32] | None" = None
@@ -109,16 +114,34 @@ class Encoder:
         seq_len: Most tokens of an example.
         loss_on: What is learned.
         too_long: What is done with rows of more tokens.
+        empty_think: Whether an empty think block is of the prompt, or learned.
     """
 
     tokenizer: "PreTrainedTokenizerBase"
     seq_len: int
     loss_on: LossOn
     too_long: TooLong
+    empty_think: EmptyThink
     _shapes: Shapes = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_shapes", Shapes(tokenizer=self.tokenizer))
+        """Learn of the template, which must write a block where one is to be learned."""
+        shapes = Shapes(tokenizer=self.tokenizer, empty_think=self.empty_think)
+        object.__setattr__(self, "_shapes", shapes)
+        if self.empty_think == "learn" and (
+            shapes.switch is None or shapes.switch.default is False
+        ):
+            raise DataError(
+                "data.empty_think is learn, and the chat template has no empty think block that"
+                " servers leave out by default",
+                limit="a block is learned where turning reasoning off adds it to the prompt",
+                hint="`data.empty_think: prompt`",
+            )
+
+    @property
+    def switch(self) -> Switch | None:
+        """The template's variable for reasoning."""
+        return self._shapes.switch
 
     def encode(self, row: Conversation) -> tuple[Fate, list[Example]]:
         """Tokenise a row, and mark what is learned; several examples if it was split.
@@ -239,14 +262,16 @@ class Encoder:
         ids, answers = _tokenise(rendering.text, spans, self.tokenizer, source=row.source)
         input_ids = np.array(ids, dtype=np.int32)
         labels = np.full_like(input_ids, IGNORE_INDEX)
-        taken = [part for part, span in zip(answers, spans, strict=True) if span.turn in learned]
-        for tokens in [range(len(ids))] if self.loss_on == "all" else taken:
+        taken = [span for span in spans if span.turn in learned] if self.loss_on != "all" else []
+        parts = [part for part, span in zip(answers, spans, strict=True) if span in taken]
+        for tokens in [range(len(ids))] if self.loss_on == "all" else parts:
             labels[tokens.start : tokens.stop] = input_ids[tokens.start : tokens.stop]
         return _Whole(
             input_ids=input_ids,
             labels=labels,
             source=row.source,
             ends=tuple(tokens[-1] for tokens in answers),
+            kinds=tuple(dict.fromkeys(kind for span in taken for kind in span.kinds)),
         )
 
     def _parts(self, whole: "_Whole") -> Iterator[Example]:
@@ -266,17 +291,22 @@ class Encoder:
                 source=whole.source,
                 is_truncated=length > self.seq_len and self.too_long == "truncate",
                 end_ids=tuple(int(whole.input_ids[e]) for e in whole.ends if start < e < part.stop),
+                kinds=whole.kinds,
             )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Whole:
-    """The tokens of a text, before they are cut; `ends` are the places of its answers' ends."""
+    """The tokens of a text, before they are cut; `ends` are the places of its answers' ends.
+
+    `kinds` are those of its examples.
+    """
 
     input_ids: "NDArray[np.int32]"
     labels: "NDArray[np.int32]"
     source: str
     ends: tuple[int, ...]
+    kinds: tuple[str, ...]
 
     @property
     def num_loss_tokens(self) -> int:
@@ -298,26 +328,46 @@ def encode(
         DataError: The template cannot render the row, or the start or end of an answer cannot be
             found in the rendering.
     """
-    encoder = Encoder(tokenizer=tokenizer, seq_len=seq_len, loss_on=loss_on, too_long="truncate")
+    encoder = Encoder(
+        tokenizer=tokenizer,
+        seq_len=seq_len,
+        loss_on=loss_on,
+        too_long="truncate",
+        empty_think="prompt",
+    )
     return encoder.last(conversation)
 
 
 def render_prompt(
-    conversation: Conversation, tokenizer: "PreTrainedTokenizerBase"
-) -> tuple[tuple[int, ...], str]:
-    """Return the tokens before the last answer, and that answer, to generate and compare."""
-    last = _render(conversation, Shapes(tokenizer=tokenizer))[-1]
+    conversation: Conversation, tokenizer: "PreTrainedTokenizerBase", *, empty_think: EmptyThink
+) -> tuple[tuple[int, ...], str, str]:
+    """Return the tokens before the last answer, that answer, and what the template was given.
+
+    What it was given is a setting such as `enable_thinking=False`; "" where that is the default.
+    """
+    shapes = Shapes(tokenizer=tokenizer, empty_think=empty_think)
+    last = _render(conversation, shapes)[-1]
     answers = [message.content for message in conversation.messages if message.role == "assistant"]
-    return tuple(_ids(last.text[: last.spans[-1].start], tokenizer)), answers[-1]
+    span, switch = last.spans[-1], shapes.switch
+    values = [value for value in (False, True) if switch and switch.kind(value=value) in span.kinds]
+    given = f"{switch.name}={values[0]}" if switch and values else ""
+    return tuple(_ids(last.text[: span.start], tokenizer)), answers[-1], given
 
 
 def prompt_ids(
-    messages: Sequence[Message], tokenizer: "PreTrainedTokenizerBase", *, source: str
+    messages: Sequence[Message],
+    tokenizer: "PreTrainedTokenizerBase",
+    *,
+    source: str,
+    empty_think: EmptyThink,
 ) -> tuple[int, ...]:
-    """Return the tokens from which the model answers `messages`, without thinking."""
+    """Return the tokens from which the model answers `messages`, as rows without reasoning do."""
     if tokenizer.chat_template is None:
         return tuple(_ids(_plain_prompt(messages, tokenizer, source=source), tokenizer))
-    text = render(messages, tokenizer, source=source, is_prompt=True, is_thinking=False)
+    switch = switch_of(tokenizer)
+    is_off = switch is not None and empty_think == "prompt"
+    settings = switch.settings(value=False) if switch and is_off else NO_SETTINGS
+    text = render(messages, tokenizer, source=source, is_prompt=True, settings=settings)
     return tuple(_ids(text, tokenizer))
 
 

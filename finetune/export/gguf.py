@@ -21,6 +21,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from finetune.data.stops import template_kwargs_in
+from finetune.data.switch import server_flags
 from finetune.errors import MergeError
 from finetune.export.checkpoint_files import (
     TOKENIZER_CONFIG,
@@ -112,6 +114,8 @@ def export_gguf(
         flush(made)
         require_free(file)
         made.rename(file)
+        kwargs = template_kwargs_in(folder)
+    notes += server_flags(kwargs, file=str(file), programs=("llama.cpp", "Ollama"))
     return Exported(file=file, num_bytes=file.stat().st_size, notes=notes)
 
 

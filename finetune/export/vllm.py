@@ -28,7 +28,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from finetune.data.stops import GENERATION_CONFIG
+from finetune.data.stops import GENERATION_CONFIG, template_kwargs_in
+from finetune.data.switch import vllm_flag
 from finetune.errors import CheckpointError, ConfigError
 from finetune.files.adapter import (
     CONFIG_FILE,
@@ -138,6 +139,8 @@ def write_vllm_adapter(
     serve = f"vllm serve BASE --enable-lora --max-lora-rank {max(ranks)}"
     if has_stops:  # by default vLLM reads the tokens to stop at from the base
         serve += f" --generation-config {out}"
+    if kwargs := template_kwargs_in(adapter):
+        serve += f" {vllm_flag(kwargs)}"
     return _readers(adapter, out, serve=serve, has_split_experts=has_split)
 
 

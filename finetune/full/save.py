@@ -50,4 +50,4 @@ def save_model(
         model.save_pretrained(str(partial), state_dict=state, max_shard_size=SHARD_SIZE)
         tokenizer.save_pretrained(str(partial))
         fields = model.generation_config.to_diff_dict() if model.generation_config else {}
-        write_generation_config(partial, fields, stops.ids)
+        write_generation_config(partial, fields, stops)

@@ -22,6 +22,7 @@ DataFormat = Literal[
     "classified",
     "tagged",
 ]
+EmptyThink = Literal["prompt", "learn"]
 FORMAT_COLUMNS = {
     "messages": (("messages",), ("tools", "system")),
     "sharegpt": (("conversations",), ("tools", "system")),
@@ -197,6 +198,12 @@ class DataSection(Section):
         description="Tokens that the loss is taken on: of every answer, of the last one, or all."
         " `train: false` in a turn leaves its answer out.",
     )
+    empty_think: EmptyThink = Field(
+        default="prompt",
+        description="The empty think block that a chat template writes before answers without"
+        " reasoning: part of the `prompt`, which a server sends only if it is set to, or `learn`ed"
+        " with the answer, after the prompt that servers send by default.",
+    )
     packing: Literal["auto", "on", "off"] = Field(
         default="auto",
         description="Whether short rows share a sequence, none seeing another. A step then has"
@@ -223,6 +230,7 @@ class DataSection(Section):
             "loss_on": self.loss_on != "assistant",
             "system": self.system is not None,
             "too_long": self.too_long != "truncate",
+            "empty_think": self.empty_think != "prompt",
         }
         return tuple(name for name, is_changed in changed.items() if is_changed)
 

@@ -31,7 +31,9 @@ _PATHS = (
 )
 
 
-def model_card(recipe: Recipe, run_dir: Path, config: "PretrainedConfig", *, data_hash: str) -> str:
+def model_card(
+    recipe: Recipe, run_dir: Path, config: "PretrainedConfig", *, data_hash: str, prompt: str
+) -> str:
     """Return a finished run's card, in Markdown with the header that the hub reads.
 
     Args:
@@ -39,6 +41,7 @@ def model_card(recipe: Recipe, run_dir: Path, config: "PretrainedConfig", *, dat
         run_dir: Its directory, with its metrics and its report.
         config: Of the model.
         data_hash: Of the training rows, as tokens and labels.
+        prompt: What there is to say of the prompts that answers were trained after.
     """
     public = without_paths(recipe)
     base = public.model.path or public.model.config
@@ -53,6 +56,7 @@ def model_card(recipe: Recipe, run_dir: Path, config: "PretrainedConfig", *, dat
         header = {"base_model": base, **header}
     sources = ", ".join(source.path for source in public.data.sources)
     rows = "\n".join(f"| {name} | {value} |" for name, value in _figures(run_dir).items())
+    prompted = f"## Prompt\n\n{prompt}\n\n" if prompt else ""
     return f"""---
 {yaml.safe_dump(header, sort_keys=False).strip()}
 ---
@@ -61,7 +65,7 @@ def model_card(recipe: Recipe, run_dir: Path, config: "PretrainedConfig", *, dat
 
 {_what(recipe).format(base=f"{base} ({config.model_type})")}
 {"" if is_on_hub else unpublished.format(base=base)}
-## Measured
+{prompted}## Measured
 
 | | |
 |---|---|

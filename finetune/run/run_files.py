@@ -181,6 +181,7 @@ class SamplesContent(_Content):
     """samples_before.json and samples_after.json."""
 
     exact_match: Number
+    prompts: dict[str, Count]
 
 
 class EvaluationContent(_Content):

@@ -115,7 +115,11 @@ def read_rows(
         data = data.model_copy(update={"format": "auto"})
     rows = source_rows(data, MixSource(path=path), max_rows=data.max_rows)
     encoder = Encoder(
-        tokenizer=tokenizer, seq_len=seq_len, loss_on=data.loss_on, too_long=data.too_long
+        tokenizer=tokenizer,
+        seq_len=seq_len,
+        loss_on=data.loss_on,
+        too_long=data.too_long,
+        empty_think=data.empty_think,
     )
     first = next(iter(rows.named()), None)
     found = None if first is None else decoded(first[2])

@@ -279,7 +279,7 @@ def load_data(run: Run, facts: ModelFacts) -> Data:
     ranks.require_same("the training rows", lambda: rows.data_hash)
     others = rows.held_out  # a machine may have another file of them
     ranks.require_same("the held-out rows", lambda: "" if others is None else others.digest())
-    for note in rows.notes:
+    for note in (*rows.notes, *rows.prompted.notes):
         run.screen.note(note)
     num = recipe.adapter.num_in_rows
     rows = with_virtual_tokens(rows, first_id=facts.vocab_size, num=num)

@@ -185,8 +185,10 @@ def _held_out(
 
 
 def samples_title(when: str, answers: "Answers") -> str:
-    """Return the exact match in one line."""
-    return f"{when.capitalize()} training: {answers.exact_match:.1%} of {len(answers.rows)} right"
+    """Return the exact match in one line, and the prompts that are not the template's default."""
+    line = f"{when.capitalize()} training: {answers.exact_match:.1%} of {len(answers.rows)} right"
+    given = [name for name in answers.prompts if name]
+    return line + (f", after the prompt with {' or '.join(given)}" if given else "")
 
 
 def samples_table(when: str, answers: "Answers") -> Table:
@@ -202,5 +204,6 @@ def samples_json(answers: "Answers") -> dict[str, Any]:
     """Return all answers for samples_before.json and samples_after.json."""
     return {
         "exact_match": answers.exact_match,
+        "prompts": dict(answers.prompts),
         "rows": [{"prompt": p, "wanted": w, "got": g} for p, w, g in answers.rows],
     }

@@ -1,6 +1,7 @@
 """Answers to held-out rows before and after training, and how many match exactly."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -8,6 +9,7 @@ from torch import nn
 
 from finetune.data.rows import Conversation
 from finetune.data.tokenize import render_prompt
+from finetune.recipe.data_section import EmptyThink
 from finetune.training.generate import generate
 from offload.engine.engine import Engine
 
@@ -19,9 +21,16 @@ _SPARE_TOKENS = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answers:
-    """Answers to some rows: (prompt, wanted, got) each."""
+    """Answers to some rows.
+
+    Attributes:
+        rows: (prompt, wanted, got) of each.
+        prompts: What the chat template was given for their prompts, such as
+            `enable_thinking=False`, and how many answers followed each; "" is its default prompt.
+    """
 
     rows: tuple[tuple[str, str, str], ...]
+    prompts: Mapping[str, int]
 
     @property
     def exact_match(self) -> float:
@@ -35,6 +44,7 @@ def answer(  # noqa: PLR0913 - all that generating is
     model: nn.Module,
     engine: Engine,
     tokenizer: "PreTrainedTokenizerBase",
+    empty_think: EmptyThink,
     stop_ids: Collection[int],
     max_pass_tokens: int,
     seq_len: int,
@@ -48,13 +58,15 @@ def answer(  # noqa: PLR0913 - all that generating is
         model: The adapted model that the engine holds.
         engine: Runs it.
         tokenizer: Of the model.
+        empty_think: Whether an empty think block is of the prompt, or answered.
         stop_ids: Tokens that end an answer.
         max_pass_tokens: Tokens of a pass, padding included, that are known to fit.
         seq_len: Tokens of a row and its answer at most, as trained.
         num_past: Virtual tokens that the cache of each row begins with.
         note: Reports that the model is computed without a cache.
     """
-    prompts, wanted = zip(*(render_prompt(row, tokenizer) for row in rows), strict=True)
+    rendered = [render_prompt(row, tokenizer, empty_think=empty_think) for row in rows]
+    prompts, wanted, given = zip(*rendered, strict=True)
     longest = max(len(tokenizer.encode(text, add_special_tokens=False)) for text in wanted)
     width = num_past + max(map(len, prompts)) + longest + _SPARE_TOKENS
     model.eval()
@@ -70,16 +82,20 @@ def answer(  # noqa: PLR0913 - all that generating is
     model.train()
     got = [str(tokenizer.decode(tokens, skip_special_tokens=True)) for tokens in ids]
     asked = [_last_question(row) for row in rows]
-    return Answers(rows=tuple(zip(asked, wanted, got, strict=True)))
+    return Answers(rows=tuple(zip(asked, wanted, got, strict=True)), prompts=Counter(given))
 
 
 def answerable(
-    rows: Sequence[Conversation], tokenizer: "PreTrainedTokenizerBase", *, seq_len: int
+    rows: Sequence[Conversation],
+    tokenizer: "PreTrainedTokenizerBase",
+    *,
+    seq_len: int,
+    empty_think: EmptyThink,
 ) -> list[Conversation]:
     """Return the rows whose prompt and answer fit into the length that is trained."""
 
     def num_tokens(row: Conversation) -> int:
-        prompt, answer_text = render_prompt(row, tokenizer)
+        prompt, answer_text, _ = render_prompt(row, tokenizer, empty_think=empty_think)
         return len(prompt) + len(tokenizer.encode(answer_text, add_special_tokens=False))
 
     return [row for row in rows if num_tokens(row) + _SPARE_TOKENS <= seq_len]

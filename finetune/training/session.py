@@ -427,7 +427,11 @@ def attached(
         model=model,
         engine=engine,
         loop=loop,
-        stops=Stops(trained=data.rows.train.answer_ends, base=base_eos(model)),
+        stops=Stops(
+            trained=data.rows.train.answer_ends,
+            base=base_eos(model),
+            template_kwargs=data.rows.prompted.template_kwargs,
+        ),
         held_out=data.held_out(steps),
     )
     return session.with_references()

@@ -90,7 +90,11 @@ def write_cache(file: Path, cache_dir: Path, tokenizer_dir: str | None, num_rows
     found = load_rows(few, tokenizer, seq_len=2048, seed=0, cache_dir=cache_dir)
     store = found.train.parts[0].tokens.store
     encoder = Encoder(
-        tokenizer=tokenizer, seq_len=2048, loss_on=data.loss_on, too_long=data.too_long
+        tokenizer=tokenizer,
+        seq_len=2048,
+        loss_on=data.loss_on,
+        too_long=data.too_long,
+        empty_think=data.empty_think,
     )
     rows = source_rows(data, MixSource(path=str(file)), max_rows=None)
     settings = {"max_rows": None, "drop_duplicates": False}

@@ -33,7 +33,12 @@ def test_a_run_leaves_everything_that_was_promised(finished: Path) -> None:
     assert "Predicted peak memory" not in shown
     assert f"Details: `sluice explain {finished}`" in shown
     assert "Predicted (calibrated) against measured" in shown
-    assert "Before training: 0.0% of 4 right" in shown
+    assert "Before training: 0.0% of 4 right, after the prompt with enable_thinking=False" in shown
+    assert shown.count("40 of 40 rows are trained after the prompt with enable_thinking=False") == 1
+    samples = json.loads((finished / "samples_after.json").read_text())
+    assert samples["prompts"] == {"enable_thinking=False": 4}
+    fields = json.loads((finished / "adapter" / "generation_config.json").read_text())
+    assert fields["default_chat_template_kwargs"] == {"enable_thinking": False}
     assert f"Adapter: {finished / 'adapter'}" in shown
     report = json.loads((finished / "report.json").read_text())
     assert set(report["exact_match"]) == {"before", "after"}
@@ -80,6 +85,9 @@ def test_the_model_card_is_true_and_names_no_path_of_this_machine(
     last = json.loads((finished / "metrics.jsonl").read_text().splitlines()[-1])
     assert f"| training loss, step 6 | {last['loss']:.4f} |" in text
     assert f"| held-out loss, step 6 | {last['eval_loss']:.4f} |" in text
+    assert (
+        """vllm serve MODEL --default-chat-template-kwargs '{"enable_thinking": false}'""" in text
+    )
     after = report["exact_match"]["after"]
     assert f"| held-out answers right to the letter, after training | {after:.1%} |" in text
 

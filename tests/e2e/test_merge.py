@@ -1,5 +1,6 @@
 """A run is trained, merged and exported by the commands; plain transformers reads the result."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -32,6 +33,9 @@ def test_a_run_is_merged_and_exported(finished: Path, model_dir: Path, capsys) -
     shown = capsys.readouterr().out
     assert f"Model: {out}" in shown
     assert "rounded" not in shown
+    served = " ".join(shown.split())
+    flag = """--default-chat-template-kwargs '{"enable_thinking": false}'`"""
+    assert f"vLLM: `vllm serve {out} {flag}" in served
     base = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     before = logits(base)
     wanted = logits(PeftModel.from_pretrained(base, str(finished / "adapter")))
@@ -42,6 +46,8 @@ def test_a_run_is_merged_and_exported(finished: Path, model_dir: Path, capsys) -
     assert GenerationConfig.from_pretrained(model_dir).eos_token_id is None
     for folder in (out, finished / "adapter"):
         assert GenerationConfig.from_pretrained(folder).eos_token_id == end_id
+        fields = json.loads((folder / "generation_config.json").read_text())
+        assert fields["default_chat_template_kwargs"] == {"enable_thinking": False}
     template = AutoTokenizer.from_pretrained(out).chat_template
     assert template == AutoTokenizer.from_pretrained(model_dir).chat_template
 
@@ -51,7 +57,12 @@ def test_a_run_is_merged_and_exported(finished: Path, model_dir: Path, capsys) -
     for source in (finished, out):
         file = finished.parent / f"{source.name}.gguf"
         assert run("export", source, "--gguf", file, "--llama-cpp", clone) == 0
-        assert f"GGUF: {file}" in capsys.readouterr().out
+        shown = " ".join(capsys.readouterr().out.split())
+        assert f"GGUF: {file}" in shown
+        flag = """--chat-template-kwargs '{"enable_thinking": false}'`"""
+        assert f"llama.cpp: `llama-server -m {file} --jinja {flag}" in shown
+        assert "Ollama: `ollama run NAME --think=false`" in shown
+        assert "vLLM" not in shown
         assert file.read_bytes() == b"GGUF" + template.encode()
     names = {path.name for path in finished.parent.iterdir()}
     assert {name for name in names if "partial" in name} == set()

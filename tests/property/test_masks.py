@@ -259,15 +259,43 @@ def cuts_all_reasoning(turns: Sequence[Turn]) -> Pieces | None:
 )
 def opens_the_reasoning_in_the_prompt(turns: Sequence[Turn]) -> Pieces | None:
     pieces: Pieces = []
-    for turn in turns:
+    for number, turn in enumerate(turns):
         pieces.append(f"<|{turn.role}|>")
-        if turn.role == "assistant" and turn.thought is None:
-            return None
-        if turn.role == "assistant":
+        if turn.role == "assistant" and turn.thought is None and turn.text.startswith("<think>\n"):
+            return None  # an answer that begins with a tag which nothing closes
+        if turn.role == "assistant" and turn.thought is not None:
             text = turn.content.removeprefix("<think>\n")
             pieces += ["<think>\n", Answer(text, "</s>")]
-        else:
+        elif turn.role == "assistant" and number == len(turns) - 1:
+            empty = "\n</think>\n\n" + turn.text.lstrip("\n")
+            pieces += ["<think>\n", Answer(empty, "</s>")]
+        else:  # an answer without reasoning is learned in a text that ends with it
             pieces += [turn.text, "</s>"]
+    return pieces
+
+
+@template(
+    "{{ '<s>' }}{% for m in messages %}{% if m.role == 'assistant' %}{{ '<|assistant|>'"
+    " + m.content.split('</think>')[-1] + '</s>' }}{% else %}{{ '<|user|>' + m.content }}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|><think>\n' }}"
+    "{% endif %}"
+)
+def cuts_all_reasoning_and_opens_it_in_the_prompt(turns: Sequence[Turn]) -> Pieces | None:
+    pieces: Pieces = ["<s>"]
+    for number, turn in enumerate(turns):
+        if turn.role == "assistant" and turn.thought is None and turn.text.startswith("<think>\n"):
+            return None
+        if turn.role != "assistant":
+            pieces += ["<|user|>", turn.text]
+        elif number < len(turns) - 1:
+            text = turn.text if turn.thought is None else "\n\n" + turn.text
+            pieces += ["<|assistant|>", text, "</s>"]
+        elif turn.thought is None:
+            empty = "\n</think>\n\n" + turn.text.lstrip("\n")
+            pieces += ["<|assistant|>", "<think>\n", Answer(empty, "</s>")]
+        else:
+            text = turn.content.removeprefix("<think>\n")
+            pieces += ["<|assistant|>", "<think>\n", Answer(text, "</s>")]
     return pieces
 
 
@@ -395,7 +423,7 @@ def outcome(name: str, seed: int, tokenizer: PreTrainedTokenizerBase) -> str:
     assert example.input_ids.tolist() == ids, (name, seed)
     assert example.labels.tolist() == (ids if loss_on == "all" else labels), (name, seed)
     assert list(example.end_ids) == ends, (name, seed)
-    prompt, _ = render_prompt(row, tokenizer)
+    prompt, _, _ = render_prompt(row, tokenizer, empty_think="prompt")
     learned = [n for n, label in enumerate(labels) if label == IGNORE_INDEX]
     assert list(prompt) == ids[: learned[-1] + 1], (name, seed)
     return "equal"

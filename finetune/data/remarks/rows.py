@@ -27,7 +27,7 @@ REMARKS = {
     "trailing": "end with turns after their last answer, which are left out",
     "rating": "have ratings by which the rejected answer is the better one",
 }
-"""Kinds of remarks, in words."""
+"""Kinds of remarks, in words; those on prompts are said once for all sources."""
 NUM_NAMED = 3
 
 
@@ -67,6 +67,7 @@ def remark_notes(tokens: "Tokens") -> list[str]:
         + ", ".join(f"{source.name((file, line))}: {detail}" for file, line, detail in first)
         + (", ...)" if num > len(first) else ")")
         for kind, (num, first) in report.remarks.items()
+        if kind in REMARKS
     ]
 
 

@@ -240,7 +240,21 @@ def answers(run_dir: Path) -> list[Answer]:
 def _samples(run_dir: Path) -> str:
     rows = [(one.prompt, one.wanted, one.before, one.after) for one in answers(run_dir)]
     title, heads = "Answers to held-out rows", ("prompt", "wanted", "before training", "after")
-    return f"<h2>{title}</h2>\n{table(title, heads, rows)}" if rows else ""
+    if not rows:
+        return ""
+    return f"<h2>{title}</h2>\n<p>{escape(_drawn(run_dir))}</p>\n{table(title, heads, rows)}"
+
+
+def _drawn(run_dir: Path) -> str:
+    """Return after which prompts the answers to held-out rows were drawn."""
+    files = (run_dir / "samples_before.json", run_dir / "samples_after.json")
+    found = next(read_sealed(SAMPLES, file) for file in files if file.exists())
+    said = [
+        f"{num:,} after "
+        + (f"the prompt with {given}" if given else "the chat template's default prompt")
+        for given, num in found["prompts"].items()
+    ]
+    return f"Answers were drawn: {', '.join(said)}."
 
 
 def _recipe(run_dir: Path, explanation: Explanation | None) -> str:

@@ -396,7 +396,13 @@ def _finish(session: "Session", saved: Saved) -> None:
         run.dir.path, recipe, run.dir.read_metrics(), adapter_step=step, stops=stops
     )
     data_hash = session.rows.data_hash
-    card = model_card(recipe, run.dir.path, session.model.config, data_hash=data_hash)
+    card = model_card(
+        recipe,
+        run.dir.path,
+        session.model.config,
+        data_hash=data_hash,
+        prompt=session.rows.prompted.section(),
+    )
     write_atomically(folder / MODEL_CARD, card)
     is_verbose = run.screen.is_verbose
     run.screen.show(explanation_tables(explanation) if is_verbose else run_summary(explanation))
@@ -438,7 +444,12 @@ def _sample(session: "Session", *, when: str) -> None:
     """Answer held-out rows, show some answers, and write all of them to a file."""
     run, tokenizer = session.run, session.tokenizer
     rows = session.rows.held_out_rows[: run.recipe.report.samples]
-    asked = answerable(rows, tokenizer, seq_len=run.recipe.train.seq_len)
+    asked = answerable(
+        rows,
+        tokenizer,
+        seq_len=run.recipe.train.seq_len,
+        empty_think=run.recipe.data.empty_think,
+    )
     if len(asked) < len(rows):
         run.screen.note(f"{len(rows) - len(asked)} held-out rows are too long to be asked")
     if not asked:
@@ -449,6 +460,7 @@ def _sample(session: "Session", *, when: str) -> None:
         model=session.model,
         engine=session.engine,
         tokenizer=tokenizer,
+        empty_think=run.recipe.data.empty_think,
         stop_ids=session.stops.ids,
         # without gradients a pass takes less than half of what the largest visits take
         max_pass_tokens=2 * session.steps.largest_tokens,

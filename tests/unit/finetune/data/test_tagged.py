@@ -30,7 +30,13 @@ def byte_level() -> PreTrainedTokenizerFast:
 
 
 def encoder(tokenizer: Any, *, seq_len: int = 64) -> Encoder:
-    return Encoder(tokenizer=tokenizer, seq_len=seq_len, loss_on="last", too_long="drop")
+    return Encoder(
+        tokenizer=tokenizer,
+        seq_len=seq_len,
+        loss_on="last",
+        too_long="drop",
+        empty_think="prompt",
+    )
 
 
 def tagged(words: tuple[str, ...] = WORDS, labels: tuple[int, ...] = LABELS) -> Tagged:

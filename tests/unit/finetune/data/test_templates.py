@@ -47,6 +47,12 @@ KINDS: dict[str, list[dict[str, Any]]] = {
         user("R"),
         says("B", reasoning_content="so"),
     ],
+    "written thoughts": [
+        user("Q"),
+        says("<think> hm </think> A"),
+        user("R"),
+        says("<think>\nso\n</think>\n\nB"),
+    ],
     "thought before a call": [user("Q"), CALLS | {"reasoning_content": "hm"}, RESULT, says("A")],
 }
 
@@ -75,6 +81,7 @@ M_TOOL = (
 )
 M_CALL = '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1, "b": "two"}, "id": "abcdefghi"}]</s>'
 M_RESULT = '[TOOL_RESULTS] {"content": "3", "call_id": "abcdefghi"}[/TOOL_RESULTS]'
+R1_Q, R1_R = "<|user|>Q<|assistant|><think>\n", "<|user|>R<|assistant|><think>\n"
 G_U, G_A = "<start_of_turn>user\n", "<end_of_turn>\n<start_of_turn>model\n"
 O3 = "<|start|>system<|message|>Reasoning: medium<|end|>"
 O3_Q = "<|start|>user<|message|>Q<|end|><|start|>assistant"
@@ -190,8 +197,43 @@ LEARNED: dict[tuple[str, str], list[str]] = {
     ("gpt_oss", "thought before a call"): [
         f"{O3}{O3_TOOL}{O3_Q}«{O3_HM}<|start|>assistant{O3_CALL}»{O3_RESULT}«{O3_FINAL}A<|return|>»"
     ],
+    ("r1", "one"): [f"{R1_Q}«\n</think>\n\nA<|eot|>»"],
+    ("r1", "two"): [
+        f"{R1_Q}«\n</think>\n\nA<|eot|>»",
+        f"<|user|>Q<|assistant|>A<|eot|>{R1_R}«\n</think>\n\nB<|eot|>»",
+    ],
+    ("r1", "system"): [
+        f"<|system|>Be brief.{R1_Q}«\n</think>\n\nA<|eot|>»",
+        f"<|system|>Be brief.<|user|>Q<|assistant|>A<|eot|>{R1_R}«\n</think>\n\nB<|eot|>»",
+    ],
+    ("r1", "skipped"): [f"<|user|>Q<|assistant|>A<|eot|>{R1_R}«\n</think>\n\nB<|eot|>»"],
+    ("r1", "thought"): [f"{R1_Q}«hm\n</think>\n\nA<|eot|>»"],
+    ("r1", "thoughts"): [
+        f"{R1_Q}«hm\n</think>\n\nA<|eot|>»",
+        f"<|user|>Q<|assistant|>A<|eot|>{R1_R}«so\n</think>\n\nB<|eot|>»",
+    ],
+    ("r1", "written thoughts"): [
+        f"{R1_Q}« hm </think> A<|eot|>»",
+        f"<|user|>Q<|assistant|> A<|eot|>{R1_R}«so\n</think>\n\nB<|eot|>»",
+    ],
+    ("off_by_default", "one"): ["<|user|>Q<|assistant|></think>«A<|eot|>»"],
+    ("off_by_default", "thought"): ["<|user|>Q<|assistant|><think>«\nhm\n</think>\n\nA<|eot|>»"],
+}
+LEARNED_BLOCKS: dict[tuple[str, str], list[str]] = {
+    ("qwen3", "one"): [f"{Q3}«{NO_THOUGHT}A<|im_end|>»"],
+    ("qwen3", "two"): [
+        f"{Q3}«{NO_THOUGHT}A<|im_end|>»",
+        f"{Q3}A<|im_end|>{Q3_R}«{NO_THOUGHT}B<|im_end|>»",
+    ],
+    ("qwen3", "skipped"): [f"{Q3}A<|im_end|>{Q3_R}«{NO_THOUGHT}B<|im_end|>»"],
+    ("qwen3", "tool"): [
+        f"{Q3_TOOL}{Q3}«{NO_THOUGHT}{Q3_CALL}»",
+        f"{Q3_TOOL}{Q3}{Q3_CALL}{Q3_RESULT}«{NO_THOUGHT}A<|im_end|>»",
+    ],
+    ("qwen3", "thought"): [f"{Q3}«<think>\nhm\n</think>\n\nA<|im_end|>»"],
 }
 REFUSED = {
+    ("r1", "tool"): "leaves out the tool add",
     ("chatml", "tool"): "leaves out the tool add",
     ("chatml", "thought"): "leaves out the reasoning 'hm'",
     ("llama3", "thought"): "leaves out the reasoning 'hm'",
@@ -246,6 +288,21 @@ def test_what_is_learned_is_what_is_written_by_hand(
     found = examples(tmp_path, template, row_of(kind))
     expected = [text.replace("»«", "") for text in LEARNED[template, kind]]
     assert [shown(one, tokenizer_of(template)) for one in found] == expected
+
+
+@pytest.mark.parametrize(("template", "kind"), LEARNED_BLOCKS)
+def test_an_empty_think_block_is_learned_on_request_after_the_default_prompt(
+    tmp_path: Path, template: str, kind: str
+) -> None:
+    found = examples(tmp_path, template, row_of(kind), empty_think="learn")
+    expected = [text.replace("»«", "") for text in LEARNED_BLOCKS[template, kind]]
+    assert [shown(one, tokenizer_of(template)) for one in found] == expected
+
+
+@pytest.mark.parametrize("template", ["chatml", "r1", "off_by_default"])
+def test_a_block_that_no_server_leaves_out_cannot_be_learned(tmp_path: Path, template: str) -> None:
+    with pytest.raises(DataError, match=r"empty_think is learn(.|\n)*`data.empty_think: prompt`"):
+        examples(tmp_path, template, row_of("one"), empty_think="learn")
 
 
 @pytest.mark.parametrize(("template", "kind"), REFUSED)

@@ -83,10 +83,12 @@ def test_the_tokens_before_the_answer_are_those_to_generate_from(
     )
     assert isinstance(text, str)
     assert text.endswith(NO_THINKING)
-    prompt, reference = render_prompt(row, tokenizer)
+    prompt, reference, _ = render_prompt(row, tokenizer, empty_think="prompt")
     assert list(prompt) == tokenizer(text, add_special_tokens=False)["input_ids"]
     assert masked_prefix(encoded(row, tokenizer)) == list(prompt)
-    assert prompt_ids(row.messages[:-1], tokenizer, source=row.source) == prompt
+    assert (
+        prompt_ids(row.messages[:-1], tokenizer, source=row.source, empty_think="prompt") == prompt
+    )
     assert reference == "2"
 
 
@@ -131,7 +133,7 @@ def test_a_token_across_the_start_of_the_last_answer_is_split() -> None:
     row = talk("q", "A")
     example = encoded(row, tokenizer)
     assert learned(example, tokenizer) == ["A<|im_end|>"]
-    assert masked_prefix(example) == list(render_prompt(row, tokenizer)[0])
+    assert masked_prefix(example) == list(render_prompt(row, tokenizer, empty_think="prompt")[0])
 
 
 def test_a_tokenizer_that_begins_every_text_with_a_space_cannot_split_a_token() -> None:
@@ -146,7 +148,7 @@ def test_a_token_across_the_start_of_an_earlier_answer_has_no_loss() -> None:
     row = talk("q", "A", "q", "A")
     example = encoded(row, tokenizer)
     assert learned(example, tokenizer) == ["<|im_end|>", "A<|im_end|>"]
-    assert masked_prefix(example) == list(render_prompt(row, tokenizer)[0])
+    assert masked_prefix(example) == list(render_prompt(row, tokenizer, empty_think="prompt")[0])
 
 
 @pytest.mark.parametrize(
@@ -163,7 +165,7 @@ def test_odd_beginnings_of_an_answer_leave_the_prompt_alone(
             earlier
         )
         assert len(earlier) == len(row.messages) // 2 - 1
-        assert masked_prefix(example) == list(render_prompt(row, thinking)[0])
+        assert masked_prefix(example) == list(render_prompt(row, thinking, empty_think="prompt")[0])
 
 
 def test_a_tokenizer_without_offsets_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,8 +194,11 @@ def test_without_a_template_prompt_and_answer_are_joined_and_ended() -> None:
     example = encoded(row, tokenizer)
     assert tokenizer.decode(example.input_ids.tolist()) == "Add.\n\n1+1=2<|endoftext|>"
     assert learned(example, tokenizer) == ["2<|endoftext|>"]
-    assert masked_prefix(example) == list(render_prompt(row, tokenizer)[0])
-    assert prompt_ids(row.messages[:-1], tokenizer, source="x") == render_prompt(row, tokenizer)[0]
+    assert masked_prefix(example) == list(render_prompt(row, tokenizer, empty_think="prompt")[0])
+    assert (
+        prompt_ids(row.messages[:-1], tokenizer, source="x", empty_think="prompt")
+        == render_prompt(row, tokenizer, empty_think="prompt")[0]
+    )
 
 
 def test_without_a_template_a_row_begins_as_the_tokenizer_begins_a_text() -> None:
@@ -263,7 +268,7 @@ def test_rows_of_files_learn_their_answers_from_the_prompt_to_generate_from(
     assert len(rows) >= 12
     for row in rows[:: 1 + len(rows) // 50]:
         example = encoded(row, thinking)
-        prompt, reference = render_prompt(row, thinking)
+        prompt, reference, _ = render_prompt(row, thinking, empty_think="prompt")
         assert learned(example, thinking)[-1] == reference.lstrip("\n") + "<|im_end|>"
         assert example.input_ids[: len(prompt)].tolist() == list(prompt)
         if "<think>" not in reference:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from finetune.adapter.lora import add_lora, save_adapter
-from finetune.errors import CheckpointError, ConfigError, MergeError
+from finetune.errors import CheckpointError, ConfigError, MergeError, ModelError
 from finetune.export.vllm import PER_EXPERT, write_vllm_adapter
 from finetune.recipe.sections import AdapterSection
 from tests.builders import adapter
@@ -121,6 +121,21 @@ def test_the_tokens_that_end_answers_go_along(tmp_path: Path) -> None:
     assert all(
         f"--generation-config {tmp_path / 'b'}" in line for line in readers if "serve" in line
     )
+
+
+def test_the_prompt_that_answers_were_trained_after_goes_along(tmp_path: Path) -> None:
+    base = tiny_model("qwen3_moe", **SMALL)
+    adapted(base, tmp_path / "adapter")
+    fields = {"eos_token_id": [7], "default_chat_template_kwargs": {"enable_thinking": False}}
+    file = tmp_path / "adapter" / "generation_config.json"
+    file.write_text(json.dumps(fields))
+    config = base.config.to_dict()
+    readers = write_vllm_adapter(tmp_path / "adapter", tmp_path / "a", model_config=config)
+    flag = """--default-chat-template-kwargs '{"enable_thinking": false}'"""
+    assert all(flag in line for line in readers if "serve" in line)
+    file.write_text('{"default_chat_template_kwargs": [1]}')
+    with pytest.raises(ModelError, match=r"default_chat_template_kwargs is \[1\]"):
+        write_vllm_adapter(tmp_path / "adapter", tmp_path / "b", model_config=config)
 
 
 def test_gpt_oss_keeps_its_experts_fused_and_gets_one_scale(tmp_path: Path) -> None:

@@ -24,5 +24,5 @@ def begun(folder: Path, **changes: Any) -> Path:
 def write_answers(folder: Path, when: str, *got: str) -> None:
     """Write what a model answered to rows, before or after training."""
     rows = [{"prompt": f"p{i}", "wanted": f"w{i}", "got": text} for i, text in enumerate(got)]
-    text = json.dumps({"exact_match": 0.5, "rows": rows}, indent=1)
+    text = json.dumps({"exact_match": 0.5, "prompts": {"": len(got)}, "rows": rows}, indent=1)
     (folder / f"samples_{when}.json").write_text(sealed_json(text))

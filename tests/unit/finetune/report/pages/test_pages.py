@@ -24,13 +24,18 @@ from tests.unit.finetune.report.seen import Seen, begun, specs
 def test_the_page_of_a_run_says_what_it_did_and_draws_every_step(tmp_path: Path) -> None:
     write_run(begun(tmp_path), slow_s=[1.0] * 5)
     rows = [{"prompt": f"p{i}", "wanted": "w", "got": "<b>g</b>"} for i in range(9)]
-    answers = json.dumps({"exact_match": 0.5, "rows": rows}, indent=1)
+    prompts = {"enable_thinking=False": 7, "": 2}
+    answers = json.dumps({"exact_match": 0.5, "prompts": prompts, "rows": rows}, indent=1)
     (tmp_path / "samples_after.json").write_text(sealed_json(answers))
     text = run_page(tmp_path)
     seen, drawn = Seen(text), specs(text)
     assert "5 of 12 done" in seen.text
     assert "loss 1.0000 at first, 1.0000 at last" in seen.text
     assert "<b>g</b>" in seen.text
+    assert (
+        "Answers were drawn: 7 after the prompt with enable_thinking=False, 2 after the chat"
+        " template's default prompt." in seen.text
+    )
     assert seen.tags.count("b") == seen.tags.count("summary")
     assert "p4" in seen.text
     assert "p5" not in seen.text
