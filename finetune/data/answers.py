@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from finetune.data.sources import RowError, decoded
+from finetune.data.sources import Filled, RowError, decoded
 from finetune.data.teacher import TopTokens
 from finetune.data.turns import Message, keys_read, mapping, read_turn, text
 from finetune.data.unread import find_unread_in_turns
@@ -77,13 +77,7 @@ def read_answers(
         RowError: A column is missing or of another kind, an answer is empty, or none is better.
     """
     found = _READERS[data_format](row, column, ignored)
-    roles = [turn.role for turn in found.prompt]
-    if "user" not in roles:
-        raise RowError("its prompt has no user turn")
-    if not any(turn.content.strip() for turn in found.prompt if turn.role != "system"):
-        raise RowError("empty prompt")
-    if roles[-1] == "assistant":
-        raise RowError("its prompt ends with an answer")
+    _require_prompt(found.prompt)
     names = _names(data_format, len(found.answers), column)
     for name, answer in zip(names, found.answers, strict=True):
         _require_answer(answer, name)
@@ -92,6 +86,98 @@ def read_answers(
         prompt=tuple(_asked(turn) for turn in found.prompt),
         answers=tuple(tuple(_learned(turn) for turn in answer) for answer in found.answers),
     )
+
+
+def read_completion(
+    row: Mapping[str, object], names: tuple[str, str], ignored: Sequence[str]
+) -> list[Message]:
+    """Read a prompt and its completion, of which one at least is turns; the prompt is not learned.
+
+    Args:
+        row: With both columns.
+        names: The file's names of them.
+        ignored: Keys of turns that are left out on purpose.
+
+    Raises:
+        RowError: One is missing or of another kind, or says nothing.
+    """
+    prompt, completion = (
+        _turns(row, name, role, ignored)
+        for name, role in zip(names, ("user", "assistant"), strict=True)
+    )
+    _require_prompt(prompt)
+    _require_answer(completion, names[1])
+    return [*map(_asked, prompt), *completion]
+
+
+def recast(row: Mapping[str, object], data_format: str, *, column: Column) -> Mapping[str, object]:
+    """Return a row with the columns of a format, where it has them as LLaMA-Factory names them.
+
+    A pair is there a prompt in `conversations` or `messages`, or in `instruction` and `input`, with
+    one turn or text for each answer. An answer with a label is the end of a conversation, or an
+    `output`, and its label is `kto_tag`. Any other row is returned as it is.
+
+    Source: LLaMA-Factory's data/README.md, read in 2026.
+
+    Args:
+        row: As it was read.
+        data_format: The format.
+        column: Gives the file's name of a column.
+    """
+    pair, label = (column("chosen"), column("rejected")), "kto_tag"
+    is_pair = data_format in ("preference", "rated") and all(_is_one(row, name) for name in pair)
+    is_labelled = data_format == "labelled" and label in row
+    if not (is_pair or is_labelled) or row.get(column("prompt")) is not None:
+        return row
+    fields = dict(row)
+    name = next((name for name in ("conversations", "messages") if row.get(name)), "")
+    turns = row.get(name)
+    if isinstance(turns, list):
+        del fields[name]
+        num_asked = len(turns) - is_labelled
+        fields[column("prompt")] = turns[:num_asked]
+        if is_labelled:
+            fields[column("completion")] = turns[num_asked:]
+    elif isinstance(row.get("instruction"), str) and isinstance(row.get("input") or "", str):
+        asked, extra = fields.pop("instruction"), fields.pop("input", None)
+        fields[column("prompt")] = f"{asked}\n\n{extra}" if extra else asked
+        if is_labelled and "output" in row:
+            fields[column("completion")] = fields.pop("output")
+    else:
+        return row
+    if is_labelled:
+        fields[column("label")] = fields.pop(label)
+    for name in pair if is_pair else ():
+        if isinstance(fields[name], Mapping):
+            fields[name] = [fields[name]]
+    return Filled(fields) if isinstance(row, Filled) else fields
+
+
+def is_turns(value: object) -> bool:
+    """Return whether a value is the JSON text of turns, which a column of a .csv file may be."""
+    return isinstance(value, str) and _WRITTEN_TURNS.match(value) is not None
+
+
+def _is_one(row: Mapping[str, object], name: str) -> bool:
+    """Return whether a column holds an answer, and no conversation that begins with its prompt."""
+    value = row.get(name)
+    if isinstance(value, list):
+        first = value[0] if value and isinstance(value[0], Mapping) else {}
+        return (first.get("role") or first.get("from")) in ("assistant", "gpt")
+    if isinstance(value, str):
+        return not (_is_transcript(value) or is_turns(value))
+    return isinstance(value, Mapping)
+
+
+def _require_prompt(prompt: Sequence[Message]) -> None:
+    """Check that a prompt asks something, and that it does not end with an answer."""
+    roles = [turn.role for turn in prompt]
+    if "user" not in roles:
+        raise RowError("its prompt has no user turn")
+    if not any(turn.content.strip() for turn in prompt if turn.role != "system"):
+        raise RowError("empty prompt")
+    if roles[-1] == "assistant":
+        raise RowError("its prompt ends with an answer")
 
 
 def _names(data_format: str, num: int, column: Column) -> list[str]:
@@ -279,7 +365,7 @@ def _as_turns(value: object, name: str, role: str, ignored: Sequence[str]) -> tu
     if isinstance(value, str):
         if _is_transcript(value):
             return _transcript(value, is_prompt=role == "user")
-        if not _WRITTEN_TURNS.match(value):
+        if not is_turns(value):
             return (Message(role=role, content=text({name: value}, name)),)
         value = decoded(value.encode(errors="surrogatepass"))
         if isinstance(value, RowError):

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from finetune.data.answers import read_answers
+from finetune.data.answers import is_turns, read_answers, read_completion, recast
 from finetune.data.sources import Filled, Raw, RowError, decoded
 from finetune.data.tagged import Tagged, read_tagged
 from finetune.data.teacher import TopTokens
@@ -190,7 +190,7 @@ class RowForm:
         try:
             if isinstance(row, Filled):
                 self._require_no_fills(row)
-            row = self._with_turns(row)
+            row = self._with_turns(recast(row, self.data_format, column=self.column))
             unused = self._unused(row)
             if self.data_format == "text":
                 return _document(text(row, self.column("text")), source, unused)
@@ -283,7 +283,7 @@ class RowForm:
 
         Two chat formats that share a column differ in their turns.
         """
-        keys = self._shown(data_format)
+        keys, row = self._shown(data_format), recast(row, data_format, column=self.column)
         if not all(key in row for key in keys):
             return False
         turns = row[keys[0]]
@@ -463,7 +463,10 @@ def _parse_alpaca(row: Mapping[str, object], form: RowForm) -> list[Message]:
 
 def _parse_prompt_completion(row: Mapping[str, object], form: RowForm) -> list[Message]:
     """Read the format prompt_completion."""
-    prompt, completion = (text(row, form.column(name)) for name in _COLUMNS["prompt_completion"])
+    names = form.column("prompt"), form.column("completion")
+    if any(isinstance(row.get(name), list) for name in names) or is_turns(row.get(names[0])):
+        return read_completion(row, names, form.ignored)
+    prompt, completion = (text(row, name) for name in names)
     return [Message(role="user", content=prompt), Message(role="assistant", content=completion)]
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 _TOOLS = "tools and their calls are read in chats only (`messages`, `sharegpt`)"
 _REASONING = "write it into the answer, between <think> and </think>"
 _PAIRS = "pairs of answers are learned by `objective.method: dpo` and others, or `reward`"
+_LABELS = "desired and undesired answers are learned by `objective.method: kto`"
 _SYSTEM = "make it the first turn of `messages`, or set `data.system` for all rows"
 _MEDIA = "only text is trained"
 
@@ -25,7 +26,8 @@ MEANINGS: Mapping[str, str] = {
     "thinking": _REASONING,
     "weight": "every answer counts alike",
     "train": "every answer is trained",
-    "label": "desired and undesired answers are learned by `objective.method: kto`",
+    "label": _LABELS,
+    "kto_tag": _LABELS,
     "chosen": _PAIRS,
     "rejected": _PAIRS,
     "system": _SYSTEM,

@@ -27,7 +27,7 @@ FORMAT_COLUMNS = {
     "messages": (("messages",), ("tools", "system")),
     "sharegpt": (("conversations",), ("tools", "system")),
     "alpaca": (("instruction", "output"), ("input", "system")),
-    "prompt_completion": (("prompt", "completion"), ("system",)),
+    "prompt_completion": (("prompt", "completion"), ("tools", "system")),
     "text": (("text",), ()),
     "preference": (
         ("chosen", "rejected"),

@@ -241,7 +241,7 @@ def test_every_row_that_is_shown_is_read(block: Block, tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text(block.text)
     first = json.loads(block.text.splitlines()[0])
-    if {"chosen", "completions", "label"} & {*first}:
+    if {"chosen", "completions", "label", "kto_tag"} & {*first}:
         form = RowForm(
             path=str(file),
             data_format="auto",

@@ -51,6 +51,10 @@ def said(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
+def shared(speaker: str, value: str) -> dict[str, str]:
+    return {"from": speaker, "value": value}
+
+
 ASKED = [said("user", "hi"), said("assistant", "yes?"), said("user", "1+1")]
 PAIR = [
     (chat("hi", "yes?", "1+1", "2"), "2<|im_end|>", 1.0),
@@ -93,6 +97,17 @@ PAIR = [
             "chosen": json.dumps([*ASKED, said("assistant", "2")]),
             "rejected": json.dumps([*ASKED, said("assistant", "3")]),
         },
+        {
+            "conversations": [shared("human", "hi"), shared("gpt", "yes?"), shared("human", "1+1")],
+            "chosen": shared("gpt", "2"),
+            "rejected": shared("gpt", "3"),
+        },
+        {"messages": ASKED, "chosen": said("assistant", "2"), "rejected": [said("assistant", "3")]},
+        {
+            "chosen": [*ASKED, said("assistant", "2")],
+            "rejected": [*ASKED, said("assistant", "3")],
+            "messages": [*ASKED, said("assistant", "2")],
+        },
     ],
     ids=[
         "prompt",
@@ -103,10 +118,69 @@ PAIR = [
         "prompt as HH's",
         "prompt, and HH's",
         "JSON of turns",
+        "as LLaMA-Factory's",
+        "as LLaMA-Factory's, with roles",
+        "implicit, with messages",
     ],
 )
 def test_a_pair_is_two_examples_of_one_prompt(tmp_path: Path, row: dict[str, Any]) -> None:
     assert shown(load(tmp_path, [row], "preference")) == PAIR
+
+
+def test_a_pair_under_an_instruction_is_read_as_llama_factory_writes_it(tmp_path: Path) -> None:
+    row = {"instruction": "Add.", "input": "1 1", "chosen": "2", "rejected": "3"}
+    bare = {"instruction": "Add.", "chosen": "2", "rejected": "3"}
+    named = row | {"good": "2", "bad": "3"}
+    named = {key: value for key, value in named.items() if key not in ("chosen", "rejected")}
+    columns = {"chosen": "good", "rejected": "bad"}
+    for found in (
+        load(tmp_path, [row], "preference"),
+        load(tmp_path, [named], "preference", columns=columns, format="preference"),
+        load(tmp_path, [row], "rated", too_long="drop"),
+    ):
+        assert [text for text, *_ in shown(found)] == [
+            chat("Add.\n\n1 1", "2"),
+            chat("Add.\n\n1 1", "3"),
+        ]
+        assert not found.unused_columns
+    assert shown(load(tmp_path, [bare], "preference"))[0][0] == chat("Add.", "2")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"conversations": [shared("human", "1+1"), shared("gpt", "2")]},
+        {"messages": [said("user", "1+1"), said("assistant", "2")]},
+        {"instruction": "1+1", "input": "", "output": "2"},
+    ],
+)
+@pytest.mark.parametrize(("tag", "value"), [(True, 1.0), (False, 0.0), ("true", 1.0)])
+def test_an_answer_with_a_kto_tag_is_read(
+    tmp_path: Path, row: dict[str, Any], tag: object, value: float
+) -> None:
+    found = load(tmp_path, [row | {"kto_tag": tag}], "labelled")
+    assert shown(found) == [(chat("1+1", "2"), "2<|im_end|>", value)]
+    columns = {"label": "kto_tag"}
+    again = load(tmp_path, [row | {"kto_tag": tag}], "labelled", columns=columns, format="labelled")
+    assert shown(again) == shown(found)
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({"conversations": [shared("human", "q")], "kto_tag": True}, "its prompt has no user turn"),
+        (
+            {"conversations": [shared("human", "q"), shared("gpt", "a")], "kto_tag": "maybe"},
+            "neither true nor false",
+        ),
+        ({"kto_tag": True, "conversations": []}, "fit no format|no key"),
+    ],
+)
+def test_a_kto_row_that_says_nothing_is_refused(
+    tmp_path: Path, row: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(DataError, match=problem):
+        load(tmp_path, [row], "labelled")
 
 
 def test_pairs_whose_ratings_contradict_them_are_counted_and_named(tmp_path: Path) -> None:

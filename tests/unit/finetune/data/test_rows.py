@@ -9,6 +9,7 @@ import datasets
 import pytest
 
 from finetune.data.rows import Conversation, LossOn, Message
+from finetune.data.tokenize import learned_turns
 from finetune.errors import DataError
 from tests.conversations import read_conversations
 
@@ -67,6 +68,63 @@ def test_each_format_becomes_the_same_conversation_named_or_detected(
     (conversation,) = read(file, data_format if is_named else "auto")
     assert turns(conversation) == QA
     assert conversation.source == f"{file}:1"
+
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
+CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
+
+
+@pytest.mark.parametrize("data_format", ["prompt_completion", "auto"])
+def test_a_prompt_and_its_completion_may_be_turns_of_which_the_completion_is_learned(
+    tmp_path: Path, data_format: str
+) -> None:
+    asked, answered = GOOD_ROWS["messages"]["messages"]
+    earlier = [{"role": "system", "content": "Add."}, asked, {"role": "assistant", "content": "3"}]
+    rows: list[dict[str, Any]] = [
+        {"prompt": [asked], "completion": [answered]},
+        {"prompt": [asked], "completion": "2"},
+        {"prompt": [*earlier, asked], "completion": [answered]},
+        {
+            "prompt": [asked],
+            "completion": [CALL, {"role": "tool", "content": "2"}, answered],
+            "tools": [TOOL],
+        },
+    ]
+    as_text = [{key: json.dumps(value) for key, value in rows[2].items()}]
+    (written,) = read(write_jsonl(tmp_path / "text.jsonl", as_text), data_format)
+    one, mixed, long, called = read(write_jsonl(tmp_path / "rows.jsonl", rows), data_format)
+    assert turns(one) == turns(mixed) == QA
+    assert turns(written) == turns(long)
+    assert [message.role for message in long.messages] == [
+        *("system", "user", "assistant", "user", "assistant")
+    ]
+    assert learned_turns(long, "assistant") == {4}
+    assert learned_turns(called, "assistant") == {1, 3}
+    assert learned_turns(called, "last") == {3}
+    assert [tool["function"]["name"] for tool in called.tools] == ["add"]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completion", "problem"),
+    [
+        ([], [{"role": "assistant", "content": "2"}], "its prompt has no user turn"),
+        ([{"role": "user", "content": " "}], "2", "empty prompt"),
+        ([{"role": "user", "content": "q"}], [], "'completion' is empty"),
+        ("q", [{"role": "user", "content": "q"}], "'completion' begins with a turn of the user"),
+        (
+            [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}],
+            "2",
+            "its prompt ends with an answer",
+        ),
+        ([{"role": "user", "content": "q"}], 2, "'completion' must be text or a list of turns"),
+    ],
+)
+def test_turns_of_a_prompt_or_completion_that_say_nothing_are_refused(
+    tmp_path: Path, prompt: object, completion: object, problem: str
+) -> None:
+    row = {"prompt": prompt, "completion": completion}
+    with pytest.raises(DataError, match=problem):
+        read(write_jsonl(tmp_path / "rows.jsonl", [row]))
 
 
 def test_an_alpaca_input_follows_the_instruction_after_a_blank_line(tmp_path: Path) -> None:
