@@ -1,4 +1,8 @@
-"""Every shipped recipe trains: with its own settings, on a tiny model of the same type."""
+"""Every shipped recipe trains two steps, on two narrow layers of its model with all of its tokens.
+
+Its settings are its own but for lengths: a step has two micro-batches of at most 512 tokens, and
+what is counted in steps is due in each. The quickstart's recipes have their own model and rows.
+"""
 
 import json
 from pathlib import Path
@@ -6,90 +10,117 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.model.config import read_config
 from finetune.recipe.load import load_recipe
-from finetune.recipe.recipe import shipped_recipes
+from finetune.recipe.recipe import Recipe, shipped_recipes
 from tests.doubles import tiny_tokenizer
-from tests.e2e.runs import adapter, losses, run
+from tests.e2e.runs import adapter, losses, rows_of, run
 from tests.tiers import mostly_slow
 
+MOST_TOKENS = 512  # of a micro-batch
+NUM_LAYERS = 2
 SIZES = {
-    "hidden_size": 32,
+    "hidden_size": 64,
     "intermediate_size": 48,
     "moe_intermediate_size": 16,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": NUM_LAYERS,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 8,
+    "head_dim": 16,
     "num_experts": 4,
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
-    "query_pre_attn_scalar": 8,
+    "query_pre_attn_scalar": 16,
 }
-ROWS: dict[str, dict[str, Any]] = {
-    "sft": {"prompt": "what follows {}", "completion": "more"},
-    "dpo": {"prompt": "what follows {}", "chosen": "more", "rejected": "less"},
-    "kto": {"prompt": "what follows {}", "completion": "more", "label": True},
-}
-PUBLISHED = [
-    name
-    for name in shipped_recipes()
-    if "/" in str(load_recipe(name, [], check_files=False).model.path or "")
-    and not name.startswith("quickstart")
-]
 
 
-def shrunk(shape: dict[str, Any], vocab_size: int) -> dict[str, Any]:
-    """Return the config of a tiny model of the same type and kind."""
+def shrunk(shape: dict[str, Any]) -> dict[str, Any]:
+    """Return the config of two narrow layers of the same type, with each kind of layer there is."""
     small = {key: SIZES.get(key, value) for key, value in shape.items()}
-    small |= {"vocab_size": vocab_size, "max_position_embeddings": 128}
     if small.get("sliding_window"):
         small["sliding_window"] = 8
-    if "layer_types" in small:
-        small["layer_types"] = small["layer_types"][: SIZES["num_hidden_layers"]]
+    if small.get("layer_types"):
+        kinds = list(dict.fromkeys(small["layer_types"]))
+        small["layer_types"] = (kinds * NUM_LAYERS)[:NUM_LAYERS]
     return small
 
 
-def tiny_model(name: str, folder: Path) -> Path:
-    """Write a model of a recipe's type, tiny and random, with a tokenizer."""
+def tiny_model(recipe: Recipe, folder: Path) -> list[str]:
+    """Write such a model, if the recipe's has weights, or its config; return the settings."""
+    shape = shrunk(read_config(recipe.model))
     tokenizer = tiny_tokenizer()
-    shape = shrunk(read_config(load_recipe(name, [], check_files=False).model), len(tokenizer))
+    tokenizer.save_pretrained(folder)
+    if recipe.model.path is None:
+        (folder / "shape.yaml").write_text(yaml.safe_dump(shape))
+        return [f"model.config={folder / 'shape.yaml'}", f"model.tokenizer={folder}"]
     torch.manual_seed(0)
     config = AutoConfig.for_model(shape.pop("model_type"), **shape)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, recipe.model.dtype))
+    model.save_pretrained(folder)
+    return [f"model.path={folder}"]
 
 
-def written_rows(method: str, file: Path) -> Path:
-    row = ROWS[method]
-    rows = [row | {"prompt": row["prompt"].format(n)} for n in range(40)]
-    if method == "kto":
-        rows = [one | {"label": n % 2 == 0} for n, one in enumerate(rows)]
-    file.write_text("".join(json.dumps(one) + "\n" for one in rows))
+def written_rows(recipe: Recipe, file: Path) -> Path:
+    """Write rows of several lengths, with the recipe's columns."""
+    data, rows = recipe.data, list[dict[str, Any]]()
+    asked, answered = data.prompt_column or "prompt", data.completion_column or "completion"
+    for number in range(200):
+        prompt, more = f"what follows {number}", "more " * (number % 7)
+        row: dict[str, Any] = {asked: prompt}
+        if recipe.objective.method == "dpo":
+            row |= {"chosen": f"{more}{number + 1}", "rejected": f"{more}{number}"}
+        else:
+            row |= {answered: f"{more}{number + 1}"}
+        if recipe.objective.method == "kto":
+            row |= {"label": number % 2 == 0}
+        rows.append(row)
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
 
 
-@pytest.mark.parametrize("name", mostly_slow(PUBLISHED, "qwen3_8b_dpo_4090"))
-def test_a_shipped_recipe_trains_two_steps_of_a_tiny_model(
+def lengths(recipe: Recipe) -> list[str]:
+    """Return the settings of two steps of two micro-batches."""
+    train, size = recipe.train, recipe.train.sequences
+    seq_len = min(train.seq_len, MOST_TOKENS // size)
+    per_step = {"grad_accum_steps": 2}
+    if train.tokens_per_step is not None:
+        per_step = {"tokens_per_step": 2 * size * seq_len}
+    due = [
+        f"output.{name}=1"
+        for name in ("checkpoint_every", "eval_every")
+        if getattr(recipe.output, name) is not None
+    ]
+    return [
+        *(f"train.{name}={value}" for name, value in per_step.items()),
+        *(f"train.seq_len={seq_len}", "train.steps=2", "train.warmup_steps=0", *due),
+    ]
+
+
+@pytest.mark.parametrize("name", mostly_slow([*shipped_recipes()], "gsm8k_lora"))
+def test_a_shipped_recipe_trains_two_steps(
     name: str, tmp_path: Path, cache: Path, machine_file: Path
 ) -> None:
     recipe = load_recipe(name, [], check_files=False)
-    settings = [
-        f"model.path={tiny_model(name, tmp_path / 'model')}",
-        f"data.path={written_rows(recipe.objective.method, tmp_path / 'rows.jsonl')}",
-        f"output.dir={tmp_path / 'run'}",
-        *("train.seq_len=64", "train.tokens_per_step=256", "train.steps=2"),
-        *("data.eval_frac=0.2", "data.num_workers=0", "output.eval_every=1"),
-        *("output.checkpoint_every=1", "train.warmup_steps=0", "offload.device=cpu"),
-        "model.dtype=float32",  # of the rates that were measured
-    ]
-    assert run("finetune", name, *settings, "--machine", machine_file) == 0
+    settings = ["offload.device=cpu", f"output.dir={tmp_path / 'run'}"]
+    if name.startswith("quickstart"):
+        settings += ["train.steps=2", "train.warmup_steps=0", "output.eval_every=1"]
+        settings += [
+            "output.checkpoint_every=1",
+            *["report.samples=2"] * (recipe.report.samples > 0),
+        ]
+    else:
+        rows = written_rows(recipe, tmp_path / "rows.jsonl")
+        settings += [f"data.path={rows}", *tiny_model(recipe, tmp_path / "model"), *lengths(recipe)]
+    rates = json.loads(machine_file.read_text()) | {"dtype": recipe.model.dtype}
+    (tmp_path / "machine.json").write_text(json.dumps(rates))
+    assert run("finetune", name, *settings, "--machine", tmp_path / "machine.json") == 0
     found = losses(tmp_path / "run")
     assert len(found) == 2
     assert all(0 < loss < 20 for loss in found)
+    assert all(row["num_label_tokens"] > 0 for row in rows_of(tmp_path / "run"))
     if recipe.train.is_full:
         return
     trained = {key: value for key, value in adapter(tmp_path / "run").items() if "lora_B" in key}
@@ -97,5 +128,12 @@ def test_a_shipped_recipe_trains_two_steps_of_a_tiny_model(
     assert all(tensor.abs().max() > 0 for tensor in trained.values())  # all of B began at 0
 
 
-def test_twenty_recipes_of_published_models_are_shipped() -> None:
-    assert len(PUBLISHED) >= 20
+def test_each_recipe_of_a_published_model_is_shrunk_and_keeps_its_tokens() -> None:
+    recipes = [load_recipe(name, [], check_files=False) for name in shipped_recipes()]
+    published = [one for one in recipes if "/" in str(one.model.path) and one.model.config is None]
+    assert len(published) >= 20
+    for recipe in recipes:
+        shape = read_config(recipe.model)
+        small = shrunk(shape)
+        assert small["vocab_size"] == shape["vocab_size"]
+        assert (small["num_hidden_layers"], small["hidden_size"]) == (NUM_LAYERS, 64)
