@@ -52,7 +52,7 @@ def whole_modules(
     """
     known = _known(model, linears) if wanted else {}
     head = model.get_output_embeddings()
-    is_tied = head is not None and bool(model.config.get_text_config().tie_word_embeddings)
+    is_tied = head is not None and head.weight is model.get_input_embeddings().weight
     if is_tied and HEAD in wanted:
         raise ConfigError(
             f"adapter.modules_to_save names {HEAD}, which is {EMBEDDING} in this model",

@@ -90,6 +90,7 @@ class StepRecord:
         scaling: How the loss of the next step is scaled; None if the model does not compute in
             float16.
         is_skipped: Whether nothing was updated, because a gradient overflowed.
+        unlearned: Names of an adapter's tensors that the run's first step gave no gradient.
     """
 
     loss: float
@@ -105,6 +106,7 @@ class StepRecord:
     loss_scale: float = 1.0
     scaling: LossScale | None = None
     is_skipped: bool = False
+    unlearned: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -190,6 +192,7 @@ class Loop:
         self._model = model
         self._engine = engine
         self._update = update
+        self._has_begun = False
         self._train = train
         self._num_steps = num_steps
         self._ranks = ranks
@@ -512,6 +515,8 @@ class Loop:
         loss, grad_norm = self._update.gather(result.loss, loss_scale=request.run.loss_scale)
         if self.scaling is not None and not math.isfinite(loss):
             self._refuse_overflow(request)
+        unlearned = () if self._has_begun else self._update.without_gradient()
+        self._has_begun = True
         is_skipped = scaling is not None and not math.isfinite(grad_norm)
         if scaling is not None and is_skipped:
             scaling = self.scaling = scaling.skipped()
@@ -537,6 +542,7 @@ class Loop:
             loss_scale=request.run.loss_scale,
             scaling=None if scaling is None else self.scaling,
             is_skipped=is_skipped,
+            unlearned=unlearned,
         )
 
     def _objective_of(self, share: StepShare) -> Objective | None:

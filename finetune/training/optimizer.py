@@ -97,6 +97,9 @@ class Update(Protocol):
     def apply(self, *, lr: float) -> None:
         """Clip the gradients, update the weights with them, and let go of them."""
 
+    def without_gradient(self) -> tuple[str, ...]:
+        """Return the names of an adapter's tensors that the step gave no gradient."""
+
     def skip(self) -> str | None:
         """Let go of the gradients; return the last tensor of which one is not finite, by name."""
 
@@ -191,6 +194,10 @@ class AdapterUpdate:
             if not self._are_cards_alike:
                 self._ranks.send_from_main([weight.data for weight in self._parameters])
         self.publish()
+
+    def without_gradient(self) -> tuple[str, ...]:
+        """Return the names of tensors that the step gave no gradient, not even one of zeros."""
+        return tuple(name for name, weight in self._masters.weights.items() if weight.grad is None)
 
     def skip(self) -> str | None:
         """See `Update`; the last one is the first that the backward came to."""

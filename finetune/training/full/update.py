@@ -271,6 +271,10 @@ class FullUpdate:
 
         self._engine.updates.defer(late)
 
+    def without_gradient(self) -> tuple[str, ...]:
+        """Nothing: it is for adapters, which may be on a weight that no product uses."""
+        return ()
+
     def skip(self) -> str | None:
         """See `Update`; the layers' updates of the step before were made in this one."""
         in_order = (*self._around, *reversed(self._layer_of))  # the last layer's are found first

@@ -105,6 +105,10 @@ class ShardedUpdate:
         parameters = self._trained.values()
         update(self._optimizer, parameters, lr=lr, loraplus_ratio=self._loraplus_ratio)
 
+    def without_gradient(self) -> tuple[str, ...]:
+        """Nothing: it is for adapters, which may be on a weight that no product uses."""
+        return ()
+
     def skip(self) -> str | None:
         """See `Update`."""
         raise AssertionError("a rule of recipes: no gradient is scaled")

@@ -212,6 +212,7 @@ def train(
                 record = session.loop.complete(request, found)
             done = batch.step + 1
             report.note_if_skipped(record, step=done, note=run.screen.note)
+            report.note_unlearned(record, note=run.screen.note)
             row = report.metrics_row(record, step=done, data_wait_s=batch.wait_s, seal=seal)
             if _is_due(done, output.eval_every):
                 row |= report.evaluation_row(session.evaluation())
