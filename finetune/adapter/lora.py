@@ -2,27 +2,18 @@
 
 import copy
 import re
-import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import (
-    LoraConfig,
-    PeftConfig,
-    PeftModel,
-    get_peft_model,
-    get_peft_model_state_dict,
-    set_peft_model_state_dict,
-)
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from peft.utils import ModulesToSaveWrapper
 from peft.utils.constants import DUMMY_TARGET_MODULES
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
-from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -30,13 +21,19 @@ from finetune.adapter.expert_lora import compute_beside
 from finetune.adapter.linear_lora import compute_in_base_dtype, hold_in_bf16
 from finetune.adapter.methods import is_adapted, leave_out_draws, method_config, task_type
 from finetune.adapter.modules_to_save import Whole, whole_modules
+from finetune.adapter.saved import (
+    patterns_of_parameters,
+    put,
+    require_same_base,
+    saved_config,
+    saved_tensors,
+)
 from finetune.adapter.targets import chosen_targets
 from finetune.adapter.virtual_tokens import refuse_virtual
 from finetune.data.stops import Stops, eos_ids, write_generation_config
 from finetune.errors import CheckpointError, ConfigError, read_by_library
-from finetune.files.adapter import WEIGHTS_FILE, read_adapter_config, require_adapter_files
+from finetune.files.adapter import computed_settings, read_adapter_config
 from finetune.files.manifest import whole_folder
-from finetune.files.tensors import Place
 from finetune.model.linears import linear_modules
 from finetune.recipe.sections import AdapterSection
 from finetune.report.model_card import MODEL_CARD
@@ -48,6 +45,8 @@ from offload.plan.facts.facts import nearest
 
 ALONE = "default"
 """peft's name of an adapter that is a model's only one, and that of all adapters in files."""
+_OTHER_BASE = "name the base that the adapter was trained on"
+_OTHER_RECIPE = "the `adapter` section of the run that trained it"
 
 
 def linear_names(model: PreTrainedModel) -> tuple[str, ...]:
@@ -117,7 +116,7 @@ def add_loras(
     chosen = {name: _chosen(model, one.section) for name, one in adapters.items()}
     adapted: PeftModel | None = None
     for name, one in chosen.items():
-        with torch.random.fork_rng(devices=[]), _patterns_of_parameters():
+        with torch.random.fork_rng(devices=[]), patterns_of_parameters():
             torch.manual_seed(adapters[name].seed)
             if adapted is None:
                 adapted = get_peft_model(model, one.config, adapter_name=name)
@@ -457,30 +456,33 @@ def load_adapter(
         CheckpointError: It is damaged, or of another model.
         ModelError: Its weights are damaged.
     """
-    places = require_adapter_files(folder)
-    refuse_virtual(str(read_adapter_config(folder).get("peft_type")))
+    refuse_virtual(str(read_adapter_config(folder)["peft_type"]))
     with (
         read_by_library(
             f"{folder} cannot be put on this model",
             error=CheckpointError,
             limit="the adapter must be of this model",
-            hint="restore the adapter from a copy, or train again",
+            hint=_OTHER_BASE,
         ),
-        _patterns_of_parameters(),
+        patterns_of_parameters(),
     ):
-        warnings.filterwarnings("ignore", "Found missing adapter keys")  # refused below
+        config = saved_config(folder)
         if isinstance(model, PeftModel):
             adapted = model
-            adapted.load_adapter(str(folder), name, torch_device="cpu", local_files_only=True)
+            adapted.add_adapter(name, config)
         else:
-            adapted = PeftModel.from_pretrained(model, str(folder), name, local_files_only=True)
-    _require_same_tensors(adapted, folder, places, name=name)
+            adapted = get_peft_model(model, config, adapter_name=name)
+        tensors = saved_tensors(adapted, folder, name=name, error=CheckpointError, hint=_OTHER_BASE)
+    state = adapted.state_dict()
+    for key, tensor in tensors.base.items():
+        require_same_base(folder, key, tensor, state[key], error=CheckpointError)
+    put(adapted, tensors)
     return compute_beside(adapted)
 
 
 def add_alike(model: PeftModel, *, like: str, name: str) -> None:
     """Add an adapter with the settings of another of the model's; its values are of no meaning."""
-    with torch.random.fork_rng(devices=[]), _patterns_of_parameters():
+    with torch.random.fork_rng(devices=[]), patterns_of_parameters():
         model.add_adapter(name, copy.deepcopy(model.peft_config[like]))
     compute_beside(model)
 
@@ -527,59 +529,21 @@ def load_into(model: PeftModel, folder: Path, *, adapter: str = ALONE) -> None:
         CheckpointError: The saved one is damaged, or another kind of adapter.
         ModelError: Its weights are damaged.
     """
-    places, saved = require_adapter_files(folder), read_adapter_config(folder)
-    wanted = _require_same_tensors(model, folder, places, name=adapter)
-    for name, tensor in wanted.items():
-        if places[name].spec.shape != tuple(tensor.shape):
+    here: Any = model.peft_config[adapter]
+    there: Any = saved_config(folder)
+    kind = str(here.peft_type.value)
+    for name in ("peft_type", *sorted(computed_settings(kind))):
+        values = [getattr(one, name, None) for one in (there, here)]
+        shown, own = (sorted(v) if isinstance(v, set | list) else v for v in values)
+        if (shown or None) != (own or None):
             raise CheckpointError(
-                f"{name} is {places[name].spec.shape} in {folder}, and {tuple(tensor.shape)} here",
-                limit="a run goes on from an adapter with the same ranks",
-                hint="the `adapter` section of the run that trained it",
-            )
-    config: Any = model.peft_config[adapter]
-    scales = ("lora_alpha", "use_rslora", "use_dora", "alpha_pattern", "alpha")
-    own = {name: getattr(config, name, None) for name in scales}
-    for name, here in {"peft_type": str(config.peft_type.value), **own}.items():
-        there = saved.get(name)
-        if (there or None) != (here or None):
-            raise CheckpointError(
-                f"{name} is {there} in {folder}, and {here} in this recipe",
+                f"{name} is {shown} in {folder}, and {own} in this recipe",
                 limit="a run goes on from an adapter of the same kind and scale",
-                hint="the `adapter` section of the run that trained it",
+                hint=_OTHER_RECIPE,
             )
-    set_peft_model_state_dict(model, load_file(folder / WEIGHTS_FILE), adapter_name=adapter)
-
-
-def _require_same_tensors(
-    model: PeftModel, folder: Path, places: Mapping[str, Place], *, name: str = "default"
-) -> dict[str, torch.Tensor]:
-    """Return an adapter's tensors, if a saved one has the same.
-
-    Raises:
-        CheckpointError: It does not.
-    """
-    wanted: dict[str, torch.Tensor] = get_peft_model_state_dict(
-        model, adapter_name=name, save_embedding_layers=False
+    put(
+        model, saved_tensors(model, folder, name=adapter, error=CheckpointError, hint=_OTHER_RECIPE)
     )
-    for problem, names in (
-        ("lacks", wanted.keys() - places.keys()),
-        ("holds, and the model has no place for,", places.keys() - wanted.keys()),
-    ):
-        if names:
-            raise CheckpointError(
-                f"{folder} {problem} {len(names)} tensors, such as {min(names)}",
-                limit="an adapter answers with all of its tensors",
-                hint="restore the adapter from a copy, or train again",
-            )
-    return wanted
-
-
-@contextmanager
-def _patterns_of_parameters() -> Iterator[None]:
-    """Silence peft's warning that patterns match nothing; it checks modules, not parameters."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not match")
-        yield
 
 
 def _in_towers(model: PreTrainedModel, modules: Collection[str]) -> list[str]:

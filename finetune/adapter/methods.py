@@ -26,8 +26,6 @@ _FIELDS: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {
     "miss": ("MissConfig", {"rank": "r", "dropout": "miss_dropout"}, {}),
     "hira": ("HiraConfig", {"rank": "r", "dropout": "hira_dropout"}, {}),
 }
-KINDS = ("LORA", *(name.upper() for name in _FIELDS))
-"""What peft calls the methods in files."""
 
 
 def method_config(

@@ -84,7 +84,7 @@ def load_prefix(model: PreTrainedModel, folder: Path) -> None:
         f"{folder} cannot be put on this model",
         error=CheckpointError,
         limit="the adapter must be of this model",
-        hint="restore the adapter from a copy, or train again",
+        hint="name the model that the prefix was trained on",
     ):
         adapted = PeftModel.from_pretrained(model, str(folder), local_files_only=True)
     _put_in_front(adapted)

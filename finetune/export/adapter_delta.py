@@ -7,13 +7,11 @@ weight at a time in float32, merges it, and drops it.
 
 import math
 import warnings
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftConfig, PeftModel, PeftType
+from peft import PeftModel
 from peft.tuners.ia3.layer import IA3Layer
 from peft.tuners.lora.layer import Embedding, Linear, LoraLayer, ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -21,9 +19,15 @@ from peft.utils.other import ModulesToSaveWrapper
 from torch import nn
 from transformers import PreTrainedModel
 
-from finetune.adapter.methods import KINDS
+from finetune.adapter.saved import (
+    SavedTensors,
+    put,
+    require_same_base,
+    saved_config,
+    saved_tensors,
+)
 from finetune.errors import MergeError, read_by_library
-from finetune.files.adapter import require_adapter_files
+from finetune.files.adapter import MERGEABLE, read_adapter_config
 
 _ADAPTER = "default"
 
@@ -46,7 +50,8 @@ class Changes:
             MergeError: It is not a LoRA, has tensors that do not fit the model, or lacks some.
         """
         names = {id(module): name for name, module in model.named_modules()}
-        adapted = _adapted(model, adapter)
+        adapted, tensors = _adapted(model, adapter)
+        self._adapter, self._saved_base = adapter, tensors.base
         self._layers: dict[str, BaseTunerLayer] = {}
         self._replaced: dict[str, torch.Tensor] = {}
         for module in adapted.modules():
@@ -86,6 +91,9 @@ class Changes:
         if name in self._replaced:
             merged = self._replaced[name]
         else:
+            for key, saved in self._saved_base.items():
+                if key.replace(".base_layer.", ".").endswith(f".{name}"):
+                    require_same_base(self._adapter, name, saved, values, error=MergeError)
             merged = self._sum(self._layers[name], values.float(), first_row)
         merged = merged.to(values.dtype)
         if merged.shape != values.shape:
@@ -120,59 +128,30 @@ class Changes:
         return merged
 
 
-def _adapted(model: PreTrainedModel, adapter: Path) -> PeftModel:
+def _adapted(model: PreTrainedModel, adapter: Path) -> tuple[PeftModel, SavedTensors]:
     """Put an adapter on a model without memory, and account for each of its tensors."""
-    require_adapter_files(adapter)
-    with _put_on_base(adapter):
-        config = PeftConfig.from_pretrained(str(adapter))
-    if PeftType(config.peft_type).value not in KINDS:
+    hint = "name the base that the adapter was trained on"
+    kind = str(read_adapter_config(adapter)["peft_type"])
+    if kind not in MERGEABLE:
         raise MergeError(
-            f"{adapter} is of type {config.peft_type}",
-            limit=f"{', '.join(KINDS)} can be merged",
+            f"{adapter} is of type {kind}",
+            limit=f"{', '.join(MERGEABLE)} can be merged",
             hint="load it on its base with peft",
         )
-    config.inference_mode = True
-    with _put_on_base(adapter), warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of tied weights, and transposed ones
-        adapted = PeftModel(model, config, _ADAPTER, low_cpu_mem_usage=True)
-        _put_stand_ins(adapted)
-        report = adapted.load_adapter(
-            str(adapter),
-            _ADAPTER,
-            torch_device="cpu",
-            low_cpu_mem_usage=True,
-            local_files_only=True,
-        )
-    for problem, keys in (
-        ("holds, and the model has no place for,", report.unexpected_keys),
-        ("lacks", report.missing_keys),
-        ("lacks", [name for name, p in _own(adapted) if p.is_meta]),
+    with (
+        read_by_library(
+            f"{adapter} cannot be put on this base",
+            error=MergeError,
+            limit="it must be an adapter that fits this base",
+            hint=hint,
+        ),
+        warnings.catch_warnings(),
     ):
-        if keys:
-            raise MergeError(
-                f"{adapter} {problem} {len(keys)} tensors, such as {sorted(keys)[0]}",
-                limit="every tensor of an adapter changes one of the base",
-                hint="name the base that the adapter was trained on",
-            )
-    return adapted
-
-
-def _own(adapted: PeftModel) -> Iterator[tuple[str, nn.Parameter]]:
-    """Return the parameters that are the adapter's and not the base's."""
-    prefix = str(adapted.base_model.prefix)
-    for name, parameter in adapted.named_parameters(remove_duplicate=False):
-        if prefix in name or ".modules_to_save." in name:
-            yield name, parameter
-
-
-def _put_stand_ins(adapted: PeftModel) -> None:
-    """Give the base's parameters a device, and still no memory: peft moves adapters to it."""
-    own = {id(parameter) for _, parameter in _own(adapted)}
-    for module in adapted.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            if id(parameter) not in own:
-                zeros = torch.zeros(()).expand(parameter.shape)
-                module._parameters[name] = nn.Parameter(zeros, requires_grad=False)
+        warnings.simplefilter("ignore", UserWarning)  # of tied weights, and transposed ones
+        adapted = PeftModel(model, saved_config(adapter), _ADAPTER, low_cpu_mem_usage=True)
+        tensors = saved_tensors(adapted, adapter, name=_ADAPTER, error=MergeError, hint=hint)
+    put(adapted, tensors)
+    return adapted, tensors
 
 
 def _mergeable(layer: Any, adapter: Path) -> BaseTunerLayer:
@@ -190,13 +169,4 @@ def _mergeable(layer: Any, adapter: Path) -> BaseTunerLayer:
         limit="adapters on linear layers, embeddings and experts can be merged, without a bias that"
         " they change",
         hint="load it together with its base by peft",
-    )
-
-
-def _put_on_base(adapter: Path) -> AbstractContextManager[None]:
-    return read_by_library(
-        f"{adapter} cannot be put on this base",
-        error=MergeError,
-        limit="it must be a LoRA that fits this base",
-        hint="name the adapter's folder, and the base that it was trained on",
     )

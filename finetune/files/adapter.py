@@ -2,12 +2,21 @@
 
 If a file is missing in the folder, peft looks on the Hugging Face hub, in a repository with the
 folder's name. So both files must be there before peft is called.
+
+peft has more methods and settings than are computed here, and each version adds some. What is
+understood is listed here once, for all that reads adapters: merging, exports, scoring, answers, and
+runs that go on from an adapter. A setting that is not listed is refused by name, unless it is off.
+
+Source: the configs of peft 0.21's tuners, and how its layers read them.
 """
 
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from finetune.errors import CheckpointError
 from finetune.files.json import JsonFile
@@ -17,18 +26,19 @@ CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 ROW_TASK, TOKEN_TASK = "SEQ_CLS", "TOKEN_CLS"
 """What peft calls the task of an adapter for transformers' classification of rows, of tokens."""
 
+_SHOWN = 80
 _Rank = Annotated[int, Field(ge=1, le=2**20)]
 _Alpha = Annotated[float, Field(ge=-1e9, le=1e9, allow_inf_nan=False)]
 
 
 class _Adapter(BaseModel):
-    """The settings of an adapter that this project reads; peft checks the rest."""
+    """The settings of an adapter that this project reads; peft checks the types of the rest."""
 
     model_config = ConfigDict(extra="ignore")
 
     peft_type: Annotated[str, Field(min_length=1)]
     task_type: str | None = None
-    r: _Rank = 8
+    r: Annotated[int, Field(ge=0, le=2**20)] = 8
     lora_alpha: _Alpha = 8
     lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0
     target_modules: str | list[str] | None = None
@@ -41,6 +51,13 @@ class _Adapter(BaseModel):
     use_dora: bool = False
     lora_bias: bool = False
 
+    @field_validator("r")
+    @classmethod
+    def _require_rank(cls, value: int, info: ValidationInfo) -> int:
+        if value == 0 and info.data.get("peft_type") != "OFT":  # whose blocks have a size instead
+            raise ValueError("should be greater than or equal to 1")
+        return value
+
 
 _CONFIG = JsonFile(
     holds=_Adapter,
@@ -49,15 +66,149 @@ _CONFIG = JsonFile(
     hint="restore it from a copy, or train again",
 )
 
+# ---------------------------------------------------------------------------------------------
+# What is understood
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Method:
+    """The settings of a method of peft's that are understood.
+
+    Attributes:
+        computed: Names of settings that change what the adapter's tensors compute.
+        others: Names of settings that only describe its training, or that its tensors show too.
+        is_virtual: Whether it adds tokens in front of rows, and changes no weight.
+    """
+
+    computed: frozenset[str] = frozenset()
+    others: frozenset[str] = frozenset()
+    is_virtual: bool = False
+
+
+def _method(computed: str, others: str) -> _Method:
+    return _Method(computed=frozenset(computed.split()), others=frozenset(others.split()))
+
+
+def _virtual(others: str) -> _Method:
+    sizes = "num_virtual_tokens token_dim num_transformer_submodules num_attention_heads num_layers"
+    return _Method(others=frozenset(f"{sizes} {others}".split()), is_virtual=True)
+
+
+_OF_ALL = _method(
+    "",
+    "peft_type task_type auto_mapping peft_version base_model_name_or_path revision inference_mode"
+    " target_modules exclude_modules modules_to_save layers_to_transform layers_pattern",
+).others
+_METHODS: Mapping[str, _Method] = {
+    "LORA": _method(
+        "lora_alpha alpha_pattern use_rslora use_dora lora_bias fan_in_fan_out",
+        "r rank_pattern lora_dropout init_lora_weights target_parameters ensure_weight_tying"
+        " eva_config corda_config loftq_config lora_ga_config megatron_core qalora_group_size",
+    ),
+    "LOHA": _method(
+        "alpha alpha_pattern use_effective_conv2d",
+        "r rank_pattern rank_dropout module_dropout init_weights",
+    ),
+    "LOKR": _method(
+        "alpha alpha_pattern use_effective_conv2d decompose_both decompose_factor",
+        "r rank_pattern rank_dropout rank_dropout_scale module_dropout init_weights",
+    ),
+    "IA3": _method("feedforward_modules fan_in_fan_out", "init_ia3_weights"),
+    "VERA": _method(
+        "fan_in_fan_out",
+        "r projection_prng_key save_projection vera_dropout d_initial init_weights",
+    ),
+    "OFT": _method(
+        "coft eps block_share use_cayley_neumann num_cayley_neumann_terms fan_in_fan_out",
+        "r oft_block_size module_dropout init_weights",
+    ),
+    "MISS": _method("init_weights mini_r", "r miss_dropout"),
+    "HIRA": _method("fan_in_fan_out", "r rank_pattern hira_dropout init_weights"),
+    "PREFIX_TUNING": _virtual("encoder_hidden_size prefix_projection"),
+    "PROMPT_TUNING": _virtual(
+        "prompt_tuning_init prompt_tuning_init_text tokenizer_name_or_path tokenizer_kwargs"
+    ),
+    "P_TUNING": _virtual(
+        "encoder_reparameterization_type encoder_hidden_size encoder_num_layers encoder_dropout"
+    ),
+}
+MERGEABLE = tuple(kind for kind, method in _METHODS.items() if not method.is_virtual)
+"""What peft calls the methods that change weights."""
+
+_OFF: Collection[object] = (None, False, [], {}, "none")
+_KEEPS_BASE = (True, False, "gaussian", "orthogonal", "eva", "mica")
+"""The values of `init_lora_weights` with which LoRA leaves the base as it is."""
+
+_BY_PEFT = (
+    "with plain peft, `PeftModel.from_pretrained(BASE, ADAPTER).merge_and_unload()"
+    ".save_pretrained(DIR)` writes a whole model"
+)
+_REFUSED: Mapping[str, tuple[str, str]] = {
+    "bias": ("biases of the base were trained with it", _BY_PEFT),
+    "alora_invocation_tokens": (
+        "it is an activated LoRA, which acts only after these tokens",
+        "load it on its base with plain peft",
+    ),
+    "layer_replication": ("it is of a model that repeats layers of its base", _BY_PEFT),
+    "trainable_token_indices": ("rows of the embedding were trained with it", _BY_PEFT),
+    "save_projection": ("VeRA's projections are not in its file", _BY_PEFT),
+}
+"""What a setting means that is not understood, and the way out."""
+
+
+def computed_settings(kind: str) -> Collection[str]:
+    """Return the names of the settings that change what an adapter's tensors compute."""
+    return _METHODS[kind].computed
+
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
-    """Return the settings of an adapter.
+    """Return the settings of an adapter, all of which are understood.
 
     Raises:
-        CheckpointError: They are missing or damaged.
+        CheckpointError: They are missing or damaged, or one of them is not understood.
     """
     config: dict[str, Any] = _CONFIG.read(folder / CONFIG_FILE)
+    kind = config["peft_type"]
+    if kind not in _METHODS:
+        raise CheckpointError(
+            f"{folder} is an adapter of type {kind}",
+            limit=f"{', '.join(_METHODS)} are understood",
+            hint="load it on its base with plain peft",
+        )
+    _require_base_as_it_is(folder, config)
+    known = _OF_ALL | _METHODS[kind].computed | _METHODS[kind].others
+    refused = {name: config[name] for name in config.keys() - known if config[name] not in _OFF}
+    if config.get("save_projection") is False:
+        refused["save_projection"] = False
+    for name in sorted(refused):
+        why, hint = _REFUSED.get(name, ("it is not known what that changes", _BY_PEFT))
+        raise CheckpointError(
+            f"{folder} has {name}: {json.dumps(refused[name])[:_SHOWN]}, and {why}",
+            limit="an adapter is computed as peft computes it, or refused",
+            hint=hint,
+        )
     return config
+
+
+def _require_base_as_it_is(folder: Path, config: Mapping[str, Any]) -> None:
+    """Refuse a LoRA that belongs to other weights than those that are published.
+
+    PiSSA and its kin take what the adapter begins with out of the base. An adapter that was saved
+    as it is adds to what was left of the base, and not to the base.
+    """
+    kept = config.get("init_lora_weights", True)
+    if kept in _KEEPS_BASE:
+        return
+    raise CheckpointError(
+        f"{folder} has init_lora_weights: {json.dumps(kept)[:_SHOWN]}, so its training changed the"
+        " base before the first step, and it was not converted when it was saved",
+        limit="an adapter is added to the published weights",
+        hint="save the trained peft model again:"
+        " `model.save_pretrained(DIR, path_initial_model_for_weight_conversion=INITIAL)`, where"
+        " INITIAL is the adapter as saved before training"
+        if kept != "loftq"
+        else _BY_PEFT,
+    )
 
 
 def require_adapter_files(folder: Path) -> dict[str, Place]:
@@ -73,7 +224,9 @@ def require_adapter_files(folder: Path) -> dict[str, Place]:
         raise CheckpointError(
             f"{folder} has no {WEIGHTS_FILE}",
             limit=f"an adapter is {CONFIG_FILE} and {WEIGHTS_FILE}, and is looked for nowhere else",
-            hint="restore it from a copy, or train again",
+            hint="load it with peft and save it again: `save_pretrained(DIR)` writes safetensors"
+            if (folder / "adapter_model.bin").is_file()
+            else "restore it from a copy, or train again",
         )
     return read_known_header(weights)
 

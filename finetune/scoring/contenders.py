@@ -144,8 +144,8 @@ def waves(contenders: Sequence[Contender], facts: ModelFacts) -> tuple[tuple[Con
     """Divide contenders into as few groups as one model can hold; each is a pass of its own.
 
     peft holds two adapters together only if they are of one type, adapt the same parameters where
-    they adapt parameters (fused experts), none saves whole what the other adapts, and none has
-    trained biases, which are the base's own. The base goes where there are none.
+    they adapt parameters (fused experts), and none saves whole what the other adapts.
+    Adapters of VeRA share projections, which a key determines.
     """
     found = list[list[Contender]]()
     needs = {one.name: _Needs.of(one, facts) for one in contenders}
@@ -167,7 +167,7 @@ class _Needs:
     Attributes:
         is_base: Whether there is no adapter.
         is_alone: Whether it fits with no other adapter, nor with the base.
-        kind: peft's type of adapter.
+        kind: peft's type of adapter, and the key of VeRA's projections if it is not 0.
         parameters: What it adapts that is a parameter and no module; a run's own are not known
             before the model is loaded, and count as those of no other adapter.
         targets: Modules that it adapts.
@@ -204,9 +204,8 @@ class _Needs:
         config = read_adapter_config(one.folder)
         targets = config.get("target_modules")
         return cls(
-            is_alone=config.get("bias", "none") != "none"
-            or bool(config.get("ensure_weight_tying") and config.get("modules_to_save")),
-            kind=str(config["peft_type"]),
+            is_alone=bool(config.get("ensure_weight_tying") and config.get("modules_to_save")),
+            kind=f"{config['peft_type']} {config.get('projection_prng_key') or ''}".strip(),
             parameters=frozenset(config.get("target_parameters") or ()),
             targets=_last_names(targets) if isinstance(targets, list) else None,
             whole=_last_names(config.get("modules_to_save") or ()),
@@ -253,7 +252,7 @@ def _spec(one: Contender, recipe: Recipe, facts: ModelFacts) -> AdapterSpec:
     known, targets = linear_names(facts), config.get("target_modules")
     names = _last_names(targets) if isinstance(targets, list) else frozenset(known)
     return AdapterSpec(
-        rank=config.get("r", 8),
+        rank=config.get("r", 8) or 1,  # blocks of OFT may have a size in place of a number
         targets=tuple(name for name in known if name in names),
         experts=bool(config.get("target_parameters")) and facts.has_experts,
         is_dora=bool(config.get("use_dora")),

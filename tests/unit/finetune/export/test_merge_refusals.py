@@ -17,7 +17,7 @@ from transformers import (
 )
 from transformers.core_model_loading import revert_weight_conversion
 
-from finetune.errors import MergeError, ModelError
+from finetune.errors import CheckpointError, MergeError, ModelError
 from finetune.export import tensor_names
 from finetune.export.merge import merge
 from finetune.files.shards import INDEX
@@ -51,7 +51,7 @@ def test_an_adapter_that_lacks_a_tensor_is_refused(qwen3: SimpleNamespace) -> No
 def test_an_adapter_of_another_model_is_refused(qwen3: SimpleNamespace, tmp_path: Path) -> None:
     config = Qwen3Config(**SHAPE | {"intermediate_size": 56})
     other = publish(Qwen3ForCausalLM(config), tmp_path / "other", torch.float32)
-    with pytest.raises(MergeError, match=r"adapter cannot be put on this base \(.*Error"):
+    with pytest.raises(MergeError, match=r"adapter has .* of \(48, 4\); here it is of \(56, 4\)"):
         merge(other, qwen3.adapter, qwen3.out)
     assert not qwen3.out.exists()
 
@@ -96,7 +96,11 @@ def test_other_quantised_bases_are_refused(method: str, qwen3: SimpleNamespace) 
 def test_an_adapter_of_another_kind_is_refused(qwen3: SimpleNamespace) -> None:
     settings = {"peft_type": "BOFT", "target_modules": ["q_proj"]}
     (qwen3.adapter / "adapter_config.json").write_text(json.dumps(settings))
-    with pytest.raises(MergeError, match=r"is of type .*BOFT; LORA, .* can be merged"):
+    with pytest.raises(CheckpointError, match=r"an adapter of type BOFT; LORA, .* are understood"):
+        merge(qwen3.base, qwen3.adapter, qwen3.out)
+    settings = {"peft_type": "PROMPT_TUNING", "num_virtual_tokens": 4}
+    (qwen3.adapter / "adapter_config.json").write_text(json.dumps(settings))
+    with pytest.raises(MergeError, match=r"is of type PROMPT_TUNING; LORA, .* can be merged"):
         merge(qwen3.base, qwen3.adapter, qwen3.out)
 
 

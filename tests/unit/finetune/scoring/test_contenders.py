@@ -17,11 +17,13 @@ KINDS: dict[str, dict[str, Any]] = {
     "down": {"target_parameters": EXPERTS},
     "down too": {"target_parameters": EXPERTS, "r": 2},
     "experts": {"target_parameters": [*EXPERTS, "mlp.experts.gate_up_proj"]},
-    "bias": {"bias": "lora_only"},
     "whole": {"modules_to_save": ["norm"]},
     "whole linear": {"modules_to_save": ["model.layers.0.self_attn.v_proj"]},
     "pattern": {"target_modules": ".*_proj"},
     "ia3": {"peft_type": "IA3"},
+    "vera": {"peft_type": "VERA", "projection_prng_key": 0},
+    "vera too": {"peft_type": "VERA", "projection_prng_key": 0},
+    "vera of another key": {"peft_type": "VERA", "projection_prng_key": 1},
     "tied": {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
 }
 
@@ -39,10 +41,13 @@ def contender(name: str, folder: Path) -> Contender:
     [
         (["plain", "other", "whole", "down"], [["plain", "other", "whole", "down"]]),
         (["down", "experts", "down too"], [["down", "down too"], ["experts"]]),
-        (["bias", "plain", "other"], [["bias"], ["plain", "other"]]),
         (["whole linear", "plain", "other"], [["whole linear", "plain"], ["other"]]),
         (["whole linear", "pattern"], [["whole linear"], ["pattern"]]),
         (["ia3", "plain"], [["ia3"], ["plain"]]),
+        (
+            ["vera", "vera of another key", "vera too"],
+            [["vera", "vera too"], ["vera of another key"]],
+        ),
         (["tied", "plain"], [["tied"], ["plain"]]),
     ],
 )
@@ -53,7 +58,7 @@ def test_waves_hold_what_peft_holds_together(
     assert [[one.name for one in wave] for wave in found] == expected
 
 
-def test_the_base_goes_where_no_bias_is_trained(tmp_path: Path) -> None:
+def test_the_base_goes_where_no_embedding_is_tied_anew(tmp_path: Path) -> None:
     base = Contender(name=BASE)
-    found = waves([contender("bias", tmp_path), base, contender("plain", tmp_path)], FACTS)
-    assert [[one.name for one in wave] for wave in found] == [["bias"], [BASE, "plain"]]
+    found = waves([contender("tied", tmp_path), base, contender("plain", tmp_path)], FACTS)
+    assert [[one.name for one in wave] for wave in found] == [["tied"], [BASE, "plain"]]
