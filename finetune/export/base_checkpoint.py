@@ -13,7 +13,7 @@ import torch
 from finetune.errors import ModelError
 from finetune.export.quantised_tensors import find_packed
 from finetune.files.shards import INDEX, SINGLE, read_weight_map, weight_files
-from finetune.files.tensors import DTYPES, Place, Spec, read_bytes, read_header, read_tensor
+from finetune.files.tensors import DTYPES, Place, Spec, read_bytes, read_headers, read_tensor
 from finetune.recipe.shipped import load_shape
 
 
@@ -33,10 +33,8 @@ class BaseWeights:
             ModelError: A file or a tensor is missing, or the weights are in a form that is not
                 read.
         """
-        self._places: dict[str, Place] = {}
         files = weight_files(folder)
-        for file in files:
-            self._places |= read_header(file)
+        self._places = read_headers(files)
         _require_listed(folder, self._places)
         config = load_shape(str(folder))
         stored = {name: place.spec for name, place in self._places.items()}

@@ -21,6 +21,7 @@ import torch
 from pydantic import BaseModel, Field, RootModel, ValidationError
 
 from finetune.errors import ModelError
+from finetune.files.shards import INDEX, SINGLE, read_weight_map
 from offload.engine.host.mapping import map_file
 
 DTYPES = {
@@ -150,6 +151,38 @@ def read_known_header(file: Path) -> dict[str, Place]:
     return places
 
 
+def read_headers(
+    files: Sequence[Path], *, read: Callable[[Path], dict[str, Place]] = read_header
+) -> dict[str, Place]:
+    """Return where each tensor of a model is, in the order of its files.
+
+    Of a tensor that is in several files the index decides.
+
+    Args:
+        files: As `weight_files` returns them.
+        read: Reads one header.
+
+    Raises:
+        ModelError: A file is damaged, or the index leaves open which of two tensors counts.
+        OSError: A file is not there.
+    """
+    index = files[0].parent / INDEX if files else Path(INDEX)
+    is_indexed = index.exists() and [file.name for file in files] != [SINGLE]
+    listed = read_weight_map(index) if is_indexed else {}
+    places: dict[str, Place] = {}
+    for file in files:
+        for name, place in read(file).items():
+            if name in places and listed.get(name) not in (file.name, places[name].file.name):
+                raise ModelError(
+                    f"{name} is in {places[name].file} and in {file}",
+                    limit=f"{INDEX} says which one counts, and does not name either",
+                    hint="download the model again",
+                )
+            if name not in places or listed[name] == file.name:
+                places[name] = place
+    return places
+
+
 def _places(header: Mapping[str, Any], file: Path, start: int, file_bytes: int) -> dict[str, Place]:
     places: dict[str, Place] = {}
     end = start
@@ -183,19 +216,18 @@ def open_tensors(files: Sequence[str]) -> dict[str, Unread]:
         OSError: A file is missing.
         ModelError: A file is damaged, or of a later version of the format.
     """
-    tensors: dict[str, Unread] = {}
-    for file in map(Path, files):
-        places = read_known_header(file)
+    places = read_headers([Path(file) for file in files], read=read_known_header)
+    contents: dict[Path, torch.Tensor] = {}
+    for file in {place.file for place in places.values()}:
         descriptor = os.open(file, os.O_RDONLY)
         try:
-            content = map_file(descriptor, os.fstat(descriptor).st_size, is_writable=False)
+            contents[file] = map_file(descriptor, os.fstat(descriptor).st_size, is_writable=False)
         finally:
             os.close(descriptor)
-        tensors |= {
-            name: Unread(read=partial(_view, content, place), is_mapped=True)
-            for name, place in places.items()
-        }
-    return tensors
+    return {
+        name: Unread(read=partial(_view, contents[place.file], place), is_mapped=True)
+        for name, place in places.items()
+    }
 
 
 def _view(content: torch.Tensor, place: Place) -> torch.Tensor:

@@ -52,6 +52,24 @@ def test_a_file_that_an_index_names_must_be_there(tmp_path: Path) -> None:
         weight_files(folder)
 
 
+@pytest.mark.parametrize("chosen", ["x.safetensors", "y.safetensors"])
+def test_of_a_tensor_in_two_files_the_index_decides(chosen: str, tmp_path: Path) -> None:
+    """The last file was taken, whatever the index said (#41)."""
+    folder = publish(tmp_path, {"a": chosen, "b": "y.safetensors", "c": "x.safetensors"})
+    both = {"a": torch.ones(2), "c": torch.ones(1)}, {"a": torch.zeros(2), "b": torch.ones(1)}
+    for name, tensors in zip("xy", both, strict=True):
+        save_file(tensors, folder / f"{name}.safetensors")
+    wanted = both["xy".index(chosen[0])]["a"]
+    assert torch.equal(BaseWeights(folder).read("a"), wanted)
+    assert torch.equal(open_tensors(_weight_files(str(folder)))["a"][...], wanted)
+    publish(folder, {"b": "y.safetensors", "c": "x.safetensors"})
+    save_file(both[0], folder / "x.safetensors")
+    with pytest.raises(ModelError, match=r"a is in .*x\.safetensors and in .*y\.safetensors; "):
+        BaseWeights(folder)
+    with pytest.raises(ModelError, match=r"a is in .*x\.safetensors and in .*y\.safetensors; "):
+        open_tensors(_weight_files(str(folder)))
+
+
 def with_header(file: Path, change: Callable[[dict[str, dict]], object]) -> None:
     content = file.read_bytes()
     length = int.from_bytes(content[:8], "little")
