@@ -9,7 +9,7 @@ from pydantic import BaseModel, RootModel
 
 from finetune.errors import ModelError
 from finetune.files.json import JsonFile
-from finetune.recipe.shipped import load_shape
+from finetune.recipe.shipped import published_shape
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
@@ -86,7 +86,7 @@ def _is_tokenizer(file: Path) -> bool:
 
 def write_config(base: Path, folder: Path, *, is_untied: bool) -> None:
     """Copy config.json for plain weights, and for ones that are not shared if `is_untied`."""
-    fields: dict[str, Any] = load_shape(str(base))
+    fields: dict[str, Any] = published_shape(str(base))
     fields.pop("quantization_config", None)
     if is_untied:
         for part in (fields, *(v for v in fields.values() if isinstance(v, dict))):

@@ -34,6 +34,8 @@ _CONFIG = JsonFile(
 )
 _COUNTS = re.compile(r"^(?!.*(size|dim|norm)).*(layer|block|expert|depth)")
 _PUBLISHED = re.compile(r"# Published as (\S+) on Hugging Face")
+_FLOAT, _FLOATS = "__float__", ("Infinity", "-Infinity", "NaN")
+"""How transformers writes floats for which JSON has no form."""
 MAX_PARTS, MAX_NUMBER = 20_000, 2**48
 
 
@@ -117,7 +119,7 @@ def find_shape(name_or_path: str) -> Path:
 
 
 def load_shape(name_or_path: str) -> dict[str, Any]:
-    """Read the config fields of a shape.
+    """Read the config fields of a shape, as transformers' `from_pretrained` reads them.
 
     Args:
         name_or_path: A shipped name, a YAML or JSON file, or a directory that holds a config.json.
@@ -125,6 +127,14 @@ def load_shape(name_or_path: str) -> dict[str, Any]:
     Raises:
         ConfigError: There is no such shape, or its file does not hold a model's config.
     """
+    shape: dict[str, Any] = _with_floats(published_shape(name_or_path))
+    if shape["model_type"] == "mistral" and "layer_types" in shape:
+        shape["model_type"] = "ministral"
+    return shape
+
+
+def published_shape(name_or_path: str) -> dict[str, Any]:
+    """Read the config fields of a shape as they are in its file; see `load_shape`."""
     path = find_shape(name_or_path)
     content = _CONFIG.content(path)
     if path.suffix == ".yaml":
@@ -132,6 +142,16 @@ def load_shape(name_or_path: str) -> dict[str, Any]:
     shape: dict[str, Any] = _CONFIG.parsed(content, source=str(path))
     _require_countable(shape, path)
     return shape
+
+
+def _with_floats(value: Any) -> Any:
+    """Return a value with floats that are not finite in place of transformers' form of them."""
+    if isinstance(value, dict):
+        tagged = value.get(_FLOAT) if len(value) == 1 else None
+        if isinstance(tagged, str) and tagged in _FLOATS:
+            return float(tagged)
+        return {name: _with_floats(part) for name, part in value.items()}
+    return [_with_floats(part) for part in value] if isinstance(value, list) else value
 
 
 @lru_cache(maxsize=32)  # a plan reads its shape for each size of micro-batch; YAML takes longest

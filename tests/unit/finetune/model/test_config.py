@@ -3,9 +3,11 @@
 from pathlib import Path
 
 import pytest
+from transformers import CONFIG_MAPPING, AutoConfig
 
 from finetune.errors import ConfigError, ModelError
 from finetune.model.config import has_weights, is_hub_reachable, read_config
+from finetune.model.empty import config_of
 from finetune.recipe.sections import ModelSection
 
 
@@ -35,6 +37,22 @@ def test_a_config_that_is_cut_off_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"')
     with pytest.raises(ConfigError, match=r"config\.json"):
         read_config(ModelSection(path=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    "kind", ["bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "mistral"]
+)
+def test_a_config_is_read_as_from_pretrained_reads_it(kind: str, tmp_path: Path) -> None:
+    """transformers 5 writes an infinity as an object, which no field accepts (#41)."""
+    config = CONFIG_MAPPING[kind]()
+    if kind == "mistral":  # then transformers takes it for another type
+        config.num_hidden_layers = 2
+        config.layer_types = ["sliding_attention", "full_attention"]
+    config.save_pretrained(tmp_path)
+    wanted = AutoConfig.from_pretrained(tmp_path)
+    found = config_of(ModelSection(path=str(tmp_path)))
+    assert type(found) is type(wanted)
+    assert found.to_json_string() == wanted.to_json_string()
 
 
 def test_a_direct_connection_proves_nothing_behind_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
