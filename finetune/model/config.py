@@ -10,13 +10,13 @@ from finetune.env import has_proxy, is_offline
 from finetune.errors import ModelError
 from finetune.files.shards import INDEX, SINGLE
 from finetune.recipe.sections import ModelSection
-from finetune.recipe.shipped import load_shape, shape_of_id, shipped_shapes
+from finetune.recipe.shipped import load_shape, published_shape, shape_of_id, shipped_shapes
 
 _CONNECT_TIMEOUT_S = 3.0
 
 
 def read_config(section: ModelSection) -> dict[str, Any]:
-    """Return the model's config as Hugging Face writes it, without loading torch.
+    """Return the model's config as transformers reads it, without loading torch.
 
     A hub id is looked up in the local cache, then among the shipped shapes, then on the hub.
 
@@ -24,8 +24,18 @@ def read_config(section: ModelSection) -> dict[str, Any]:
         ModelError: The config is nowhere to be found.
         ConfigError: The file is not a config.
     """
+    return load_shape(_config_source(section))
+
+
+def published_config(section: ModelSection) -> dict[str, Any]:
+    """Return the model's config as it is in its file; see `read_config`."""
+    return published_shape(_config_source(section))
+
+
+def _config_source(section: ModelSection) -> str:
+    """Return the shipped shape, file or directory that holds a model's config."""
     if section.config is not None:
-        return load_shape(section.config)
+        return section.config
     path = section.path
     assert path is not None
     if Path(path).is_dir() and not (Path(path) / "config.json").exists():
@@ -35,14 +45,9 @@ def read_config(section: ModelSection) -> dict[str, Any]:
             hint="`model.path: DIR` with a downloaded model",
         )
     if Path(path).exists():
-        return load_shape(path)
+        return path
     found = cached_file(path, "config.json")
-    if found is not None:
-        return load_shape(str(found))
-    shape = shape_of_id(path)
-    if shape is not None:
-        return load_shape(shape)
-    return _hub_config(path)
+    return str(found) if found is not None else shape_of_id(path) or _hub_config(path)
 
 
 def cached_file(hub_id: str, name: str) -> Path | None:
@@ -81,7 +86,8 @@ def has_weights(path: str) -> bool:
     return any(cached_file(path, name) is not None for name in (SINGLE, INDEX))
 
 
-def _hub_config(hub_id: str) -> dict[str, Any]:
+def _hub_config(hub_id: str) -> str:
+    """Return the file of a config after downloading it."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
@@ -93,10 +99,11 @@ def _hub_config(hub_id: str) -> dict[str, Any]:
             f" ({', '.join(shipped_shapes())}) as `model.config`",
         )
     try:
-        return load_shape(hf_hub_download(hub_id, "config.json"))
+        file: str = hf_hub_download(hub_id, "config.json")
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         raise ModelError(
             f"model.path: {hub_id} has no config.json on the hub ({type(error).__name__})",
             limit="it must be a repository that you may read",
             hint=f"look at https://huggingface.co/{hub_id}, or run `hf auth login`",
         ) from error
+    return file

@@ -421,7 +421,14 @@ def _save_trained(session: "Session", saved: Saved) -> Path:
         save_adapter(model, directory.adapter, adapter=adapter, tensors=tensors, stops=stops)
         return directory.adapter
     whole = cast("PreTrainedModel", session.model)
-    save_model(whole, saved.weights, session.tokenizer, directory.model, stops=stops)
+    save_model(
+        whole,
+        saved.weights,
+        session.tokenizer,
+        directory.model,
+        section=session.run.recipe.model,
+        stops=stops,
+    )
     return directory.model
 
 
