@@ -68,6 +68,14 @@ def broken_rules(recipe: Settings) -> Iterator[Breach]:
             hint="`report.price_per_kwh: 0.32`, or leave `report.currency` out",
             reads=("report.price_per_kwh",),
         )
+    if recipe.output.card_system and not any(x.system for x in (recipe.data, *recipe.data.mix)):
+        yield Breach(
+            field="output.card_system",
+            what="output.card_system is true and there is no system prompt",
+            limit="the prompts are those of data.system and of the sources in data.mix",
+            hint="leave `output.card_system` out",
+            reads=("data.system", "data.mix"),
+        )
     if recipe.train.compile and isinstance(recipe.offload.mlp_chunk, int):
         yield Breach(
             field="offload.mlp_chunk",

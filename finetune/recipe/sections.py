@@ -483,6 +483,11 @@ class OutputSection(Section):
         " the best one in addition to the newest; `use` also takes the adapter from it.",
         examples=["keep"],
     )
+    card_system: bool = Field(
+        default=False,
+        description="Whether the model card shows the data's system prompts; otherwise it says that"
+        " they are left out.",
+    )
 
     @property
     def run_dir(self) -> Path:

@@ -1,8 +1,8 @@
 """The model card of what was trained: from what, on what, how, and what was measured.
 
-A card is copied with the weights to other machines and to the hub, so it names no path of this
-machine: a file or directory of the recipe is written by its last name alone. peft would leave a
-form to be filled in.
+A card is copied with the weights to other machines and to the hub. So a file or directory that a
+setting names is written by its last name alone, whichever setting it is, and the data's system
+prompts are left out unless the recipe asks for them. peft would leave a form to be filled in.
 """
 
 import json
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
+from pydantic import BaseModel
 
 from finetune.recipe.recipe import Recipe, recipe_hash, resolved_yaml
 from finetune.report.explain import METRICS, REPORT, probe_learned
@@ -21,14 +22,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 MODEL_CARD = "README.md"
-_PATHS = (
-    ("model", "path"),
-    ("model", "config"),
-    ("model", "tokenizer"),
-    ("data", "path"),
-    ("data", "eval_path"),
-    ("output", "dir"),
-)
+_PROMPT, _LEFT_OUT = "system", "(left out of this card)"
 
 
 def model_card(
@@ -43,7 +37,7 @@ def model_card(
         data_hash: Of the training rows, as tokens and labels.
         prompt: What there is to say of the prompts that answers were trained after.
     """
-    public = without_paths(recipe)
+    public = public_recipe(recipe)
     base = public.model.path or public.model.config
     is_on_hub = recipe.model.path is not None and recipe.model.path == public.model.path
     header: dict[str, Any] = {
@@ -134,24 +128,39 @@ _UNPUBLISHED = """
 """
 
 
+def public_recipe(recipe: Recipe) -> Recipe:
+    """Return the recipe without paths of this machine, and without system prompts unless asked."""
+    return without_paths(recipe if recipe.output.card_system else _without_prompts(recipe))
+
+
 def without_paths(recipe: Recipe) -> Recipe:
     """Return the recipe with files and directories named by their last name alone."""
-    changed: dict[str, dict[str, Any]] = {}
-    for section, field in _PATHS:
-        value = getattr(getattr(recipe, section), field)
-        is_local = value is not None and (Path(value).is_absolute() or field == "dir")
-        if is_local:
-            changed.setdefault(section, {})[field] = Path(value).name
-    changed.setdefault("data", {})["mix"] = tuple(
-        one.model_copy(update={"path": Path(one.path).name})
-        if Path(one.path).is_absolute()
-        else one
-        for one in recipe.data.mix
-    )
-    sections = {
-        name: getattr(recipe, name).model_copy(update=fields) for name, fields in changed.items()
-    }
-    return recipe.model_copy(update=sections)
+    shown: Recipe = _public(recipe)
+    if recipe.output.dir is not None:
+        output = shown.output.model_copy(update={"dir": recipe.output.run_dir.name})
+        shown = shown.model_copy(update={"output": output})
+    return shown
+
+
+def _public(value: Any) -> Any:
+    """Return a value of a recipe with absolute paths by their last name alone."""
+    if isinstance(value, BaseModel):
+        names = [name for name in type(value).model_fields if name != _PROMPT]
+        return value.model_copy(update={name: _public(getattr(value, name)) for name in names})
+    if isinstance(value, tuple):
+        return tuple(map(_public, value))
+    if isinstance(value, dict):
+        return {name: _public(one) for name, one in value.items()}
+    is_path = isinstance(value, str) and value.startswith(("/", "~"))
+    return Path(value).name if is_path else value
+
+
+def _without_prompts(recipe: Recipe) -> Recipe:
+    def hidden(part: Any) -> Any:
+        return part if part.system is None else part.model_copy(update={_PROMPT: _LEFT_OUT})
+
+    data = hidden(recipe.data).model_copy(update={"mix": tuple(map(hidden, recipe.data.mix))})
+    return recipe.model_copy(update={"data": data})
 
 
 def _figures(run_dir: Path) -> Mapping[str, str]:

@@ -160,6 +160,10 @@ def test_a_value_on_its_limit_is_accepted(setting: str, value: object) -> None:
             {"model__path": None, "model__config": "tiny-qwen3"},
             "model.init is pretrained; a config has no weights",
         ),
+        (
+            {"output__card_system": True},
+            "output.card_system is true and there is no system prompt",
+        ),
         ({"adapter__targets": []}, "adapter.targets is empty and adapter.experts is false"),
         (
             {"adapter__dora": True, "adapter__experts": True},
