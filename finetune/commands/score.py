@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finetune.data.vocabulary import require_known_ids
 from finetune.errors import ConfigError
 from finetune.files.atomic import write_atomically
 from finetune.model.tokenizer import load_tokenizer
@@ -79,6 +80,8 @@ def score_rows(
     read = read_rows(rows, recipe.data, tokenizer, seq_len=recipe.train.seq_len)
     for one in read.notes:
         note(one)
+    ids = [line.ids for line in read.lines]
+    require_known_ids(ids, tokenizer, subject.facts.vocab_size, where=rows)
     if asked.machine is None:
         note("Measuring this machine ...")
     machine = machine_here(subject, asked.machine)

@@ -20,6 +20,7 @@ from finetune.data.stops import (
     read_generation_config,
 )
 from finetune.data.tokenize import encode, prompt_ids
+from finetune.data.vocabulary import require_known_ids
 from finetune.errors import ConfigError
 from finetune.files.adapter import refuse_classifier
 from finetune.model.load import load_model
@@ -102,12 +103,18 @@ class Prepared:
         )
 
     def ids_of(self, messages: Sequence[Message], *, source: str) -> Sequence[int]:
-        """Return the tokens before an answer to some turns, after the run's system prompt."""
+        """Return the tokens before an answer to some turns, after the run's system prompt.
+
+        Raises:
+            DataError: The model lacks one, or the template takes no such turns.
+        """
         turns = list(messages)
         if self.recipe.data.system:
             turns.insert(0, Message(role="system", content=self.recipe.data.system))
         empty_think = self.recipe.data.empty_think
-        return prompt_ids(turns, self.tokenizer, source=source, empty_think=empty_think)
+        ids = prompt_ids(turns, self.tokenizer, source=source, empty_think=empty_think)
+        require_known_ids([ids], self.tokenizer, self.facts.vocab_size, where=source)
+        return ids
 
     def require_room(self, num_prompt: int, num_new: int) -> None:
         """Check that an answer fits into the model's positions, and its cache into device memory.

@@ -14,6 +14,7 @@ from finetune.data.dataset import Rows, load_rows
 from finetune.data.order import BatchOrder
 from finetune.data.packing import PackedOrder, RowCost
 from finetune.data.steps import Steps, with_virtual_tokens
+from finetune.data.vocabulary import require_known_rows
 from finetune.env import cache_dir, stores_dir
 from finetune.errors import ConfigError
 from finetune.model.tokenizer import load_tokenizer
@@ -273,6 +274,7 @@ def load_data(run: Run, facts: ModelFacts) -> Data:
             working=run.working,
             formats=formats_of(recipe.objective),
         )
+    require_known_rows(rows, tokenizer, facts.vocab_size)
     require_comparable(rows, recipe.objective)
     if recipe.model.num_classes is not None:
         require_classes(rows, recipe.model.num_classes, of_words=recipe.objective.classifies_tokens)

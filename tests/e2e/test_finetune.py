@@ -496,6 +496,33 @@ def test_a_model_without_weights_is_said_to_have_none(
     assert f"{bare} holds no *.safetensors" in capsys.readouterr().err
 
 
+def test_tokens_that_the_model_lacks_are_named_before_it_is_loaded(
+    tmp_path, write_recipe, machine_file, rows_file, capsys
+) -> None:
+    """The model was loaded first, and the token was named by its number alone (#41)."""
+    own = tmp_path / "tokenizer"
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens(["<call>"])
+    tokenizer.save_pretrained(own)
+    recipe = write_recipe(model={"tokenizer": str(own)})
+    rows = tmp_path / "calls.jsonl"
+    rows.write_text(rows_file.read_text().replace("follows 3", "<call> follows 3"))
+    words = f"the token <call> has the number {len(tokenizer) - 1:,}, and the model has"
+    for command in (("finetune", recipe), ("score", recipe, rows, "train.seq_len=64")):
+        more = (f"data.path={rows}",) if command[0] == "finetune" else ()
+        assert run(*command, *more, "--machine", machine_file) == 1
+        shown = " ".join(capsys.readouterr().err.split())
+        assert words in shown
+        assert "Loading" not in shown
+        assert "resize_token_embeddings(len(tokenizer))" in shown
+    tokenizer.pad_token = "<pad>"
+    tokenizer.save_pretrained(own)
+    assert (
+        run("finetune", recipe, "--machine", machine_file, f"output.dir={tmp_path / 'third'}") == 1
+    )
+    assert "(what pads rows)" in " ".join(capsys.readouterr().err.split())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "delay_s",
