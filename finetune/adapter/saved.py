@@ -41,6 +41,7 @@ def saved_config(folder: Path) -> PeftConfig:
         warnings.simplefilter("ignore", UserWarning)  # of settings that are off, unknown to peft
         config: PeftConfig = PeftConfig.from_pretrained(str(folder))
     config.inference_mode = True
+    config.base_model_name_or_path = None  # readers compare it with their base, and peft would warn
     if isinstance(config, LoraConfig):
         config.init_lora_weights = True
     return config

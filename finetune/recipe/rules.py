@@ -68,7 +68,8 @@ def broken_rules(recipe: Settings) -> Iterator[Breach]:
             hint="`report.price_per_kwh: 0.32`, or leave `report.currency` out",
             reads=("report.price_per_kwh",),
         )
-    if recipe.output.card_system and not any(x.system for x in (recipe.data, *recipe.data.mix)):
+    prompts = (recipe.data.system, *(one.system for one in recipe.data.mix))
+    if recipe.output.card_system and not any(prompts):
         yield Breach(
             field="output.card_system",
             what="output.card_system is true and there is no system prompt",

@@ -116,12 +116,13 @@ def test_a_setting_of_a_later_peft_that_is_off_is_no_obstacle(
     door: str, base: Path, tmp_path: Path
 ) -> None:
     adapter = set_to(train(base, tmp_path / "adapter"), new_a=None, new_b=False, new_c={})
+    set_to(adapter, base_model_name_or_path="someone/the-same-base")  # peft would warn
     DOORS[door](base, set_to(adapter, lora_alpha=32))  # as a recipe has it
 
 
 @pytest.mark.parametrize("kind", ["pissa", "olora", "pissa_niter_4"])
 def test_what_began_in_the_base_is_merged_once_it_is_converted(
-    kind: str, base: Path, tmp_path: Path
+    kind: Any, base: Path, tmp_path: Path
 ) -> None:
     """Unconverted, it was added to a base that still had what it began with (#41)."""
     config = LoraConfig(
@@ -194,13 +195,18 @@ def test_vera_without_its_projections_is_refused_by_name(base: Path, tmp_path: P
 
 def test_tensors_go_where_they_came_from_whatever_weights_are_called(tmp_path: Path) -> None:
     """By transformers' rules for laguna's weights, peft lost its shared expert's tensors (#41)."""
-    config = LagunaConfig(
-        **SHAPE | {"num_experts_per_tok": 2, "num_experts": 5, "sliding_window": 8},
-        **{"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
-        num_attention_heads_per_layer=[4, 4],
-        layer_types=["full_attention", "sliding_attention"],
-        mlp_layer_types=["dense", "sparse"],
-    )
+    sizes: dict[str, Any] = {
+        **SHAPE,
+        "num_experts_per_tok": 2,
+        "num_experts": 5,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+        "num_attention_heads_per_layer": [4, 4],
+        "layer_types": ["full_attention", "sliding_attention"],
+        "mlp_layer_types": ["dense", "sparse"],
+        "sliding_window": 8,
+    }
+    config = LagunaConfig(**sizes)
     base = publish(LagunaForCausalLM(config), tmp_path / "base", torch.float32)
     section = AdapterSection(rank=4, experts=True)
     model = add_lora(load(base), section, seed=0)
@@ -264,7 +270,7 @@ def test_a_run_goes_on_only_from_an_adapter_that_computes_alike(
 
 
 def test_no_hint_asks_for_a_copy_where_nothing_is_damaged(base: Path, tmp_path: Path) -> None:
-    adapter = train(base, tmp_path / "adapter", target_modules=["q_proj"])
+    adapter = train(base, tmp_path / "adapter")
     larger = publish(MODELS["qwen3_moe"](), tmp_path / "larger", torch.float32)
     for door in (DOORS["init_from"], lambda _, folder: load_adapter(load(larger), folder)):
         with pytest.raises(CheckpointError) as caught:

@@ -98,8 +98,7 @@ def test_an_adapter_of_another_kind_is_refused(qwen3: SimpleNamespace) -> None:
     (qwen3.adapter / "adapter_config.json").write_text(json.dumps(settings))
     with pytest.raises(CheckpointError, match=r"an adapter of type BOFT; LORA, .* are understood"):
         merge(qwen3.base, qwen3.adapter, qwen3.out)
-    settings = {"peft_type": "PROMPT_TUNING", "num_virtual_tokens": 4}
-    (qwen3.adapter / "adapter_config.json").write_text(json.dumps(settings))
+    (qwen3.adapter / "adapter_config.json").write_text('{"peft_type": "PROMPT_TUNING"}')
     with pytest.raises(MergeError, match=r"is of type PROMPT_TUNING; LORA, .* can be merged"):
         merge(qwen3.base, qwen3.adapter, qwen3.out)
 
