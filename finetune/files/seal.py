@@ -21,11 +21,15 @@ def sealed_yaml(text: str) -> str:
     return f"{content}{_YAML_MARK}{_digest(content)}\n"
 
 
+def has_yaml_seal(text: str) -> bool:
+    """Return whether YAML has a seal, or a part of it."""
+    return _YAML_MARK in text or text.startswith(_YAML_HEAD)
+
+
 def is_sealed_yaml(text: str) -> bool:
     """Return whether YAML matches its seal, or has none."""
-    content, mark, seal = text.rpartition(_YAML_MARK)
-    has_seal = mark or text.startswith(_YAML_HEAD)
-    return not has_seal or seal == f"{_digest(content)}\n"
+    content, _, seal = text.rpartition(_YAML_MARK)
+    return not has_yaml_seal(text) or seal == f"{_digest(content)}\n"
 
 
 def sealed_json(text: str) -> str:

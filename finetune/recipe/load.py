@@ -10,7 +10,8 @@ another.
 Relative paths: a path in a recipe is looked up next to the recipe, then in the current directory; a
 path on the command line only in the current directory. Paths that exist become absolute. A path
 that does not exist and could be the id of a hub repository (`name` or `owner/name`) is kept as one.
-`output.dir` is always relative to the current directory.
+`output.dir` is always relative to the current directory. The recipe that a run has written into its
+directory is of the run there, wherever that was before: a copy goes on by itself.
 """
 
 import difflib
@@ -23,6 +24,7 @@ from pydantic import ValidationError
 
 from finetune.errors import ConfigError
 from finetune.files.atomic import expanded
+from finetune.files.seal import has_yaml_seal
 from finetune.recipe.breach import Breach
 from finetune.recipe.data_section import MixSource
 from finetune.recipe.describe import (
@@ -51,6 +53,7 @@ PATH_FIELDS = (
     "data.path",
     "data.eval_path",
 )
+RUN_RECIPE, RUN_CHECKPOINTS, RUN_METRICS = "recipe.yaml", "checkpoints", "metrics.jsonl"
 MAX_RECIPE_BYTES = 100_000  # thirty times the longest shipped one
 FILE_SUFFIXES = (
     ".jsonl",
@@ -78,9 +81,26 @@ def load_recipe(source: str, overrides: Sequence[str], *, check_files: bool = Tr
         ConfigError: Anything is wrong; all problems are in the one error.
     """
     path = _find_recipe(source)
-    draft = read_draft(str(_shown_path(path)), _read_text(path))
+    text = _read_text(path)
+    draft = read_draft(str(_shown_path(path)), text)
+    output = draft.values.get("output")
+    if isinstance(output, dict) and _is_in_run(path, text):
+        is_named = any(word.partition("=")[0] == "output.name" for word in overrides)
+        output["dir"] = None if is_named else str(_shown_path(path.parent))
     apply_overrides(draft, overrides, rivals=RIVALS)
     return recipe_from(draft, path.parent, check_files=check_files)
+
+
+def is_of_run(source: str) -> bool:
+    """Whether a recipe, which is there, is that of a run, in the run's directory."""
+    path = _find_recipe(source)
+    return _is_in_run(path, _read_text(path))
+
+
+def _is_in_run(path: Path, text: str) -> bool:
+    """Whether a recipe lies where a run has written it; one that was edited has lost its seal."""
+    has_run = path.name == RUN_RECIPE and _exists(path.parent / RUN_CHECKPOINTS)
+    return has_run and (has_yaml_seal(text) or _exists(path.parent / RUN_METRICS))
 
 
 def is_recipe(word: str) -> bool:
@@ -122,7 +142,7 @@ def _find_recipe(source: str) -> Path:
         raise ConfigError(
             f"{source} is a directory",
             limit="a recipe is a YAML file or the name of a shipped one",
-            hint=f"`{Path(source) / 'recipe.yaml'}`, or one of {', '.join(shipped)}",
+            hint=f"`{Path(source) / RUN_RECIPE}`, or one of {', '.join(shipped)}",
         )
     near_names = difflib.get_close_matches(path.stem, shipped, n=1)
     near_files = _near_files(path, suffix=".yaml")

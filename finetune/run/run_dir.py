@@ -14,7 +14,7 @@ from finetune.files.adapter import CONFIG_FILE, WEIGHTS_FILE, require_adapter_fi
 from finetune.files.atomic import PARTIAL, flush, naming, remove, write_atomically
 from finetune.files.manifest import MANIFEST, clear_partial, damage, has_manifest
 from finetune.files.seal import is_sealed_yaml, sealed_yaml
-from finetune.recipe.load import load_recipe
+from finetune.recipe.load import RUN_CHECKPOINTS, RUN_METRICS, RUN_RECIPE, load_recipe
 from finetune.recipe.recipe import (
     Recipe,
     differences,
@@ -41,23 +41,23 @@ from finetune.run.run_files import EVALUATION_BEFORE
 from finetune.run.run_lock import LOCK_FILE, holder
 from offload.plan.machine.machine import ExpertsImplementation
 
-_RECIPE, _EXPERTS, _CHECKPOINTS = "recipe.yaml", "experts.json", "checkpoints"
+_EXPERTS = "experts.json"
 # In a recipe with DoRA, unless the run was begun before: then peft computes it, in float32.
 _OWN_DORA = "# DoRA is computed at the precision of the weights.\n"
 # Temporary names, which a kill may leave.
 _REPLACED = (
-    *("adapter", "model", "metrics.jsonl", "measured.json", "predicted", "report.", "samples_"),
-    *(_RECIPE, _EXPERTS, PROBE, FEATURES, "trace.json", "gantt.svg"),
+    *("adapter", "model", RUN_METRICS, "measured.json", "predicted", "report.", "samples_"),
+    *(RUN_RECIPE, _EXPERTS, PROBE, FEATURES, "trace.json", "gantt.svg"),
 )
-_MARKS = (_CHECKPOINTS, "metrics.jsonl", "predicted.json", "adapter", "model")
+_MARKS = (RUN_CHECKPOINTS, RUN_METRICS, "predicted.json", "adapter", "model")
 # What a run writes in addition to its recipe; checkpoints first, so that remains are never resumed.
 _WRITTEN = (
     *(
-        f"{_CHECKPOINTS}/*step-[0-9]*/{name}"
+        f"{RUN_CHECKPOINTS}/*step-[0-9]*/{name}"
         for name in ("state.json", "trained.safetensors", "optimizer.pt", f"*{MANIFEST}")
     ),
     *(
-        "metrics.jsonl",
+        RUN_METRICS,
         _EXPERTS,
         FEATURES,
         "predicted.json",
@@ -92,12 +92,12 @@ class RunDir:
     def __init__(self, path: Path) -> None:
         """Name the directory; nothing is created."""
         self.path = path
-        self.recipe_file = path / _RECIPE
+        self.recipe_file = path / RUN_RECIPE
         self.experts_file = path / _EXPERTS
-        self.metrics_file = path / "metrics.jsonl"
+        self.metrics_file = path / RUN_METRICS
         self.adapter = path / "adapter"
         self.model = path / "model"
-        self.checkpoints = Checkpoints(path / _CHECKPOINTS)
+        self.checkpoints = Checkpoints(path / RUN_CHECKPOINTS)
 
     def require_startable(self, *, may_overwrite: bool) -> None:
         """Check that a new run may be written here: nothing is there, or a run to be replaced.
@@ -106,7 +106,7 @@ class RunDir:
             CheckpointError: There is a run already, or something that is no run.
         """
         found = {entry.name for entry in self.path.iterdir()} if self.path.is_dir() else set()
-        is_run = _RECIPE in found and not found.isdisjoint(_MARKS)
+        is_run = RUN_RECIPE in found and not found.isdisjoint(_MARKS)
         if is_run and not may_overwrite:
             raise CheckpointError(
                 f"{self.path} holds a run already",
@@ -123,10 +123,10 @@ class RunDir:
 
     def _is_unused(self, found: set[str]) -> bool:
         """Return whether nothing is there, or only the remains of a start that was killed."""
-        is_begun = not self.checkpoints.steps() and _CHECKPOINTS in found
-        torn = (f"{PARTIAL}{_EXPERTS}", f"{PARTIAL}{_RECIPE}")
+        is_begun = not self.checkpoints.steps() and RUN_CHECKPOINTS in found
+        torn = (f"{PARTIAL}{_EXPERTS}", f"{PARTIAL}{RUN_RECIPE}")
         found = {name for name in found - {LOCK_FILE} if not name.startswith(torn)}
-        return not found or (is_begun and found <= {_CHECKPOINTS, _EXPERTS})
+        return not found or (is_begun and found <= {RUN_CHECKPOINTS, _EXPERTS})
 
     def start(self, recipe: Recipe, *, experts_implementation: str | None) -> None:
         """Begin a new run; of a previous run here, only the files that a run writes are removed.
@@ -380,8 +380,8 @@ def require_whole_adapter(adapter: Path) -> tuple[str, ...]:
         raise CheckpointError(
             f"{adapter} is damaged: {found}",
             limit="an adapter is whole when it is written, so something changed it since",
-            hint=f"`sluice finetune {adapter.parent / _RECIPE} --resume` writes it again from the"
-            f" last checkpoint; if you have changed it on purpose, remove {adapter / MANIFEST}",
+            hint=f"`sluice finetune {adapter.parent / RUN_RECIPE} --resume` writes it again from"
+            f" the last checkpoint; if you have changed it on purpose, remove {adapter / MANIFEST}",
         )
     require_adapter_files(adapter)
     if has_manifest(adapter):
@@ -397,6 +397,7 @@ FREE = (
     "offload.embeddings:",
     "offload.head:",
 )
+PLACE = ("output.name:", "output.dir:")
 WHAT = ("offload.codec:", "offload.device:")
 
 
@@ -405,9 +406,9 @@ def _that_count(before: Recipe, after: Recipe) -> list[str]:
 
     How processes share a step may change, and with it where they hold the layers; and so may the
     places of optimizer states, input embedding and output head. These change no bit, but on a GPU
-    the last bits of the norm of an embedding that trains.
+    the last bits of the norm of an embedding that trains. The run itself may be moved and renamed.
     """
-    found = differences(before, after)
+    found = [one for one in differences(before, after) if not one.startswith(PLACE)]
     if before.train.is_sharded == after.train.is_sharded:
         return [one for one in found if not one.startswith(FREE)]
     return [one for one in found if one.startswith(WHAT) or not one.startswith(HOW)]

@@ -16,7 +16,7 @@ from typing import Any
 
 from finetune.errors import ConfigError
 from finetune.recipe.grid import STOP, named_variants, values_of
-from finetune.recipe.load import load_recipe
+from finetune.recipe.load import is_of_run, load_recipe
 from finetune.recipe.recipe import Recipe, resolved_yaml
 from finetune.sweep.stop import StopRule, stop_rule
 
@@ -94,7 +94,8 @@ def variants_of(source: str, words: Sequence[str], *, is_zipped: bool, max_runs:
     _require_few(len(settings), max_runs=max_runs)
     base = load_recipe(recipe, fixed)
     folder = base.output.run_dir
-    if base.output.dir is None:
+    is_named = any(word.startswith("output.dir=") for word in fixed)
+    if base.output.dir is None or (is_of_run(recipe) and not is_named):
         folder = folder.with_name(f"{folder.name}-sweep")
     runs = []
     for name, own in zip(names, settings, strict=True):

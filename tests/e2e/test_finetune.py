@@ -250,7 +250,25 @@ def test_a_killed_run_resumes_to_the_bit(
     assert all(torch.equal(resumed[name], uninterrupted[name]) for name in uninterrupted)
 
 
-@pytest.mark.long
+@pytest.mark.slow
+def test_a_copied_run_goes_on_in_the_copy_and_a_moved_one_where_it_is(
+    tmp_path, write_recipe, machine_file
+) -> None:
+    recipe = write_recipe(train={"steps": 2}, output={"dir": str(tmp_path / "a")})
+    words = ("--machine", machine_file, "--resume", "train.steps=3")
+    assert run("finetune", recipe, "--machine", machine_file) == 0
+    before = {path: path.read_bytes() for path in (tmp_path / "a").rglob("*") if path.is_file()}
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    assert run("finetune", tmp_path / "b" / "recipe.yaml", *words) == 0
+    after = {path: path.read_bytes() for path in (tmp_path / "a").rglob("*") if path.is_file()}
+    assert after == before
+    assert len(losses(tmp_path / "b")) == 3
+    moved = (tmp_path / "a").rename(tmp_path / "moved")
+    assert run("finetune", recipe, *words, f"output.dir={moved}") == 0
+    assert not (tmp_path / "a").exists()
+    assert losses(moved) == losses(tmp_path / "b")
+
+
 @pytest.mark.slow
 def test_ctrl_c_ends_the_step_saves_and_can_be_resumed(
     tmp_path, write_recipe, machine_file

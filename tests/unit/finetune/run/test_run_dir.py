@@ -1,5 +1,7 @@
 """What of a run's directory is the run's own (#16)."""
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from finetune.files.seal import sealed_yaml
 from finetune.recipe.load import load_recipe
 from finetune.recipe.recipe import (
     Recipe,
+    differences,
     resolved_yaml,
     with_layer_kernels,
     with_offload,
@@ -39,6 +42,10 @@ FILES = {
 @pytest.fixture
 def recipe() -> Recipe:
     return load_recipe("quickstart", [], check_files=False)
+
+
+def _but_for_the_place(before: Recipe, after: Recipe) -> list[str]:
+    return [one for one in differences(before, after) if not one.startswith("output.dir:")]
 
 
 def row(step: int) -> dict[str, Any]:
@@ -112,7 +119,7 @@ def test_a_start_that_was_killed_can_be_started_again(tmp_path, recipe) -> None:
     run.start(recipe, experts_implementation=None)
     with pytest.raises(CheckpointError, match="holds a run already"):
         run.require_startable(may_overwrite=False)
-    assert run.recipe() == recipe
+    assert not _but_for_the_place(recipe, run.recipe())
 
 
 def test_a_changed_recipe_of_a_run_is_refused(tmp_path, recipe) -> None:
@@ -123,7 +130,7 @@ def test_a_changed_recipe_of_a_run_is_refused(tmp_path, recipe) -> None:
     with pytest.raises(CheckpointError, match=r"recipe\.yaml is not what was written"):
         run.recipe()
     run.recipe_file.write_text("".join(text.splitlines(keepends=True)[1:-1]))  # of older versions
-    assert run.recipe() == recipe
+    assert not _but_for_the_place(recipe, run.recipe())
 
 
 def test_a_run_that_knew_no_precision_of_adapters_goes_on_in_float32(tmp_path, recipe) -> None:
@@ -289,3 +296,81 @@ def test_lines_that_are_lost_are_said_to_be(tmp_path) -> None:
         f"{tmp_path / 'metrics.jsonl'} lacks 1 of 3 steps that were trained",
     )
     assert [row["step"] for row in run.read_metrics()] == [1, 3]
+
+
+# ------------------------------------------------------------------------- a run that was moved
+
+
+def begun_run(path: Path, recipe: Recipe) -> Path:
+    """Write a run; return its recipe."""
+    run = RunDir(path)
+    output = recipe.output.model_copy(update={"dir": str(path)})
+    write_run(run, recipe.model_copy(update={"output": output}))
+    return run.recipe_file
+
+
+def run_dir_of(file: Path, *overrides: str) -> Path:
+    return load_recipe(str(file), overrides, check_files=False).output.run_dir
+
+
+def test_the_recipe_in_a_copy_is_of_the_copy(tmp_path: Path, recipe: Recipe) -> None:
+    first = begun_run(tmp_path / "a", recipe)
+    assert run_dir_of(first) == tmp_path / "a"
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    copy = tmp_path / "b" / "recipe.yaml"
+    assert "a\n" in copy.read_text().partition("dir: ")[2], "where it was begun"
+    assert run_dir_of(copy) == tmp_path / "b"
+    assert RunDir(tmp_path / "b").recipe().output.run_dir == tmp_path / "b"
+    RunDir(tmp_path / "b").require_same_recipe(load_recipe(str(copy), [], check_files=False))
+
+
+def test_a_moved_run_is_resumed_where_it_is_by_any_recipe_of_it(
+    tmp_path: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun_run(tmp_path / "a", recipe)
+    moved = (tmp_path / "a").rename(tmp_path / "moved")
+    for words in ([f"output.dir={moved}"], [f"output.dir={moved}", "output.name=renamed"]):
+        asked = load_recipe("quickstart", words, check_files=False)
+        RunDir(moved).require_same_recipe(asked)
+    monkeypatch.chdir(tmp_path)
+    assert run_dir_of(Path("moved/recipe.yaml")) == Path("moved")
+    with pytest.raises(CheckpointError, match=r"started with: train.lr: "):
+        RunDir(moved).require_same_recipe(
+            load_recipe("quickstart", [f"output.dir={moved}", "train.lr=0.5"], check_files=False)
+        )
+
+
+def test_a_place_on_the_command_line_is_the_place(
+    tmp_path: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = begun_run(tmp_path / "a", recipe)
+    monkeypatch.chdir(tmp_path)
+    assert run_dir_of(file, "output.dir=c") == Path("c")
+    assert run_dir_of(file, "output.name=d") == Path("runs/d")
+    assert run_dir_of(file, "output.name=d", "output.dir=c") == Path("c")
+
+
+def test_an_edited_recipe_in_a_run_is_of_the_run_too(tmp_path: Path, recipe: Recipe) -> None:
+    file = begun_run(tmp_path / "a", recipe)
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[1:-1]))
+    moved = (tmp_path / "a").rename(tmp_path / "moved")
+    assert run_dir_of(moved / "recipe.yaml") == moved
+
+
+@pytest.mark.parametrize("folders", [(), ("adapter", "model"), ("checkpoints",)])
+def test_a_recipe_next_to_folders_that_are_no_run_s_names_its_own_directory(
+    tmp_path: Path, recipe: Recipe, folders: tuple[str, ...]
+) -> None:
+    for folder in folders:
+        (tmp_path / folder).mkdir()
+    file = tmp_path / "recipe.yaml"
+    file.write_text(resolved_yaml(recipe))
+    assert run_dir_of(file) == Path("runs") / recipe.output.name
+
+
+def test_a_recipe_taken_out_of_a_run_names_the_directory_that_it_had(
+    tmp_path: Path, recipe: Recipe
+) -> None:
+    file = begun_run(tmp_path / "a", recipe)
+    shutil.copy(file, tmp_path / "recipe.yaml")
+    assert run_dir_of(tmp_path / "recipe.yaml") == tmp_path / "a"
