@@ -77,7 +77,7 @@ class _Content:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Restored:
-    """What a run goes on with after a checkpoint; without tensors it can be sent to other ranks.
+    """What a run goes on with after a checkpoint.
 
     Attributes:
         seeding: How the run's dropout is seeded.

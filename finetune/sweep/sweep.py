@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 from rich.text import Text
@@ -19,7 +20,7 @@ from finetune.run.run_dir import RunDir
 from finetune.run.run_lock import locked
 from finetune.sweep.agree import waves_of
 from finetune.sweep.screen import Board, RunScreen
-from finetune.sweep.stop import Verdicts
+from finetune.sweep.stop import StopRule, Verdicts
 from finetune.sweep.sweep_dir import (
     FAILED,
     FINISHED,
@@ -121,7 +122,7 @@ def sweep(variants: Variants, how: How, *, ranks: Ranks, screen: Screen) -> Swee
     require_same_settings(ranks, asked, is_resume=how.is_resume)
     if how.is_resume:
         before = variants.runs
-        variants, statuses = ranks.from_main(folder.read)  # other machines do not have it
+        variants, statuses = _read_by_main(folder, ranks)
         _require_as_begun(before, variants.runs, folder)
     require_shared([(run.name, run.recipe) for run in variants.runs])
     _require_comparable(variants)
@@ -212,6 +213,23 @@ def _run(
             return SweepOutcome(states=list(states.values()), signal=signal, best=None)
     best = ranks.from_main(lambda: _best(variants, list(states.values()), folder))
     return SweepOutcome(states=list(states.values()), signal=None, best=best)
+
+
+def _read_by_main(folder: SweepDir, ranks: Ranks) -> tuple[Variants, Mapping[str, str]]:
+    """Return what `folder.read` does on the main rank; other machines do not have the directory."""
+
+    def read() -> tuple[list[Any], dict[str, Any] | None, dict[str, str]]:
+        found, statuses = folder.read()
+        runs = [(run.name, run.settings, run.recipe) for run in found.runs]
+        return runs, None if found.stop is None else asdict(found.stop), statuses
+
+    runs, stop, statuses = ranks.from_main(read)
+    variants = Variants(
+        folder=folder.path,
+        runs=[Variant(name=name, settings=own, recipe=recipe) for name, own, recipe in runs],
+        stop=None if stop is None else StopRule(**stop),
+    )
+    return variants, statuses
 
 
 def _together(

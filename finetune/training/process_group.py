@@ -18,12 +18,10 @@ error, so those that have nothing to report wait until the one that shows the er
 
 import atexit
 import math
-import pickle
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from threading import Event, Thread
@@ -50,7 +48,14 @@ from finetune.training.world.heartbeat import BEAT_S, STOPPED_S, Heartbeat
 from finetune.training.world.likeness import difference, digests_of
 from finetune.training.world.meeting import cause_of, meet, opened_store
 from finetune.training.world.one_world import require_one_world
-from finetune.training.world.parcel import memory_of, packed, unpacked
+from finetune.training.world.parcel import (
+    ParcelError,
+    memory_of,
+    opened,
+    packed,
+    sealed,
+    unpacked,
+)
 from finetune.training.world.row_rounds import RowRounds
 from offload.errors import SluiceError
 from offload.plan.facts.linears import FP32_BYTES
@@ -65,14 +70,6 @@ TIMEOUT_S = 6 * 3600.0
 LEAST_STEP_TIMEOUT_S, STEP_TIMEOUT_STEPS = 60.0, 10
 FAREWELL_S = 30.0
 _POLL_S, _POLL_FRAC, _MOST_POLL_S = 0.0002, 0.02, 0.01
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Word:
-    """A rank's contribution to an exchange: a value, or why it has failed."""
-
-    value: Any
-    failure: str | None
 
 
 class ProcessGroup(Ranks):
@@ -164,13 +161,14 @@ class ProcessGroup(Ranks):
 
     def from_main(self, make: Callable[[], T]) -> T:
         """Return the result of `make` on the main rank, on all ranks."""
-        made = [make()] if self.is_main else []
-        content, tensors = packed(made[0]) if made else (b"", [])
-        sent = torch.empty(self.exchange(len(content))[0], dtype=torch.uint8)
-        if made:
-            sent.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
-        self._send(sent)
-        value, tensors = (made[0], tensors) if made else unpacked(sent.numpy().data)
+        if self.is_main:
+            value = make()
+            content, tensors = packed(value)
+            self.exchange(content)
+        else:
+            content, *_ = self.exchange("")
+            with self._read_from(0):
+                value, tensors = unpacked(content)
         for tensor in tensors:
             for piece in memory_of(tensor).split(GRADIENT_BUCKET_BYTES):
                 self._send(piece)
@@ -190,11 +188,11 @@ class ProcessGroup(Ranks):
             yield
 
     def _exchange(self, value: T, *, limit_s: float) -> tuple[T, ...]:
-        words = self._gather(_Word(value=value, failure=None), limit_s=limit_s)
-        failed = [rank for rank, word in enumerate(words) if word.failure is not None]
+        words = self._gather(value, failure=None, limit_s=limit_s)
+        failed = [rank for rank, (_, failure) in enumerate(words) if failure is not None]
         if failed:
-            raise self._reported(failed, words[failed[0]].failure or "")
-        return tuple(word.value for word in words)
+            raise self._reported(failed, words[failed[0]][1] or "")
+        return tuple(value for value, _ in words)
 
     def _reported(self, failed: Sequence[int], failure: str) -> ToldRankError:
         """Return the error for a rank to which others have reported a failure."""
@@ -362,21 +360,38 @@ class ProcessGroup(Ranks):
 
     # ----------------------------------------------------------------------------------- messages
 
-    def _gather(self, word: _Word, *, limit_s: float) -> list[_Word]:
-        own = torch.frombuffer(bytearray(pickle.dumps(word)), dtype=torch.uint8)
+    def _gather(
+        self, value: Any, *, failure: str | None, limit_s: float
+    ) -> list[tuple[Any, str | None]]:
+        """Return the value of each rank, or why it has failed."""
+        own = sealed((value, failure))
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.num)]
         self._heartbeat.arrive()
         with self._connected():
             size = torch.tensor([len(own)])
             self._wait(dist.all_gather(sizes, size, async_op=True), limit_s=limit_s)
             most = max(int(size) for size in sizes)
-            padded = [torch.empty(most, dtype=torch.uint8) for _ in range(self.num)]
+            parcels = [torch.empty(most, dtype=torch.uint8) for _ in range(self.num)]
             own = torch.nn.functional.pad(own, (0, most - len(own)))
-            self._wait(dist.all_gather(padded, own, async_op=True), limit_s=limit_s)
-        return [
-            pickle.loads(one[: int(size)].numpy().tobytes())
-            for one, size in zip(padded, sizes, strict=True)
-        ]
+            self._wait(dist.all_gather(parcels, own, async_op=True), limit_s=limit_s)
+        words = []
+        for rank, (parcel, size) in enumerate(zip(parcels, sizes, strict=True)):
+            with self._read_from(rank):
+                own_value, own_failure = opened(parcel[: int(size)])
+            words.append((own_value, own_failure))
+        return words
+
+    @contextmanager
+    def _read_from(self, rank: int) -> Iterator[None]:
+        """Read what a rank has sent.
+
+        Raises:
+            RankError: It is nothing that a rank sends.
+        """
+        try:
+            yield
+        except ParcelError as error:
+            raise self._lost([rank], f"what it has sent cannot be read ({error})") from error
 
     def _wait(self, work: "dist.Work | None", *, limit_s: float) -> None:
         """Wait for a collective, but for no rank that has stopped, nor longer than allowed.
@@ -455,11 +470,11 @@ class ProcessGroup(Ranks):
         )
         self._heartbeat.fail(f"rank {self.index} has failed: {failure}")
         try:
-            words = self._gather(_Word(value=None, failure=failure), limit_s=self._timeout_s)
+            words = self._gather(None, failure=failure, limit_s=self._timeout_s)
         except RankError:
             return  # no rank is left to report to
         reported = self._reported(
-            [r for r, word in enumerate(words) if word.failure == failure], failure
+            [r for r, (_, other) in enumerate(words) if other == failure], failure
         )
         if reported.speaker != self.index:
             self._wait_for(reported.speaker)

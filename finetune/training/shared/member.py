@@ -21,6 +21,7 @@ from finetune.report.prediction import write_prediction
 from finetune.report.summary import run_summary
 from finetune.run.checkpoint import Restored, Saved
 from finetune.run.evaluations import EVAL_LOSS, Evaluations, shown_evaluation
+from finetune.run.loss_scale import LossScale
 from finetune.run.references import write_references
 from finetune.run.run_files import EVALUATION_BEFORE
 from finetune.training import report
@@ -32,6 +33,7 @@ from finetune.training.samples import answer, answerable
 from finetune.training.shared.together import Answer, Ended, Evaluated
 from finetune.training.world.from_main import FromMain
 from offload.engine.engine import Engine
+from offload.engine.seeding import Seeding
 from offload.errors import SluiceError
 from offload.plan.plan import Plan
 from offload.probe.energy import Taken
@@ -141,14 +143,19 @@ def _restore_all(session: "Session", step: int) -> None:
     """Load what a checkpoint holds on all ranks; the main one reads it, and sends each tensor."""
     ranks, read = session.run.ranks, list[Restored]()
 
-    def sent() -> Restored:
+    def sent() -> tuple[int, LossScale | None, dict[str, Any]]:
         read.append(_read_checkpoint(session, step))
-        return replace(read[0], tensors={})
+        return int(read[0].seeding), read[0].scaling, read[0].optimizer
 
-    restored = ranks.from_main(sent)
+    seeding, scaling, optimizer = ranks.from_main(sent)
     stored = read[0].tensors if read else None
-    tensors = FromMain(stored, alone=session.loop.of_main_alone, ranks=ranks)
-    _restore(session, replace(restored, tensors=tensors))
+    restored = Restored(
+        seeding=Seeding(seeding),
+        scaling=scaling,
+        tensors=FromMain(stored, alone=session.loop.of_main_alone, ranks=ranks),
+        optimizer=optimizer,
+    )
+    _restore(session, restored)
     ranks.exchange(None)  # some of it may be in memory that ranks share
     session.loop.update.publish()
 

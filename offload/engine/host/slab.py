@@ -28,7 +28,7 @@ for NUMA policies."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlabHandle:
-    """What another process of this machine needs to map a slab; it can be pickled and sent."""
+    """What another process of this machine needs to map a slab."""
 
     pid: int
     descriptor: int
