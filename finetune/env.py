@@ -4,10 +4,12 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from finetune.errors import ConfigError
+
+SECRET, LEAST_SECRET = "SLUICE_SECRET", 32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,6 +23,8 @@ class Launch:
         local_index: This one's number on this machine.
         node: This machine's number; two launchers on one host count as two machines.
         store: Host and port at which the processes meet; None if the launcher has not said it.
+        is_store_launcher_s: Whether the launcher has opened the store there, and not rank 0.
+        secret: What the user has set for the processes to prove to each other whose they are.
     """
 
     num: int
@@ -29,26 +33,50 @@ class Launch:
     local_index: int
     node: int
     store: tuple[str, int] | None = None
+    is_store_launcher_s: bool = False
+    secret: str | None = field(default=None, repr=False)
+
+    @property
+    def is_on_one_machine(self) -> bool:
+        """Whether all processes are on this machine."""
+        return self.num == self.num_local
 
 
 def launch() -> Launch:
     """Return what a launcher such as `accelerate launch` has set; without one, a single process.
 
     Raises:
-        ConfigError: One of the launcher's variables is missing, or not a number.
+        ConfigError: One of the launcher's variables is missing, or not a number; or the secret of
+            a launch on several machines is missing or short.
     """
     num = _number("WORLD_SIZE", default="1")
     if num == 1:
         return Launch(num=1, index=0, num_local=1, local_index=0, node=0)
     index = _number("RANK")
     num_local = _number("LOCAL_WORLD_SIZE", default=str(num))
-    return Launch(
+    found = Launch(
         num=num,
         index=index,
         num_local=num_local,
         local_index=_number("LOCAL_RANK"),
         node=_number("GROUP_RANK", default=str(index // max(1, num_local))),
         store=_store(),
+        is_store_launcher_s=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True),
+        secret=os.environ.get(SECRET),
+    )
+    if found.secret is None and not found.is_on_one_machine:
+        raise _no_secret("not set")
+    if found.secret is not None and len(found.secret) < LEAST_SECRET:
+        raise _no_secret(f"{len(found.secret)} characters long")
+    return found
+
+
+def _no_secret(seen: str) -> ConfigError:
+    return ConfigError(
+        f"the environment variable {SECRET} is {seen}",
+        limit="the processes of several machines prove by it that they are of one launch; it has at"
+        f" least {LEAST_SECRET} characters",
+        hint=f"`export {SECRET}=$(openssl rand -hex 32)` once, and the same value on each machine",
     )
 
 
@@ -134,6 +162,12 @@ def columns() -> int | None:
     """Return the line width that the user has set; None if it is not set."""
     text = os.environ.get("COLUMNS", "")
     return int(text) if text.isdecimal() and int(text) > 0 else None
+
+
+def connect_on_loopback() -> None:
+    """Have gloo and NCCL listen on the loopback interface, unless the user has named another."""
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(name, "lo")
 
 
 def quiet_libraries() -> None:

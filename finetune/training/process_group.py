@@ -33,7 +33,7 @@ import torch.distributed as dist
 from accelerate import PartialState
 from torch import nn
 
-from finetune.env import Launch
+from finetune.env import Launch, connect_on_loopback
 from finetune.errors import (
     FinetuneError,
     RankError,
@@ -57,6 +57,7 @@ from finetune.training.world.parcel import (
     unpacked,
 )
 from finetune.training.world.row_rounds import RowRounds
+from finetune.training.world.secret import secret_of
 from offload.errors import SluiceError
 from offload.plan.facts.linears import FP32_BYTES
 from offload.plan.memory.memory import GRADIENT_BUCKET_BYTES
@@ -99,11 +100,13 @@ class ProcessGroup(Ranks):
         self._bucket: torch.Tensor | None = None
         has_cuda, timeout = torch.cuda.is_available(), timedelta(seconds=timeout_s + FAREWELL_S)
         try:
-            store = opened_store(launch, timeout_s=JOIN_S)
-            self._meeting = meet(store, index=self.index, num=self.num, timeout_s=JOIN_S)
+            secret, store = secret_of(launch), opened_store(launch, timeout_s=JOIN_S)
+            self._meeting = meet(store, secret, index=self.index, num=self.num, timeout_s=JOIN_S)
             self._heartbeat = Heartbeat(
                 self._meeting.store, index=self.index, num=self.num, end=self._end
             )
+            if launch.is_on_one_machine:
+                connect_on_loopback()
             dist.init_process_group(
                 backend="cuda:nccl,cpu:gloo" if has_cuda else "gloo",
                 store=self._meeting.store,

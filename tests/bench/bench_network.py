@@ -246,6 +246,7 @@ class Bench:
             **{"LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": str(PORT)},
             **{"GLOO_SOCKET_IFNAME": CARDS[rank], "OMP_NUM_THREADS": "1"},
             "XDG_CACHE_HOME": str(self.folder / f"cache-{rank}"),
+            "SLUICE_SECRET": "of two machines that are this one",
         }
         run_dir = self.folder / name / str(rank)
         shutil.rmtree(run_dir, ignore_errors=True)

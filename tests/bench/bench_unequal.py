@@ -108,6 +108,7 @@ class Bench:
             **{"LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(PORT)},
             **{"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"},
             "XDG_CACHE_HOME": str(self.folder / f"cache-{rank}"),
+            "SLUICE_SECRET": "of two machines that are this one",
         }
         with (self.folder / f"{name}-{rank}.txt").open("w") as shown:
             return subprocess.Popen(

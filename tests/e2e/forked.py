@@ -109,6 +109,8 @@ class Forked:
             port = probe.getsockname()[1]
         common = {"WORLD_SIZE": str(sum(sizes)), "MASTER_ADDR": "127.0.0.1"}
         common["MASTER_PORT"] = str(port)
+        if len(sizes) > 1:
+            common["SLUICE_SECRET"] = "of two machines that are this one"
         places = [(node, place) for node, size in enumerate(sizes) for place in range(size)]
         return [
             self.start(

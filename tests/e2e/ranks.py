@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from finetune.env import SECRET
+
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 240
 LAUNCH = (
@@ -27,6 +29,7 @@ def accelerate_launch(*words: object) -> subprocess.Popen[str]:
 def torchrun(*words: object, node: int, port: int, cache: Path) -> subprocess.Popen[str]:
     """Start one of two machines with a rank each, which restarts its rank once."""
     environment = ("env", "OMP_NUM_THREADS=1", f"XDG_CACHE_HOME={cache}")
+    environment = (*environment, f"{SECRET}=of two machines that are this one")
     launcher = (sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank")
     place = (str(node), "--nproc-per-node", "1", "--max-restarts", "1")
     master = ("--master-addr", "127.0.0.1", "--master-port", str(port))

@@ -7,14 +7,18 @@ come. A rank that does not find itself on a list has read an old one, and looks 
 
 Names end with how many ranks there are by the launcher of each: where these differ, nothing else
 would, as a rank would wait for others that nobody has started.
+
+Whoever reaches the store can write to it. So each name is written with a proof that its rank knows
+the secret of the launch, and so is the list. What has no proof, or that of another meeting or rank,
+counts for nothing: a name of a meeting is new and random, so no proof is good twice.
 """
 
 import json
 import re
 import socket
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from threading import Thread
 from uuid import uuid4
@@ -22,14 +26,16 @@ from uuid import uuid4
 from torch.distributed import (  # type: ignore[attr-defined]  # no stub has them
     PrefixStore,
     Store,
-    rendezvous,
+    TCPStore,
 )
 
-from finetune.env import Launch
+from finetune.env import SECRET, Launch
 from finetune.errors import FinetuneError
+from finetune.training.world.secret import Secret
 
 ANSWER_S = 15.0  # once something listens
 _POLL_S, _READ_S = 0.02, 1.0
+_LOOPBACK = "127.0.0.1"
 _MEETING, _BEGUN = "sluice/meeting", "sluice/begun"
 
 
@@ -40,52 +46,73 @@ class Meeting:
     Attributes:
         store: For these processes alone.
         launch_store: Of the launcher; what is in it may outlive these processes.
+        secret: Of the launch.
         is_restart: Whether the launcher had started processes before, and they had begun a run.
     """
 
     store: Store
     launch_store: Store
+    secret: Secret
     is_restart: bool
 
     def note_begun(self) -> None:
         """Leave word that a run has begun, for processes that the launcher starts after these."""
-        self.launch_store.set(_BEGUN, "yes")
+        self.launch_store.set(_BEGUN, self.secret.proven(_BEGUN, ""))
 
 
 def opened_store(launch: Launch, *, timeout_s: float) -> Store:
     """Return the store of the launcher, or that of rank 0.
 
     A program of another kind at its port would never answer, and torch would wait for it without a
-    limit. So a rank first waits until something listens there, and from then on not for long.
+    limit. So a rank first waits until something listens there, and from then on not for long. On
+    one machine the store of rank 0 listens on the loopback interface alone.
 
     Raises:
         FinetuneError: Another program has the port, or rank 0 is not in time.
         RuntimeError: It cannot be reached.
-        ValueError: The launcher has not said where it is.
     """
-    awaited = launch.store if launch.index else None
-    if awaited is not None and not _listens(awaited, time.monotonic() + timeout_s):
+    if launch.store is None:
+        raise FinetuneError(
+            f"the launcher of rank {launch.index} of {launch.num} does not say where ranks meet",
+            limit="it sets MASTER_ADDR, and MASTER_PORT to a number",
+            hint=f"`accelerate launch --multi_gpu --num_processes {launch.num}`",
+        )
+    host, port = launch.store
+    if launch.is_on_one_machine:
+        host = _LOOPBACK
+    is_server = launch.index == 0 and not launch.is_store_launcher_s
+    if launch.index and not _listens((host, port), time.monotonic() + timeout_s):
         raise _absent([0], index=launch.index, num=launch.num, timeout_s=timeout_s)
     stores: list[Store] = []
     failures: list[Exception] = []
 
     def open_it() -> None:
         try:
-            # as one of one: it waits for no others, for which `meet` does
-            ways = rendezvous("env://", launch.index, 1, timeout=timedelta(seconds=timeout_s))
-            stores.append(next(ways)[0])
-        except (RuntimeError, ValueError) as error:
+            listener = _listener(port) if is_server and launch.is_on_one_machine else None
+            stores.append(
+                TCPStore(
+                    host,
+                    port,
+                    None,  # it waits for no others, for which `meet` does
+                    is_server,
+                    timedelta(seconds=timeout_s),
+                    wait_for_workers=False,
+                    master_listen_fd=listener,
+                )
+            )
+        except (RuntimeError, OSError) as error:
             failures.append(error)
 
     opening = Thread(target=open_it, name="store", daemon=True)  # it may never return
     opening.start()
-    opening.join(timeout=timeout_s if awaited is None else ANSWER_S)
+    opening.join(timeout=timeout_s if launch.index == 0 else ANSWER_S)
     if stores:
         return stores[0]
-    is_taken = bool(failures) and "EADDRINUSE" in str(failures[0])
+    is_taken = bool(failures) and (
+        "EADDRINUSE" in str(failures[0]) or isinstance(failures[0], OSError)
+    )
     if failures and not is_taken:
         raise failures[0]
-    host, port = launch.store or ("MASTER_ADDR", "MASTER_PORT")
     raise FinetuneError(
         f"rank {launch.index} of {launch.num} "
         + (
@@ -97,6 +124,15 @@ def opened_store(launch: Launch, *, timeout_s: float) -> Store:
         hint="`--main_process_port 0` of `accelerate launch` takes a free one; of several machines"
         " all are given the same, such as `--master-port 29517` of torchrun",
     )
+
+
+def _listener(port: int) -> int:
+    """Return a socket for the store of one machine; torch's own listens on every interface.
+
+    Raises:
+        OSError: Another program has the port.
+    """
+    return socket.create_server((_LOOPBACK, port)).detach()  # torch closes it
 
 
 def _listens(place: tuple[str, int], end_s: float) -> bool:
@@ -111,74 +147,137 @@ def _listens(place: tuple[str, int], end_s: float) -> bool:
     return False
 
 
-def meet(store: Store, *, index: int, num: int, timeout_s: float) -> Meeting:
+def meet(store: Store, secret: Secret, *, index: int, num: int, timeout_s: float) -> Meeting:
     """Wait until all ranks are there.
+
+    Args:
+        store: That all can reach, and others too.
+        secret: Of the launch, which others do not know.
+        index: This rank.
+        num: Of the ranks.
+        timeout_s: How long to wait.
 
     Raises:
         FinetuneError: Some are not in time, or their launchers have said other numbers of them.
     """
-    own, end_s = f"{uuid4().hex}/{num}", time.monotonic() + timeout_s
-    name, is_restart = (
-        _opened(store, own, num, end_s) if index == 0 else _joined(store, own, index, end_s)
-    )
-    if not name:
-        missing = _missing(store, own, num) if index == 0 else [0]
-        raise _absent(missing, index=index, num=num, timeout_s=timeout_s)
-    _require_one_number(store, name, index=index, num=num)
+    board, end_s = _Board(store=store, secret=secret), time.monotonic() + timeout_s
+    own = f"{uuid4().hex}/{num}"
+    found = _opened(board, own, num, end_s) if index == 0 else _joined(board, own, index, end_s)
+    if found is None:
+        if board.unproven:
+            raise _unproven(board.unproven, index=index, num=num)
+        places = {rank: _place(own, rank) for rank in range(1, num)}
+        missing = [rank for rank, place in places.items() if not store.check([place])]
+        raise _absent([0] if index else missing, index=index, num=num, timeout_s=timeout_s)
+    name, is_restart, names = found
+    _require_one_number([name, *names], index=index, num=num)
     met = PrefixStore(f"sluice/{name}", store)
-    return Meeting(store=met, launch_store=store, is_restart=is_restart)
+    return Meeting(store=met, launch_store=store, secret=secret, is_restart=is_restart)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Board:
+    """Where ranks write for each other, with proofs that they know the secret of the launch.
+
+    Attributes:
+        store: Where it is.
+        secret: Of the launch.
+        unproven: Ranks in whose place something was without a proof.
+    """
+
+    store: Store
+    secret: Secret
+    unproven: set[int] = field(default_factory=set)
+
+    def write(self, key: str, value: str) -> None:
+        """Write a value that no other rank writes."""
+        self.store.set(key, self.secret.proven(key, value))
+
+    def read(self, key: str, *, rank: int) -> str | None:
+        """Return what a rank has written; None if it has not, or not a rank of this launch."""
+        if not self.store.check([key]):
+            return None
+        value = self.secret.checked(key, self.store.get(key))
+        (self.unproven.add if value is None else self.unproven.discard)(rank)
+        return value
+
+    def claimed(self, key: str, *, rank: int) -> str:
+        """Return what somebody has written for a rank, with or without a proof; empty if none."""
+        if self.read(key, rank=rank) is None and rank not in self.unproven:
+            return ""
+        return self.secret.claimed(self.store.get(key))
+
+
+_Found = tuple[str, bool, list[str]]  # a meeting, whether it is after a restart, and who is there
+
+
+def _opened(board: _Board, own: str, num: int, end_s: float) -> _Found | None:
+    """Open a meeting and wait for the others; return nothing if they do not come."""
+    board.write(_MEETING, own)
+    while True:
+        every = [board.read(_place(own, rank), rank=rank) for rank in range(1, num)]
+        names = [name for name in every if name is not None]
+        if len(names) == num - 1 or any(_number(name) != num for name in names):
+            break
+        if time.monotonic() > end_s:
+            return None
+        time.sleep(_POLL_S)
+    is_restart = board.read(_BEGUN, rank=0) is not None
+    board.write(_place(own, 0), json.dumps([is_restart, *names]))
+    return own, is_restart, names
+
+
+def _joined(board: _Board, own: str, index: int, end_s: float) -> _Found | None:
+    """Join the meeting that answers; return nothing if none does.
+
+    The name of a meeting may be anybody's: the list of who has come is rank 0's.
+    """
+    asked = ""
+    while time.monotonic() < end_s:
+        name = board.claimed(_MEETING, rank=0)
+        if name:
+            if name != asked:
+                board.write(_place(name, index), own)
+                asked = name
+            answer = board.read(_place(name, 0), rank=0)
+            if answer is not None:
+                is_restart, *names = json.loads(answer)
+                if own in names:
+                    return name, is_restart, names
+        time.sleep(_POLL_S)
+    return None
 
 
 def _absent(missing: Sequence[int], *, index: int, num: int, timeout_s: float) -> FinetuneError:
     return FinetuneError(
-        f"rank {index} of {num} has waited for rank {', '.join(map(str, missing))}",
+        f"rank {index} of {num} has waited for rank {_listed(missing)}",
         limit=f"all must be there within {timeout_s:,.0f} s, and reach the launcher's"
         " MASTER_ADDR and MASTER_PORT",
         hint="start the same command on each machine; see that a firewall lets them through",
     )
 
 
-def _opened(store: Store, own: str, num: int, end_s: float) -> tuple[str, bool]:
-    """Open a meeting and wait for the others; return an empty name if they do not come."""
-    store.set(_MEETING, own)
-    while missing := _missing(store, own, num):
-        names = [store.get(_place(own, rank)).decode() for rank in _come(num, missing)]
-        if any(_number(name) != num for name in names):
-            break
-        if time.monotonic() > end_s:
-            return "", False
-        time.sleep(_POLL_S)
-    is_restart = store.check([_BEGUN])
-    names = [store.get(_place(own, rank)).decode() for rank in _come(num, missing)]
-    store.set(_place(own, 0), json.dumps([is_restart, *names]))
-    return own, is_restart
+def _unproven(ranks: Iterable[int], *, index: int, num: int) -> FinetuneError:
+    return FinetuneError(
+        f"rank {index} of {num} has waited for rank {_listed(ranks)}, in whose place something else"
+        " has answered",
+        limit="the ranks of a launch prove to each other that they know its secret",
+        hint=f"set {SECRET} to the same value on each machine; on one machine start all ranks as"
+        " the same user, with the same XDG_CACHE_HOME",
+    )
 
 
-def _joined(store: Store, own: str, index: int, end_s: float) -> tuple[str, bool]:
-    """Join the meeting that answers; return an empty name if none does."""
-    asked = ""
-    while time.monotonic() < end_s:
-        if store.check([_MEETING]):
-            name = store.get(_MEETING).decode()
-            if name != asked:
-                store.set(_place(name, index), own)
-                asked = name
-            if store.check([_place(name, 0)]):
-                is_restart, *names = json.loads(store.get(_place(name, 0)))
-                if own in names:
-                    return name, is_restart
-        time.sleep(_POLL_S)
-    return "", False
+def _listed(ranks: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(ranks)))
 
 
-def _require_one_number(store: Store, name: str, *, index: int, num: int) -> None:
+def _require_one_number(names: Sequence[str], *, index: int, num: int) -> None:
     """Check that the launchers of all ranks have the same number of ranks.
 
     Raises:
         FinetuneError: They have not.
     """
-    _, *names = json.loads(store.get(_place(name, 0)))
-    numbers = sorted({_number(one) for one in (name, *names)})
+    numbers = sorted(set(map(_number, names)))
     if numbers != [num]:
         if index == 0:  # which may have the store
             time.sleep(_READ_S)
@@ -193,14 +292,6 @@ def _require_one_number(store: Store, name: str, *, index: int, num: int) -> Non
 
 def _number(name: str) -> int:
     return int(name.rpartition("/")[2])
-
-
-def _come(num: int, missing: Sequence[int]) -> Sequence[int]:
-    return [rank for rank in range(1, num) if rank not in missing]
-
-
-def _missing(store: Store, name: str, num: int) -> Sequence[int]:
-    return [rank for rank in range(1, num) if not store.check([_place(name, rank)])]
 
 
 def _place(name: str, rank: int) -> str:

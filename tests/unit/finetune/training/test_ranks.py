@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from finetune.env import Launch, launch, rank_label
+from finetune.env import SECRET, Launch, launch, rank_label
 from finetune.errors import ConfigError
 from finetune.recipe.offload_section import OffloadSection
 from finetune.training import preflight
@@ -68,11 +68,14 @@ def test_one_process_is_told_its_own_words() -> None:
         ranks.require_same("nothing", lambda: pytest.fail("this costs time for nothing"))
 
 
+KEY = "k" * 32
+
 # ------------------------------------------------------------------------------------ the launcher
 
 
 def set_launch(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
-    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"):
+    names = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", SECRET)
+    for name in names:
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -86,8 +89,10 @@ def test_without_a_launcher_there_is_one_process(monkeypatch) -> None:
 
 
 def test_a_launcher_says_which_process_this_is(monkeypatch) -> None:
-    set_launch(monkeypatch, WORLD_SIZE="4", RANK="3", LOCAL_RANK="1", LOCAL_WORLD_SIZE="2")
-    assert launch() == Launch(num=4, index=3, num_local=2, local_index=1, node=1)
+    own = {"WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    set_launch(monkeypatch, **own, **{SECRET: KEY})
+    assert launch() == Launch(num=4, index=3, num_local=2, local_index=1, node=1, secret=KEY)
+    assert KEY not in repr(launch())
     assert rank_label() == " (rank 3)"
 
 
@@ -103,11 +108,31 @@ def test_a_launcher_that_does_not_number_its_processes_is_named(monkeypatch) -> 
 def test_a_launcher_that_does_not_number_its_machines_fills_one_after_the_other(
     monkeypatch,
 ) -> None:
-    own = {"WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    own = {"WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", SECRET: KEY}
     set_launch(monkeypatch, **own)
     assert launch().node == 1
     set_launch(monkeypatch, **own, GROUP_RANK="7")
     assert launch().node == 7
+
+
+@pytest.mark.parametrize(
+    ("secret", "seen"), [({}, "not set"), ({SECRET: "guess me"}, "8 characters long")]
+)
+def test_several_machines_without_a_secret_are_refused_with_the_command(
+    secret, seen, monkeypatch
+) -> None:
+    own = {"WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    set_launch(monkeypatch, **own, **secret)
+    with pytest.raises(
+        ConfigError, match=f"variable SLUICE_SECRET is {seen}; .*\n\nhint: `export SLUICE_SECRET="
+    ):
+        launch()
+
+
+def test_one_machine_needs_no_secret(monkeypatch) -> None:
+    set_launch(monkeypatch, WORLD_SIZE="2", RANK="1", LOCAL_RANK="1")
+    assert launch().secret is None
+    assert launch().is_on_one_machine
 
 
 class _FourthOfFive(Ranks):
