@@ -42,15 +42,22 @@ class JsonFile:
         """
         return self.parsed(self.content(file), source=str(file))
 
-    def content(self, file: Path) -> bytes:
-        """Return a file's bytes, if it is a plain file of any size that such a file can have."""
+    def content(self, file: Path, *, start: int = 0) -> bytes:
+        """Return a file's bytes, if it is a plain file of any size that such a file can have.
+
+        Args:
+            file: To be read.
+            start: Its first bytes that are left out.
+        """
         try:
             status = file.stat()
             if not stat.S_ISREG(status.st_mode):
                 raise self.refusal(str(file), "it is no file")
             if status.st_size > MAX_BYTES:
                 raise self.refusal(str(file), f"it has {status.st_size:,} bytes")
-            return file.read_bytes()
+            with file.open("rb") as opened:
+                opened.seek(start)
+                return opened.read()
         except OSError as error:
             raise self.refusal(str(file), error.strerror or str(error)) from error
 

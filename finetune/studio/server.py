@@ -18,7 +18,7 @@ from finetune.report.pages.page import page
 from finetune.studio import guard
 from finetune.studio.answer import Planner
 from finetune.studio.pages import ASSETS, asset, plan_page, runs_page
-from finetune.studio.runs import report_of, run_json, runs_json
+from finetune.studio.runs import Runs, report_of
 from offload.errors import SluiceError
 
 MAX_QUESTION_BYTES = 2**21
@@ -38,6 +38,7 @@ class Studio:
     def __init__(self, planner: Planner, *, folder: Path, token: str, port: int) -> None:
         """Build the application; nothing listens yet."""
         self._planner, self._folder = planner, folder
+        self._runs_here = Runs(folder)
         self._token, self._port = token, port
         at = f"/{token}"
         routes = [
@@ -78,12 +79,12 @@ class Studio:
         return Response(text, media_type="application/json")
 
     async def _runs(self, _: Request) -> Response:
-        return JSONResponse(await run_in_threadpool(runs_json, self._folder))
+        return JSONResponse(await run_in_threadpool(self._runs_here.all))
 
     async def _run(self, request: Request) -> Response:
         name = request.query_params.get("name", "")
         try:
-            return JSONResponse(await run_in_threadpool(run_json, self._folder, name))
+            return JSONResponse(await run_in_threadpool(self._runs_here.one, name))
         except SluiceError as error:
             return JSONResponse({"problem": str(error)}, NO_FILE)
 

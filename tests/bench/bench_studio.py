@@ -30,7 +30,7 @@ from finetune.commands.plan import HostOptions, planned
 from finetune.studio.answer import Planner
 from finetune.studio.pages import ASSETS, RANKS, SEQ_LENS, STEPS, asset, plan_page
 from finetune.studio.question import Question, recipe_text
-from finetune.studio.runs import runs_json
+from finetune.studio.runs import run_names
 from offload.errors import SluiceError
 from tests.studios import axe_script, browser, question_values, serious_findings, served
 
@@ -246,8 +246,8 @@ def main() -> None:
             took = timed(started.new_page(), address, args.changes)
             sys.stdout.write(f"served, {len(took)} changes: {quantiles(took)}\n")
             rooms = {"plan": address, "runs": f"{address}runs"}
-            for run in runs_json(args.runs)["runs"][:1]:
-                rooms["report"] = f"{address}report?{urlencode({'name': run['name']})}"
+            for run in run_names(args.runs)[:1]:
+                rooms["report"] = f"{address}report?{urlencode({'name': run})}"
             looked_at(started, rooms, args)
         if args.site:
             from tests.tools.site import write_site
