@@ -28,8 +28,8 @@ def accelerate_launch(*words: object) -> subprocess.Popen[str]:
 
 def torchrun(*words: object, node: int, port: int, cache: Path) -> subprocess.Popen[str]:
     """Start one of two machines with a rank each, which restarts its rank once."""
-    environment = ("env", "OMP_NUM_THREADS=1", f"XDG_CACHE_HOME={cache}")
-    environment = (*environment, f"{SECRET}=of two machines that are this one")
+    secret = f"{SECRET}=of two machines that are this one"
+    environment = ("env", "OMP_NUM_THREADS=1", f"XDG_CACHE_HOME={cache}", secret)
     launcher = (sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank")
     place = (str(node), "--nproc-per-node", "1", "--max-restarts", "1")
     master = ("--master-addr", "127.0.0.1", "--master-port", str(port))
