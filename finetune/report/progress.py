@@ -144,22 +144,21 @@ class WorkLines:
         """
         self._say, self._what, self._unit, self._clock = say, what, unit, clock
         self._start_s = self._last_s = clock()
-        self._num_shown = 0
+        self._has_shown, self._tenth = False, 0
 
     def __call__(self, done: int, total: int | None) -> None:
-        """Show a line if a tenth more is done, or a minute has passed of what has no known end.
+        """Show a line if a tenth more is done, or a minute has passed.
 
         No two lines are within some seconds.
         """
         now_s = self._clock()
         waited_s = now_s - self._last_s
-        if total is None:
-            num_due = self._num_shown + (not self._num_shown or waited_s >= LINE_AFTER_S)
-        else:
-            num_due = NUM_LINES * done // total
-        if num_due <= self._num_shown or waited_s < LINE_EVERY_S:
+        tenth = NUM_LINES * done // total if total else 0
+        is_first = total is None and not self._has_shown
+        is_due = is_first or tenth > self._tenth or waited_s >= LINE_AFTER_S
+        if not is_due or waited_s < LINE_EVERY_S:
             return
-        self._num_shown, self._last_s = num_due, now_s
+        self._has_shown, self._tenth, self._last_s = True, tenth, now_s
         text = shown_work(done, total, self._unit, seconds=now_s - self._start_s)
         known = {"what": self._what, "unit": self._unit, "done": done, "total": total}
         self._say("progress", f"{self._what}: {text}", **known)

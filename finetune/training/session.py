@@ -20,6 +20,7 @@ from finetune.env import stores_dir
 from finetune.errors import FinetuneError, TrialDoesNotFitError
 from finetune.full.chosen_weights import choose_weights
 from finetune.full.matrices import matrices_of
+from finetune.model.download import download_weights
 from finetune.model.load import Loaded, load_model, set_router_loss
 from finetune.model.store import weights_digest
 from finetune.objective.features import PassThrough
@@ -305,6 +306,9 @@ def load_adapted(runs: Sequence[Run], plan: Plan) -> Adapted:
     """
     run = runs[0]
     recipe, ranks = run.recipe, run.ranks
+    if recipe.model.init == "pretrained" and recipe.model.path is not None:
+        with ranks.first_here_first():
+            download_weights(recipe.model.path, working=run.working, note=run.screen.note)
     if ranks.num_machines > 1:
         codec = plan.request.typical.codec
         digest = ranks.from_first_here(

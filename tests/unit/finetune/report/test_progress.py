@@ -29,10 +29,17 @@ def lines_of(*, seconds: float, num_parameters: int) -> list[str]:
 
 
 def test_long_work_without_a_terminal_is_a_line_each_tenth() -> None:
-    shown = lines_of(seconds=1000, num_parameters=5000)
+    shown = lines_of(seconds=500, num_parameters=5000)
     assert len(shown) == NUM_LINES
-    assert shown[0] == "Loading weights: 1.00 of 10.00 GiB, 11 MB/s, ETA 900 s"
-    assert shown[-1] == "Loading weights: 10.00 of 10.00 GiB, 11 MB/s, ETA 0 s"
+    assert shown[0] == "Loading weights: 1.00 of 10.00 GiB, 21 MB/s, ETA 450 s"
+    assert shown[-1] == "Loading weights: 10.00 of 10.00 GiB, 21 MB/s, ETA 0 s"
+
+
+def test_work_of_hours_is_a_line_each_minute() -> None:
+    shown = lines_of(seconds=7200, num_parameters=50_000)
+    assert 110 <= len(shown) <= 135
+    assert shown[0] == "Loading weights: 0.08 of 10.00 GiB, 1 MB/s, ETA 7,140 s"
+    assert shown[-1] == "Loading weights: 10.00 of 10.00 GiB, 1 MB/s, ETA 0 s"
 
 
 def test_short_work_says_little_or_nothing() -> None:
