@@ -20,6 +20,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # no stub 
 from finetune.env import SECRET
 from finetune.training.world.secret import Secret
 from tests.e2e.attacks.talk import Touch
+from tests.e2e.faults import SECTIONS
 from tests.e2e.forked import Forked, Started
 
 MODULE = "tests.e2e.attacks.talk"
@@ -258,3 +259,16 @@ def test_code_of_a_rank_that_knows_the_secret_does_not_run(
         " ".join(first.shown.split())
     )
     assert not joined.with_name("ran").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["stream", "fsdp2"])
+def test_torch_sends_no_objects_for_a_run_and_its_resume(
+    engine: str, write_recipe, machine_file: Path, forked: Forked
+) -> None:
+    recipe = write_recipe(**SECTIONS, output={"eval_every": 3})
+    words = ("finetune", recipe, "--machine", machine_file, f"train.parallel={engine}")
+    for more in (("train.steps=3",), ("train.steps=4", "--resume")):
+        steps = (*words, "train.schedule=constant", "train.warmup_steps=0", *more)
+        ranks = forked.start_ranks(*steps, module="tests.e2e.attacks.no_objects")
+        assert [rank.end() for rank in ranks] == [0, 0], [rank.shown for rank in ranks]
