@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "tests/bench/results"
 CODE = ("cli.py", "finetune", "offload", "tests", "recipes")
 PACKAGES = (
     "torch",

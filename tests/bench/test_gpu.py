@@ -1,10 +1,12 @@
 """The harness for a GPU: what holds without one, and its rehearsal."""
 
 import importlib
+import itertools
 import json
 import subprocess
 import sys
 import time
+import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
@@ -15,19 +17,33 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from finetune.recipe.load import load_recipe
 from offload.engine.streams import Event
 from offload.errors import DoesNotFitError
 from offload.plan.facts.codec import CodecName
-from offload.plan.facts.facts import AdapterSpec
+from offload.plan.facts.facts import AdapterSpec, model_facts
 from offload.plan.machine.machine import GIB, named_machine
 from offload.plan.schedule.op import Lane
-from tests.bench.gpu import ablate, exact, existing, models, suite
-from tests.bench.gpu.__main__ import is_done, main, run_case
+from tests.bench.gpu import (
+    ablate,
+    dense,
+    exact,
+    existing,
+    flagship,
+    launches,
+    models,
+    precompile,
+    suite,
+    wheels,
+)
+from tests.bench.gpu.__main__ import GRACE_S, is_done, main, options_of, run_case
 from tests.bench.gpu.card import Card
-from tests.bench.gpu.cases import CASES, Case
+from tests.bench.gpu.cases import CASES, START_S, WINDOW_S, WINDOWS, Case, named
+from tests.bench.gpu.ceiling import ceiling_of, once_flops
 from tests.bench.gpu.goals import verdicts
-from tests.bench.gpu.journal import ROWS, SAME, Journal, read
-from tests.bench.gpu.moe30b import ADAPTER, FORMS, FRACS, SEQ_LENS, SHAPE
+from tests.bench.gpu.journal import ROWS, SAME, Journal, common, read
+from tests.bench.gpu.kernels import top_of
+from tests.bench.gpu.moe30b import ADAPTER, FORMS, FRACS, SEQ_LENS, SHAPE, parts_of
 from tests.bench.gpu.parts import (
     MIN_LAYERS,
     Model,
@@ -37,7 +53,8 @@ from tests.bench.gpu.parts import (
     planned,
     worth_running,
 )
-from tests.bench.gpu.record import NOTHING, RefusedError, brief, require_worth, section
+from tests.bench.gpu.peers import case as case_of_peers
+from tests.bench.gpu.record import DEFAULT, NOTHING, RefusedError, brief, require_worth, section
 from tests.bench.gpu.settings import Settings
 from tests.bench.gpu.table import REHEARSED, text_of
 from tests.bench.gpu.training import TINY, Session
@@ -161,6 +178,210 @@ def test_tests_that_failed_are_named_though_pytest_was_ended(tmp_path: Path) -> 
     assert found["failed"] == ["tests/a.py::test_bad[x, y]"]
 
 
+# ---------------------------------------------------------------------------------------- windows
+
+
+def parts_of_case(name: str) -> set[str]:
+    """Return the parts that a case has on a card, where that is known without one."""
+    if name == "launches":
+        work = itertools.product(launches.SHAPES, launches.LENS)
+        return {launches.name_of(shape, num, is_compiled=False) for shape, num in work}
+    if name == "tests":
+        return set(suite.files())
+    settings = replace(settings_in(Path()), is_rehearsal=False)
+    if name == "peers":
+        return {part for job in case_of_peers.jobs(settings) for part in case_of_peers.parts(job)}
+    if name == "tiles":
+        return {precompile.EXPERTS, precompile.POINTWISE, precompile.SWEEP}
+    forms = [(SHAPE, *form) for form in FORMS] if name == "moe30b" else dense.FORMS
+    lens = SEQ_LENS if name == "moe30b" else dense.SEQ_LENS
+    return {
+        f"{shape}-{part.name}"
+        for shape, codec, budgets in forms
+        for part in parts_of(codec, budgets, settings, lens)
+    }
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_a_window_fits_its_loan_with_all_starts_and_names_what_exists(window: str) -> None:
+    turns = WINDOWS[window]
+    assert START_S + GRACE_S + sum(turn.limit_s for turn in turns) <= WINDOW_S <= 570
+    for turn in turns:
+        named(turn.case)
+        assert turn.decides
+        assert set(turn.parts or ()) <= (parts_of_case(turn.case) if turn.parts else set())
+
+
+def test_a_case_is_complete_for_the_parts_that_were_wanted(tmp_path: Path) -> None:
+    wanted = replace(settings_in(tmp_path), parts=("one",))
+    journal = Journal(wanted, CASE.name)
+    journal.expect(["one"])
+    journal.add("one", seconds=1.0)
+    assert "complete" in run_case(CASE, wanted, shell("true"))
+    assert is_done(CASE, wanted)
+    assert not is_done(CASE, replace(wanted, parts=("one", "two")))
+    assert not is_done(CASE, replace(wanted, parts=None))
+
+
+def test_what_is_kept_for_a_card_is_not_measured_again(tmp_path: Path) -> None:
+    settings = settings_in(tmp_path / "run")
+    own = common(settings)
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    other = {"code_sha256": "of other code"}
+    rows = [
+        {"case": "probe", "part": "a", **own, **other},
+        {"case": "moe30b", "part": "a", **own},
+        {"case": "moe30b", "part": "b", **own, **other},
+        {"case": "probe", "part": "b", **own, "gpu": "another card"},
+    ]
+    (kept / "one.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    assert Journal(settings, "probe", kept).has("a")  # of the card, whatever the code
+    assert Journal(settings, "moe30b", kept).has("a")
+    assert not Journal(settings, "moe30b", kept).has("b")
+    assert not Journal(settings, "probe", kept).has("b")
+
+
+def test_a_command_that_is_cut_off_has_written_its_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[str] = []
+
+    def run(case: Case, settings: Settings) -> str:
+        if ran:
+            raise KeyboardInterrupt
+        ran.append(case.name)
+        Journal(settings, case.name).add("one", note="measured before the end")
+        return f"{case.name}: complete"
+
+    monkeypatch.setattr("tests.bench.gpu.__main__.run_case", run)
+    options = ["gpu", "--rehearse", "--window", "A", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", options)
+    with pytest.raises(KeyboardInterrupt):
+        main()
+    assert "measured before the end" in (tmp_path / "table.md").read_text()
+    assert "- lane: not begun" in (tmp_path / "table.md").read_text()
+
+
+def test_a_window_takes_no_cases_and_a_run_has_a_folder_without_being_given_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu", "--rehearse", "--window", "B"])
+    assert options_of().out == ROOT / "runs/gpu"
+    monkeypatch.setattr(sys, "argv", ["gpu", "--rehearse", "--window", "B", "--cases", "lane"])
+    with pytest.raises(SystemExit):
+        options_of()
+    assert "a window has its own cases" in capsys.readouterr().err
+
+
+def test_time_is_counted_from_when_a_program_was_asked_for(tmp_path: Path) -> None:
+    asked = settings_in(tmp_path).within(100.0, ("one",))
+    before = replace(asked, start_s=asked.start_s - 30)
+    there = Settings.from_json(before.to_json())
+    assert there == before
+    assert there.left_s == pytest.approx(65, abs=5)
+    assert there.wants("one")
+    assert not there.wants("two")
+
+
+# ----------------------------------------------------------------------------- what work is worth
+
+
+def test_each_product_of_a_step_is_counted_once() -> None:
+    facts = model_facts(models.fields("qwen3-8b"))
+    adapter = dense.adapter_of("qwen3-8b")
+    hidden, width, queries, keys, layers, vocabulary = 4096, 12288, 4096, 1024, 36, 151936
+    matrices = [(hidden, queries), (hidden, keys), (hidden, keys), (queries, hidden)]
+    matrices += [(hidden, width), (hidden, width), (width, hidden)]
+    frozen = 2 * 2 * sum(a * b for a, b in matrices)  # forward, and by the input
+    branches = 2 * 3 * 16 * sum(a + b for a, b in matrices)
+    seen = (8192 + 1) / 2  # tokens that one attends to, in the mean
+    attention = (2 + 4) * 2 * queries * seen  # scores and values; four products backward
+    expected = 16384 * (layers * (frozen + branches + attention) + 4 * hidden * vocabulary)
+    found = once_flops(facts, adapter, num_tokens=16384, seq_len=8192)
+    assert found == pytest.approx(expected, rel=1e-4)
+
+
+def test_experts_count_as_often_as_tokens_pass_through_them() -> None:
+    facts, tokens = MOE.facts, 1000
+    plain = once_flops(facts, replace(ADAPTER, experts=False), num_tokens=tokens, seq_len=8)
+    adapted = once_flops(facts, ADAPTER, num_tokens=tokens, seq_len=8)
+    per_expert = 6 * ADAPTER.rank * ((2048 + 2 * 768) + (768 + 2048))
+    assert adapted - plain == pytest.approx(48 * tokens * 8 * per_expert)
+
+
+def test_a_ceiling_is_the_best_product_that_all_tokens_pass_through() -> None:
+    tiny = tiny_model(SHAPE).facts
+    found = ceiling_of(tiny, 8, device=torch.device("cpu"), dtype=torch.float32)
+    widths = {(x.d_in, x.d_out) for x in tiny.layers[0].linears if x.group == "attention"}
+    names = {f"{a} to {b}, {way}" for a, b in widths for way in ("forward", "input")}
+    assert set(found.rates) == names
+    assert found.flops_per_s == max(found.rates.values()) == found.rates[found.name]
+
+
+def test_a_model_on_the_host_keeps_the_frequencies_of_its_rotation() -> None:
+    fields = dict(tiny_model("qwen3-8b").config)
+    made: Any = models.with_values(models.empty(fields, torch.float32))
+    kind = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    plain: Any = AutoModelForCausalLM.from_config(kind)
+    expected = dict(plain.named_buffers())
+    assert expected
+    for name, buffer in made.named_buffers():
+        assert torch.equal(buffer, expected[name]), name
+    for name, parameter in plain.named_parameters():
+        models.fill(name, parameter.data)
+        assert torch.equal(made.get_parameter(name), parameter), name
+
+
+def test_every_kernel_keeps_its_whole_name() -> None:
+    class Event:
+        self_cpu_time_total, count = 1.0, 1
+
+        def __init__(self, key: str) -> None:
+            self.key = key
+
+    class Seen:
+        def key_averages(self) -> list[Event]:
+            return [Event(f"void kernel<{'x' * 300}{number}>") for number in range(60)]
+
+    found = top_of(Seen(), is_cuda=False)
+    assert len({one["name"] for one in found}) == 60
+
+
+def test_the_flagship_is_its_recipe_with_what_it_would_fetch_replaced(tmp_path: Path) -> None:
+    folder = tmp_path / "flagship"
+    fields = models.fields(flagship.REHEARSED_SHAPE)
+    flagship.write_inputs(folder, fields, seq_len=64, num_rows=2)
+    settings = replace(settings_in(tmp_path / "run"), is_rehearsal=False)
+    given = flagship.overrides(folder, settings)
+    ours, recipe = load_recipe(str(flagship.RECIPE), given), load_recipe(str(flagship.RECIPE), [])
+    assert ours.train.seq_len == recipe.train.seq_len == 8192
+    assert ours.train.tokens_per_step == recipe.train.tokens_per_step
+    assert ours.train.optimizer == recipe.train.optimizer
+    assert ours.adapter == recipe.adapter
+    assert (ours.offload.codec, ours.offload.num_slots) == ("native", "auto")
+    assert ours.offload.vram_budget == pytest.approx(
+        named_machine("rtx5090").vram_bytes / GIB, abs=0.01
+    )
+    assert (ours.model.init, ours.train.steps) == ("random", 3)
+    assert flagship.found_in(tmp_path / "nothing", fields, seq_len=64) == {}
+
+
+def test_a_wheel_is_unpacked_without_what_is_dropped(tmp_path: Path) -> None:
+    wheel = tmp_path / "lib-1-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name in ("lib/a.py", "lib/a_cuda12.bin", "lib/tests/deep/b.py", "lib/cuda13.bin"):
+            archive.writestr(name, "x" * 10)
+    site = tmp_path / "site"
+    assert wheels.unpacked(wheel, ("lib/a_cuda12*", "lib/tests/*"), site) == 20
+    assert sorted(p.name for p in site.rglob("*") if p.is_file()) == ["a.py", "cuda13.bin"]
+    with pytest.raises(ValueError, match=r"lib-1-py3-none-any\.whl has nothing like lib/b\*"):
+        wheels.unpacked(wheel, ("lib/b*",), tmp_path / "other")
+    for name in ("one.tar.xz", "two.tar.xz"):
+        wheels.pack(site, tmp_path / name)
+    assert (tmp_path / "one.tar.xz").read_bytes() == (tmp_path / "two.tar.xz").read_bytes()
+
+
 # --------------------------------------------------------------------------- goals and the table
 
 
@@ -188,22 +409,32 @@ def test_goals_are_held_against_the_rows_that_they_are_about() -> None:
         row("moe30b", "2", of_m_star=2.0, resident_share=0.96, exposed_frac=quantiles([0.02])),
         row("moe30b", "1", of_m_star=1.0, resident_share=0.5, r3_share=quantiles([0.95])),
         row("ablate", "x", r3_share=quantiles([0.1]), memory_error=-0.031),
-        row("dense", "y", calibrated_error=-0.05, ceiling_share=quantiles([0.59])),
+        row("dense", "y", calibrated_error=-0.05, lane_share=quantiles([0.74]), seq_len=8192),
+        row("dense", "short", lane_share=quantiles([0.2]), seq_len=2048),
+        row("moe30b", "z", lane_share=quantiles([0.55]), seq_len=8192),
+        row("flagship", "f", blind_error=-0.11, calibrated_error=0.05),
+        row("peers", "streams", of_ours=1.0),
+        row("peers", "fits", of_ours=1.0, is_resident=True),
         row("dense", "z", error="out of memory"),
     ]
-    found = {v.goal.quantity: (v.num_reached, v.num) for v in verdicts(rows)}
+    found = {v.goal.text.split(",")[0]: (v.num_reached, v.num) for v in verdicts(rows)}
     assert found == {
-        "is_equal": (1, 2),
-        "exit_status": (0, 0),
-        "resident_share": (0, 1),
-        "r3_share": (1, 1),
-        "exposed_frac": (1, 1),
-        "calibrated_error": (1, 1),
-        "memory_error": (0, 1),
-        "ceiling_share": (0, 1),
-        "of_ours": (0, 0),
+        "streamed equals resident to the bit": (1, 2),
+        "no test fails": (0, 0),
+        "at 2 M* at least 97 % of the resident rate": (0, 1),
+        "at least 95 % of R3": (1, 1),
+        "exposed transfer under 3 % at 2 M*": (1, 1),
+        "calibrated prediction within 5 %": (2, 2),
+        "peak VRAM within 3 %": (0, 1),
+        "the flagship's plan within 10 % before a step is timed": (0, 1),
+        "a dense model's layers at 75 % of their best product": (0, 1),
+        "a mixture's layers at 55 % of their best product": (1, 1),
+        "faster than every peer at equal work that streams": (0, 1),
+        "as fast as the fastest peer where all fits": (1, 1),
     }
-    text = text_of([replaced | {"unequal": {}, "num_tensors": 1} for replaced in rows[4:]])
+    text = text_of(
+        [replaced | {"unequal": {}, "num_tensors": 1} for replaced in (*rows[4:6], rows[-1])]
+    )
     assert "- peak VRAM within 3 %: 0 of 1; ablate x -0.031" in text
     assert "- no test fails: not measured" in text
     assert "- dense, z: out of memory" in text
@@ -245,7 +476,7 @@ def test_what_is_said_of_speed_comes_from_what_is_kept(tmp_path: Path) -> None:
     kept = row("dense", "b", r3_share=quantiles([0.97]), tokens_per_s=quantiles([1234.0]))
     (tmp_path / "one.jsonl").write_text(json.dumps(kept) + "\n")
     text = section(tmp_path)
-    assert text.startswith("### Card\n")
+    assert "### Card\n" in text
     assert "2026-11-21" in text
     assert "| dense | b | 1,234 |" in text
     assert "- at least 95 % of R3: 1 of 1" in text
@@ -255,6 +486,37 @@ def test_what_is_said_of_speed_comes_from_what_is_kept(tmp_path: Path) -> None:
     (tmp_path / "two.jsonl").write_text(json.dumps(more) + "\n")
     told = "Card, 2026-11-21, b (2 slots): 1,234 tokens/s, 97% of R3, 102% of the resident rate"
     assert told in brief(tmp_path)
+
+
+def test_one_statement_says_which_code_path_a_card_has_run(tmp_path: Path) -> None:
+    of_old = row("moe30b", "a", tokens_per_s=quantiles([1.0]), gpu="Old")
+    exact_too = row("exact", "b", gpu="Old")
+    (tmp_path / "one.jsonl").write_text(f"{json.dumps(of_old)}\n{json.dumps(exact_too)}\n")
+    text = section(tmp_path)
+    assert text.startswith("### What has run on a card\n")
+    assert "branches in fp32 by peft" in text
+    assert "speed on Old, 2026-11-21; exactness on Old, 2026-11-21" in text
+    assert "experts by Triton: **nothing**, neither speed nor bits" in text
+    assert "Today's default path has [run on no card]" in brief(tmp_path)
+    plain = row("dense", "c", path="branches in the base's dtype, the model's own norms")
+    (tmp_path / "two.jsonl").write_text(json.dumps(plain) + "\n")
+    assert "**nothing**" in section(tmp_path)  # not what a run does by default
+    now = row("dense", "d", path=f"{DEFAULT}, experts by triton", gpu="New")
+    (tmp_path / "two.jsonl").write_text(json.dumps(now) + "\n")
+    assert "**nothing**" not in section(tmp_path)
+    assert f"- {DEFAULT}, experts by triton: speed on New, 2026-11-21" in section(tmp_path)
+    assert "run on no card" not in brief(tmp_path)
+
+
+def test_columns_that_no_row_fills_are_left_out() -> None:
+    old = text_of([row("dense", "a", tokens_per_s=1.0, ceiling_share=0.4)])
+    assert "of the probe's rate" in old
+    assert "best product |" not in old
+    new = text_of(
+        [row("dense", "a", tokens_per_s=1.0, lane_share=0.8, once_flops_per_s=quantiles([4e14]))]
+    )
+    assert "| case | part | tokens/s | of the best product | once |" in new
+    assert "| dense | a | 1 | 80.0% | 400 |" in new
 
 
 # ------------------------------------------------------------------------------ plans and models

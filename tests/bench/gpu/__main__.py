@@ -12,13 +12,15 @@ from typing import IO
 import torch
 from rich.console import Console
 
-from tests.bench.gpu.cases import CASES, Case, named
+from tests.bench.gpu.cases import CASES, START_S, WINDOW_S, WINDOWS, Case, Turn, named
 from tests.bench.gpu.journal import Journal
 from tests.bench.gpu.peers.case import write_pythons
 from tests.bench.gpu.settings import Settings
 from tests.bench.gpu.table import text_of
+from tests.bench.record import ROOT
 
 LOG, TABLE = "log.txt", "table.md"
+OUT = ROOT / "runs/gpu"
 MINUTES = 9.0
 LEAST_S = 10.0  # a case is not begun for less
 GRACE_S = 5.0
@@ -54,9 +56,8 @@ def run_case(case: Case, settings: Settings, program: tuple[str, ...] = ()) -> s
         state, error = STOPPED, f"its {round(settings.limit_s, 1):g} s were over"
     else:
         state, error = FAILED, " / ".join([f"exit status {status}", *said])
-    journal.end(
-        state, limit_s=settings.limit_s, took_s=took_s, **({"error": error} if error else {})
-    )
+    failed = {"error": error} if error else {}
+    journal.end(state, limit_s=settings.limit_s, took_s=took_s, only=settings.parts, **failed)
     return f"{case.name}: {state} after {took_s:.0f} s" + (f": {error}" if error else "")
 
 
@@ -87,37 +88,66 @@ def end_group(child: subprocess.Popen[bytes]) -> None:
 
 
 def is_done(case: Case, settings: Settings) -> bool:
-    """Tell whether a case of this run is complete."""
-    states = [r for r in Journal(settings, case.name).rows if r["case"] == case.name]
-    return any(row.get("state") == COMPLETE for row in states)
+    """Tell whether a case of this run is complete: all of it, or the parts that are wanted."""
+    for row in Journal(settings, case.name).rows:
+        if row["case"] != case.name or row.get("state") != COMPLETE:
+            continue
+        only = row.get("only")
+        if only is None or (settings.parts is not None and set(settings.parts) <= set(only)):
+            return True
+    return False
 
 
-def main() -> None:
-    """Run the cases that are left, and show what all of them found."""
+def turns_of(options: argparse.Namespace) -> tuple[tuple[Turn, ...], float]:
+    """Return the cases that are asked for, each with its limit, and how long all may take."""
+    minutes = options.minutes or MINUTES
+    if options.window:
+        return WINDOWS[options.window], WINDOW_S - START_S
+    longer = max(1.0, minutes / MINUTES)
+    cases = named(options.cases)
+    turns = (Turn(case=c.name, limit_s=longer * c.limit_s, decides="") for c in cases)
+    return tuple(turns), 60 * minutes
+
+
+def options_of() -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--out", type=Path, required=True, help="directory of the run")
+    parser.add_argument("--out", type=Path, default=OUT, help=f"of the run; {OUT}")
+    parser.add_argument(
+        "--window",
+        choices=WINDOWS,
+        help=f"the cases of one loan of a card, {WINDOW_S:.0f} s in all",
+    )
     parser.add_argument("--cases", help=", ".join(f"{case.name}" for case in CASES))
     parser.add_argument("--vram", type=float, help="GiB that the card is to have: 12, 16, 24, 32")
     parser.add_argument("--layers", type=int, help="of the models; else as many as time allows")
     parser.add_argument(
         "--minutes",
         type=float,
-        default=MINUTES,
-        help="for everything; more than 9 give each case more",
+        help=f"for everything, {MINUTES:g}; more give each case more",
     )
     parser.add_argument("--rehearse", action="store_true", help="on a CPU, tiny")
     parser.add_argument(
         "--peer-python", action="append", default=[], metavar="NAME=PATH", help="runs that peer"
     )
     options = parser.parse_args()
+    if options.window and (options.cases or options.minutes):
+        parser.error("a window has its own cases and its own time: no --cases, no --minutes")
     if not options.rehearse and not torch.cuda.is_available():
         parser.error("torch sees no CUDA device; --rehearse runs everything on a CPU")
+    return options
+
+
+def main() -> None:
+    """Run the cases that are left, and show what all of them found."""
+    options = options_of()
+    options.out = options.out.resolve()
     options.out.mkdir(parents=True, exist_ok=True)
     write_pythons(options.out, options.peer_python)
-    end_s, say = time.perf_counter() + 60 * options.minutes, Console(width=180).print
-    cases = named(options.cases)
+    start_s, say = time.perf_counter(), Console(width=180).print
+    turns, most_s = turns_of(options)
     settings = Settings(
         out=options.out,
         is_rehearsal=options.rehearse,
@@ -125,20 +155,27 @@ def main() -> None:
         num_layers=options.layers,
         limit_s=0.0,
     )
-    for case in cases:
-        longer = max(1.0, options.minutes / MINUTES)
-        own_s = case.rehearsal_s if options.rehearse else longer * case.limit_s
-        limit_s = min(own_s, end_s - time.perf_counter())
-        if is_done(case, settings):
-            say(f"{case.name}: complete before", markup=False)
-        elif limit_s < LEAST_S:
-            say(f"{case.name}: not run, no time is left", markup=False)
+    cases, text = {case.name: case for case in CASES}, ""
+    for turn in turns:
+        case = cases[turn.case]
+        left_s = start_s + most_s - time.perf_counter() - GRACE_S
+        own = settings.within(
+            min(case.rehearsal_s if options.rehearse else turn.limit_s, left_s),
+            None if options.rehearse else turn.parts,
+        )
+        if is_done(case, own):
+            told = "complete before"
+        elif own.limit_s < LEAST_S:
+            told = "not run, no time is left"
         else:
-            say(run_case(case, settings.within(limit_s)), markup=False, highlight=False)
-    rows = Journal(settings, "").rows
-    text = text_of(rows, cases)
-    (options.out / TABLE).write_text(text)
+            told = run_case(case, own).removeprefix(f"{case.name}: ")
+        say(f"{case.name}: {told}", markup=False, highlight=False)
+        if turn.decides:
+            say(f"    decides {turn.decides}", markup=False, highlight=False)
+        text = text_of(Journal(settings, "").rows, [cases[turn.case] for turn in turns])
+        (options.out / TABLE).write_text(text)  # each time: the command may be cut off
     say(text, markup=False, highlight=False, soft_wrap=True)
+    say(f"{time.perf_counter() - start_s:.0f} s", highlight=False)
 
 
 if __name__ == "__main__":

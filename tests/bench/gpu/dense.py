@@ -4,7 +4,7 @@ from offload.plan.facts.codec import CodecName
 from offload.plan.facts.facts import AdapterSpec, linear_names, model_facts
 from tests.bench.gpu.journal import Journal
 from tests.bench.gpu.models import fields
-from tests.bench.gpu.moe30b import parts_of
+from tests.bench.gpu.moe30b import parts_of, wanted
 from tests.bench.gpu.parts import worth_running
 from tests.bench.gpu.settings import Settings
 from tests.bench.gpu.training import machine_for, model_of, row_name, run_parts
@@ -28,7 +28,9 @@ def run(settings: Settings, journal: Journal) -> None:
     work = []
     for shape, codec, budgets in FORMS[:1] if settings.is_rehearsal else FORMS:
         model = model_of(shape, adapter_of(shape), is_rehearsal=settings.is_rehearsal)
-        parts = parts_of(codec, budgets, settings, SEQ_LENS)
+        parts = wanted(model, parts_of(codec, budgets, settings, SEQ_LENS), settings)
+        if not parts:
+            continue
         work.append((model, worth_running(model, machine_for(model, settings, parts[0]), parts)))
     journal.expect([row_name(model, part) for model, parts in work for part in parts])
     for number, (model, parts) in enumerate(work):

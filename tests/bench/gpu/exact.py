@@ -1,8 +1,9 @@
 """Streamed equals resident to the bit, where copies are slower than computing and where faster.
 
-Lanes are made late in turn: a visit that did not wait for its weights, or a load that did not wait
-for its slot, would compute with another layer's. Algorithms are deterministic; experts are
-multiplied by a loop, which every card can repeat to the bit.
+The defaults of a run are compared: branches in the base's dtype, fused norms, rotations, gates and
+loss, and 128 experts by Triton's kernels; a CPU has neither, so a rehearsal takes the loop and the
+model's own code. Lanes are made late in turn: a visit that did not wait for its weights, or a load
+that did not wait for its slot, would compute with another layer's. Algorithms are deterministic.
 """
 
 import time
@@ -12,10 +13,11 @@ from typing import Any, Literal
 
 import torch
 
-from offload.engine.bound import EngineOptions
+from offload.engine.bound import EngineOptions, LayerKernels
 from offload.engine.engine import Engine
 from offload.engine.streams import CudaDevice, Event
 from offload.plan.facts.facts import AdapterSpec
+from offload.plan.machine.machine import ExpertsImplementation
 from offload.plan.schedule.op import Kind, Lane
 from offload.plan.schedule.timeline import Timeline
 from tests.bench.bench_engine import SlowLink
@@ -51,6 +53,7 @@ class Size:
         seq_len: Tokens of a micro-batch.
         num_micro_batches: Of a step.
         link_bytes_per_s: Of a CPU's link; a card has its own.
+        num_experts: Of a mixture's layer; None leaves all of them.
     """
 
     name: str
@@ -58,6 +61,7 @@ class Size:
     seq_len: int
     num_micro_batches: int
     link_bytes_per_s: float = float("inf")
+    num_experts: int | None = None
 
 
 SIZES = (
@@ -65,8 +69,15 @@ SIZES = (
     Size(name="fast copies", hidden=512, seq_len=2048, num_micro_batches=4),
 )
 TINY = (
-    Size(name="slow copies", hidden=64, seq_len=8, num_micro_batches=2, link_bytes_per_s=2e7),
-    Size(name="fast copies", hidden=32, seq_len=32, num_micro_batches=3),
+    Size(
+        name="slow copies",
+        hidden=64,
+        seq_len=8,
+        num_micro_batches=2,
+        link_bytes_per_s=2e7,
+        num_experts=8,
+    ),
+    Size(name="fast copies", hidden=32, seq_len=32, num_micro_batches=3, num_experts=8),
 )
 
 
@@ -105,7 +116,7 @@ def run(settings: Settings, journal: Journal) -> None:
     """Compare each size of each kind of model."""
     torch.use_deterministic_algorithms(mode=True)
     sizes = TINY if settings.is_rehearsal else SIZES
-    work = {f"{size.name}, {shape}": (size, shape) for size in sizes for shape in SHAPES}
+    work = {f"defaults, {size.name}, {shape}": (size, shape) for size in sizes for shape in SHAPES}
     journal.expect(list(work))
     for name, (size, shape) in work.items():
         if not journal.has(name) and settings.left_s > 0:
@@ -135,6 +146,7 @@ def compared(size: Size, shape: str, settings: Settings) -> dict[str, Any]:
         "hidden": size.hidden,
         "tokens_per_step": size.seq_len * size.num_micro_batches,
         "dtype": bench.dtype_name,
+        "path": bench.path,
     }
 
 
@@ -153,14 +165,23 @@ class Bench:
         else:
             device = LateCuda(torch.empty(0, device="cuda").device, is_staged=False)
         self._device = device
+        experts: ExpertsImplementation = "eager" if settings.is_rehearsal else "triton"
         self._made = make(
             config,
             dtype=getattr(torch, self.dtype_name),
             codec="native",
             device=torch.device(settings.device),
-            adapter=AdapterSpec(rank=8, targets=ATTENTION, experts="num_experts" in config),
-            experts_implementation="eager" if "num_experts" in config else None,
+            adapter=AdapterSpec(
+                rank=8,
+                targets=ATTENTION,
+                experts="num_experts" in config,
+                is_in_base_dtype=True,
+            ),
+            experts_implementation=experts if "num_experts" in config else None,
         )
+        layers: LayerKernels = "plain" if settings.is_rehearsal else "fused"
+        self.path = f"branches in the base's dtype, {layers} norms, rotations, gates and loss"
+        self.path += f", experts by {experts}" if "num_experts" in config else ""
         options = EngineOptions(
             num_slots=NUM_LAYERS,
             num_kept_graphs=0,
@@ -170,6 +191,7 @@ class Bench:
             stash="device",
             trained_weights="device",
             head_chunk_tokens=1024,
+            layer_kernels=layers,
         )
         self._engine = Engine(
             self._made.model, device=device, options=options, backing=self._made.slab
@@ -208,8 +230,9 @@ def config_of(shape: str, size: Size) -> dict[str, Any]:
         "head_dim": min(128, size.hidden // 4),
     }
     if "num_experts" in config:
-        config |= {"num_experts": 8, "num_experts_per_tok": 2}
-        config["moe_intermediate_size"] = size.hidden // 2
+        config["moe_intermediate_size"] = 3 * size.hidden // 8
+        if size.num_experts is not None:
+            config |= {"num_experts": size.num_experts, "num_experts_per_tok": 2}
     return config
 
 

@@ -5,13 +5,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.bench.gpu.cases import OF_CARD
 from tests.bench.gpu.settings import Settings
-from tests.bench.record import code, cpu_name, gpu, host_bytes, versions
+from tests.bench.record import RESULTS, code, cpu_name, gpu, host_bytes, versions
 
 Row = dict[str, Any]
 ROWS = "rows.jsonl"
 SAME = ("code_sha256", "gpu", "rehearsal", "vram_gib")
 """Rows that differ in one of these are of another run."""
+SAME_CARD = SAME[1:]
+"""Of a kept row of card and host alone, which code is no matter."""
 RATES = (
     "gemm_flops_per_s",
     "expert_gemm_flops_per_s",
@@ -30,15 +33,20 @@ MAX_ERROR_LETTERS = 400
 class Journal:
     """The rows of one run; those of a case are added under its name.
 
+    Rows that are kept in tests/bench/results count as its own if the same code measured them on
+    this card, or if they are of the card alone: nothing is measured twice.
+
     Attributes:
         case: Whose rows are added.
     """
 
-    def __init__(self, settings: Settings, case: str) -> None:
+    def __init__(self, settings: Settings, case: str, kept: Path = RESULTS) -> None:
         """Read what is there."""
         self._file, self.case, self._settings = settings.out / ROWS, case, settings
         self._common = common(settings)
-        self._rows = [row for row in read(self._file) if self._is_same(row)]
+        of_others = [row for file in sorted(kept.glob("*.jsonl")) for row in read(file)]
+        self._rows = [row for row in of_others if self._counts(row)]
+        self._rows += [row for row in read(self._file) if self._is_same(row, SAME)]
 
     @property
     def rows(self) -> Sequence[Row]:
@@ -77,8 +85,11 @@ class Journal:
         own = [r for r in self._rows if (r["case"], r["part"]) == (self.case, part)]
         return own[-1] if own else {}
 
-    def _is_same(self, row: Mapping[str, Any]) -> bool:
-        return all(row.get(name) == self._common[name] for name in SAME)
+    def _counts(self, kept: Mapping[str, Any]) -> bool:
+        return self._is_same(kept, SAME_CARD if kept["case"] in OF_CARD else SAME)
+
+    def _is_same(self, row: Mapping[str, Any], names: Sequence[str]) -> bool:
+        return all(row.get(name) == self._common[name] for name in names)
 
     def _write(self, part: str, fields: Row) -> None:
         is_cut = self._file.exists() and not self._file.read_bytes().endswith(b"\n")

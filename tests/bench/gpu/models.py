@@ -146,6 +146,21 @@ def empty(config: Mapping[str, Any], dtype: torch.dtype) -> PreTrainedModel:
     return model.requires_grad_(requires_grad=False)
 
 
+def with_values(base: PreTrainedModel) -> PreTrainedModel:
+    """Give an empty model memory on the host, and the values that belong to its names.
+
+    Buffers, such as a rotation's frequencies, have their values already: `to_empty` would lose
+    them.
+    """
+    for path, module in base.named_modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            values = torch.empty(parameter.shape, dtype=parameter.dtype)
+            fill(f"{path}.{name}", values)
+            setattr(module, name, nn.Parameter(values, requires_grad=False))
+    base.tie_weights()
+    return base
+
+
 def _stowed(
     base: PreTrainedModel, codec: CodecName, device: torch.device, node: int | None
 ) -> Slab:

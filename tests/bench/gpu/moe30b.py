@@ -4,7 +4,7 @@ from offload.plan.facts.codec import CodecName
 from offload.plan.facts.facts import AdapterSpec
 from tests.bench.gpu.journal import Journal
 from tests.bench.gpu.models import ATTENTION
-from tests.bench.gpu.parts import Part, worth_running
+from tests.bench.gpu.parts import Model, Part, worth_running
 from tests.bench.gpu.settings import Settings
 from tests.bench.gpu.training import machine_for, model_of, row_name, run_parts
 
@@ -35,12 +35,19 @@ def parts_of(
     ]
 
 
+def wanted(model: Model, parts: list[Part], settings: Settings) -> list[Part]:
+    """Leave out what this run is not to measure."""
+    return [part for part in parts if settings.wants(row_name(model, part))]
+
+
 def run(settings: Settings, journal: Journal) -> None:
     """Measure all parts."""
     model = model_of(SHAPE, ADAPTER, is_rehearsal=settings.is_rehearsal)
     forms = []
     for codec, budgets in FORMS:
-        parts = parts_of(codec, budgets, settings, SEQ_LENS)
+        parts = wanted(model, parts_of(codec, budgets, settings, SEQ_LENS), settings)
+        if not parts:
+            continue
         forms.append(worth_running(model, machine_for(model, settings, parts[0]), parts))
     journal.expect([row_name(model, part) for parts in forms for part in parts])
     for number, parts in enumerate(forms):

@@ -152,6 +152,7 @@ class Planned:
             "optimizer": run.request.typical.optimizer,
             "rank": run.request.typical.adapter.rank,
             "experts_implementation": run.machine.experts_implementation.value,
+            "path": path_of(run),
             "whole_model": {
                 "bound_s": whole.bound_s,
                 "num_slots": num_slots,
@@ -160,6 +161,17 @@ class Planned:
             },
             "note": note,
         }
+
+
+def path_of(run: Plan) -> str:
+    """Say which code path a plan takes: figures of different ones are not compared as one."""
+    typical = run.request.typical
+    branches = "the base's dtype" if typical.adapter.is_in_base_dtype else "fp32 by peft"
+    layers = "fused" if typical.code_on(run.machine.device) == "fused" else "the model's own"
+    said = f"branches in {branches}, {layers} norms, rotations, gates and loss"
+    if any(layer.num_experts for layer in run.facts.layers):
+        said += f", experts by {run.machine.experts_implementation.value}"
+    return said
 
 
 def best_optimizer() -> Optimizer:

@@ -17,18 +17,24 @@ from pathlib import Path
 from tests.bench.gpu.goals import TWICE, Row, verdicts
 from tests.bench.gpu.journal import CASE, PARTS, ROWS, read
 from tests.bench.gpu.table import head, others, rates, steps
-from tests.bench.record import ROOT, code_digest, git
+from tests.bench.record import RESULTS, ROOT, code_digest, git
 
-RESULTS, README = ROOT / "tests/bench/results", ROOT / "README.md"
+README = ROOT / "README.md"
 PAGE = ROOT / "docs/development/benchmarks.md"
 BEGIN, END = "<!-- performance -->\n", "<!-- end of performance -->\n"
 NOTHING = """\
 Nothing has been measured on a GPU yet: every figure for a card in this file is a prediction.
 """
-SOMETHING = """\
-[All figures](docs/development/benchmarks.md#on-a-gpu). Other cards' figures here are predictions.
-"""
-COMMAND = "`python -m tests.bench.gpu --out DIR` measures a card.\n"
+RAN = "docs/development/benchmarks.md#what-has-run-on-a-card"
+SOMETHING = "Figures of other cards are predictions."
+COMMAND = "`python -m tests.bench.gpu --window A` measures one.\n"
+OLDER = """\
+branches in fp32 by peft, the models' own norms, rotations, gates and loss; experts by Triton for
+speed, by a loop for exactness"""
+"""The code path of rows that do not say theirs: those of 2026-11-26."""
+DEFAULT = "branches in the base's dtype, fused norms, rotations, gates and loss"
+OF_A_PATH = ("exact", "moe30b", "dense", "profile", "flagship")
+"""Cases whose figures depend on it."""
 
 
 class RefusedError(Exception):
@@ -82,9 +88,15 @@ def require_worth(rows: Sequence[Row], *, digest: str, changes: str) -> None:
 
 def brief(results: Path = RESULTS) -> str:
     """Return what README says of speed on a GPU: a line for each step of twice M*."""
-    files = sorted(results.glob("*.jsonl"))
-    lines = "".join(_line(row) for file in files for row in _rows(file) if _is_shown(row))
-    return (f"{lines}\n{SOMETHING}" if files else NOTHING) + COMMAND
+    rows = [row for file in sorted(results.glob("*.jsonl")) for row in _rows(file)]
+    if not rows:
+        return NOTHING + COMMAND
+    lines = "".join(_line(row) for row in rows if _is_shown(row))
+    if any(is_default(row) for row in rows):
+        said = f"[Which code path each figure is of]({RAN}). {SOMETHING}\n"
+    else:
+        said = f"Today's default path has [run on no card]({RAN}). {SOMETHING}\n"
+    return f"{lines}\n{said}{COMMAND}"
 
 
 def _is_shown(row: Row) -> bool:
@@ -92,18 +104,49 @@ def _is_shown(row: Row) -> bool:
 
 
 def _line(row: Row) -> str:
+    path = "" if is_default(row) else "; old code path"
     return (
         f"- {row['gpu']}, {row['date'][:10]}, {row['part']} ({row['note']}):"
         f" {row['tokens_per_s']['p50']:,.0f} tokens/s, {row['r3_share']['p50']:.0%} of R3,"
         f" {row['resident_share']:.0%} of the resident rate,"
-        f" predicted {row['calibrated_error']:+.1%}\n"
+        f" predicted {row['calibrated_error']:+.1%}{path}\n"
     )
 
 
 def section(results: Path = RESULTS) -> str:
-    """Return what the docs say of speed on a GPU: all rows that are kept."""
+    """Return what the docs say of speed on a GPU: what has run, then all rows that are kept."""
     files = sorted(results.glob("*.jsonl"))
-    return "\n".join(map(_said, files)) if files else NOTHING
+    if not files:
+        return NOTHING
+    return "\n".join([what_has_run(files), *map(_said, files)])
+
+
+def is_default(row: Row) -> bool:
+    """Tell whether a row was measured by what a run does by default."""
+    return str(row.get("path", OLDER)).startswith(DEFAULT)
+
+
+def what_has_run(files: Sequence[Path]) -> str:
+    """Return which code paths a card has run, and what of them; the one home of that statement."""
+    seen: dict[str, dict[str, None]] = {}
+    for row in (row for file in files for row in _rows(file)):
+        if row["case"] in OF_A_PATH and "error" not in row:
+            what = "exactness" if row["case"] == "exact" else "speed"
+            named = f"{what} on {row['gpu']}, {row['date'][:10]}"
+            seen.setdefault(row.get("path", OLDER), {})[named] = None
+    lines = [f"- {path}: {'; '.join(found)}" for path, found in seen.items()]
+    if not any(path.startswith(DEFAULT) for path in seen):
+        lines.append(
+            f"- {DEFAULT}, experts by Triton: **nothing**, neither speed nor bits. This is what a"
+            " run on a card does by default today"
+        )
+    return (
+        "### What has run on a card\n\n"
+        "Every other figure of a card, on these pages and in what `plan` and `fit` print, is a"
+        " prediction.\nBy code path:\n\n"
+        + "\n".join(line.replace("\n", " ") for line in lines)
+        + "\n"
+    )
 
 
 def _rows(file: Path) -> list[Row]:
@@ -119,8 +162,13 @@ def _said(file: Path) -> str:
         if verdict.num
     ]
     text = head(rows).replace("## ", "### ", 1)
+    by_path = {row.get("path", OLDER): None for row in rows if row["case"] in OF_A_PATH}
+    told = "; or: ".join(path.replace("\n", " ") for path in by_path)
+    path = f"Code path: {told}.\n" if told else ""
     reached = "Goals:\n\n" + "\n".join(lines) + "\n" if lines else ""
-    return "\n".join(filter(None, (text, rates(rows), steps(of_training), others(rows), reached)))
+    return "\n".join(
+        filter(None, (text, path, rates(rows), steps(of_training), others(rows), reached))
+    )
 
 
 def with_section(page: str, text: str) -> str:

@@ -23,6 +23,7 @@ from offload.plan.plan import Plan, calibrate, with_costs
 from offload.plan.schedule.op import Kind
 from offload.plan.schedule.schedule import Order, cold_ring
 from offload.plan.schedule.timeline import Timeline
+from tests.bench.gpu.ceiling import Ceiling
 from tests.bench.gpu.models import Made
 from tests.bench.record import quantiles
 
@@ -50,6 +51,19 @@ class Step:
     loss: float
     num_loads: int
     timeline: Timeline
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """What steps are held against.
+
+    Attributes:
+        ceiling: The best product of the model's layers.
+        once_flops: Of a step, each product counted once.
+    """
+
+    ceiling: Ceiling
+    once_flops: float
 
 
 class Rig:
@@ -165,7 +179,9 @@ def batches_of(
     return [{"input_ids": rows, "labels": rows} for rows in drawn]
 
 
-def measure(rig: Rig, plan: Plan, batches: Batches, device: torch.device) -> dict[str, Any]:
+def measure(
+    rig: Rig, plan: Plan, batches: Batches, device: torch.device, work: Work
+) -> dict[str, Any]:
     """Run steps as planned and with their loads left out, in turn; return what a row says of them.
 
     The step behind the warm-up is what the calibrated prediction rests on; R3 is that of each
@@ -175,10 +191,12 @@ def measure(rig: Rig, plan: Plan, batches: Batches, device: torch.device) -> dic
     for _ in range(NUM_WARM):
         rig.step(batches)
     with gc_frozen():
-        return _measured(rig, plan, batches, device)
+        return _measured(rig, plan, batches, device, work)
 
 
-def _measured(rig: Rig, plan: Plan, batches: Batches, device: torch.device) -> dict[str, Any]:
+def _measured(
+    rig: Rig, plan: Plan, batches: Batches, device: torch.device, work: Work
+) -> dict[str, Any]:
     first = rig.step(batches)
     peak_bytes, reserved_bytes = meter.peak_bytes(device), meter.peak_reserved_bytes(device)
     costs = calibrate(
@@ -215,7 +233,7 @@ def _measured(rig: Rig, plan: Plan, batches: Batches, device: torch.device) -> d
         "predicted_s": predicted_s,
         "calibrated_error": predicted_s / statistics.median(step_s) - 1,
         "peak_reserved_bytes": reserved_bytes,
-        **rates_of(plan, steps),
+        **rates_of(plan, steps, work),
         **memory_of(rig, plan, device, peak_bytes),
     }
 
@@ -231,10 +249,11 @@ def own_bound_s(plan: Plan, step: Step) -> float:
     return with_costs(plan, costs).bound_s
 
 
-def rates_of(plan: Plan, steps: Sequence[Step]) -> dict[str, Any]:
-    """Return what the layers' visits compute a second, and their share of the GEMM ceiling.
+def rates_of(plan: Plan, steps: Sequence[Step], work: Work) -> dict[str, Any]:
+    """Return what is computed a second: by the layers' visits and by the whole step.
 
-    FLOPs are those that the plan counts for the layers, recompute included.
+    FLOPs of the visits are those that the plan counts, recompute included, and their share is of
+    the best product of the layers' own shapes. Those of the step count each product once.
     """
     flops = plan.request.num_micro_batches * sum(
         layer.forward_flops + layer.backward_flops for layer in plan.costs.layers
@@ -243,12 +262,15 @@ def rates_of(plan: Plan, steps: Sequence[Step]) -> dict[str, Any]:
     for step in steps:
         visits_s = step.timeline.busy_s(Kind.FORWARD, Kind.DECODE, Kind.BACKWARD)
         found.append(flops / visits_s)
-    ceiling = plan.machine.gemm_flops_per_s.value
+    best = work.ceiling.flops_per_s
     return {
         "layer_flops": flops,
         "layer_flops_per_s": quantiles(found),
-        "ceiling_flops_per_s": ceiling,
-        "ceiling_share": quantiles([rate / ceiling for rate in found]),
+        **work.ceiling.said,
+        "lane_share": quantiles([rate / best for rate in found]),
+        "once_flops": work.once_flops,
+        "once_flops_per_s": quantiles([work.once_flops / step.seconds for step in steps]),
+        "probe_flops_per_s": plan.machine.gemm_flops_per_s.value,
     }
 
 

@@ -20,8 +20,9 @@ class Settings:
         is_rehearsal: Tiny, on a CPU.
         vram_gib: What the card is made to have; None leaves it to the cases.
         num_layers: Layers of the models; None takes as many as there is time for.
-        limit_s: How long the case may take.
-        start_s: When it began, by this process's clock.
+        limit_s: How long the case may take, the start of its program included.
+        parts: The only ones that a case is to measure; None leaves them to the case.
+        start_s: When it was begun, by the clock that all processes share.
     """
 
     out: Path
@@ -29,6 +30,7 @@ class Settings:
     vram_gib: float | None
     num_layers: int | None
     limit_s: float
+    parts: tuple[str, ...] | None = None
     start_s: float = field(default_factory=time.perf_counter, compare=False)
 
     @property
@@ -41,9 +43,18 @@ class Settings:
         """What is left of the limit, with a little to end in."""
         return 0.95 * self.limit_s - (time.perf_counter() - self.start_s)
 
-    def within(self, limit_s: float) -> "Settings":
+    @property
+    def scratch(self) -> Path:
+        """Where models and caches are written, which nobody keeps."""
+        return self.out.parent / f"{self.out.name}-scratch"
+
+    def wants(self, part: str) -> bool:
+        """Tell whether a part is to be measured."""
+        return self.parts is None or part in self.parts
+
+    def within(self, limit_s: float, parts: tuple[str, ...] | None) -> "Settings":
         """Return the same settings for a case that begins now."""
-        return replace(self, limit_s=limit_s, start_s=time.perf_counter())
+        return replace(self, limit_s=limit_s, parts=parts, start_s=time.perf_counter())
 
     def machine(self, dtype: str) -> Machine:
         """Return this machine as this run has measured it; measure it if nobody has."""
@@ -57,12 +68,11 @@ class Settings:
 
     def to_json(self) -> str:
         """Write what another process needs."""
-        fields = asdict(self) | {"out": str(self.out)}
-        del fields["start_s"]
-        return json.dumps(fields)
+        return json.dumps(asdict(self) | {"out": str(self.out)})
 
     @classmethod
     def from_json(cls, text: str) -> "Settings":
-        """Read it; the limit counts from now on."""
+        """Read it."""
         fields: dict[str, Any] = json.loads(text)
-        return cls(**fields | {"out": Path(fields["out"])})
+        parts = fields["parts"] and tuple(fields["parts"])
+        return cls(**fields | {"out": Path(fields["out"]), "parts": parts})

@@ -13,7 +13,7 @@ from tests.bench.record import ROOT
 
 MARK = re.compile(r"pytest\.mark\.gpu\b|mark\.gpu\b")
 REHEARSED = ("tests/unit/test_gpu_marker.py",)
-PART, NUM_PROCESSES = "tests", 4
+PART, NUM_PROCESSES = "tests", 6
 OUTCOME = re.compile(r"^\[gw\d+\] \[ *\d+%\] (PASSED|FAILED|ERROR|SKIPPED) (.*\S)")
 LAST_LINES, MAX_NAMES, END_S = 3, 40, 15.0
 
@@ -25,9 +25,9 @@ def files() -> list[str]:
 
 
 def run(settings: Settings, journal: Journal) -> None:
-    """Run them; their output is in the run's directory."""
+    """Run them, or the files that are named; their output is in the run's directory."""
     journal.expect([PART])
-    names = list(REHEARSED) if settings.is_rehearsal else files()
+    names = list(REHEARSED) if settings.is_rehearsal else list(settings.parts or files())
     if not journal.has(PART) and settings.left_s > 0:
         journal.add(PART, **outcome(names, settings))
 

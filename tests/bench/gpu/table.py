@@ -1,6 +1,6 @@
 """The rows of a run as Markdown: measured, failed, not run; and the goals."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tests.bench.gpu.cases import CASES, Case
@@ -10,7 +10,7 @@ from tests.bench.gpu.journal import CASE, PARTS, RATES
 NO_ROWS = "Nothing has been measured.\n"
 REHEARSED = "A rehearsal, tiny and on a CPU: it reaches no goal and misses none."
 STEPS = ("case", "part", "tokens/s", "step, s", "of R3", "of resident", "exposed", "predicted")
-COLUMNS = (*STEPS, "peak memory", "of ceiling", "note")
+COLUMNS = (*STEPS, "peak memory", "of the probe's rate", "of the best product", "once", "note")
 
 
 def text_of(rows: Sequence[Row], cases: Sequence[Case] = CASES) -> str:
@@ -55,13 +55,19 @@ def rates(rows: Sequence[Row]) -> str:
 
 
 def steps(rows: Sequence[Row]) -> str:
-    """Return a line for each row that has tokens per second."""
+    """Return a line for each row that has tokens per second; columns that none fills are left out.
+
+    Layers' FLOP/s count a recompute, and are a share of the probe's rate in older rows and of the
+    best product of the layers' own shapes since. `once` is the whole step's TFLOP/s, each product
+    counted once.
+    """
     timed = [row for row in rows if value_of(row, "tokens_per_s") is not None]
     if not timed:
         return ""
-    lines = [f"| {' | '.join(cells_of(row))} |" for row in timed]
-    rule = "|---" * len(COLUMNS) + "|"
-    return "\n".join([f"| {' | '.join(COLUMNS)} |", rule, *lines, ""])
+    cells = [COLUMNS, *map(cells_of, timed)]
+    shown = [n for n in range(len(COLUMNS)) if any(row[n] for row in cells[1:])]
+    head, *lines = [f"| {' | '.join(row[n] for n in shown)} |" for row in cells]
+    return "\n".join([head, "|---" * len(shown) + "|", *lines, ""])
 
 
 def cells_of(row: Row) -> list[str]:
@@ -83,6 +89,8 @@ def cells_of(row: Row) -> list[str]:
         _signed(row, "calibrated_error"),
         memory,
         _percent(row, "ceiling_share"),
+        _percent(row, "lane_share"),
+        _tera(row, "once_flops_per_s"),
         str(row.get("note", "")),
     ]
 
@@ -90,6 +98,11 @@ def cells_of(row: Row) -> list[str]:
 def _percent(row: Row, name: str) -> str:
     value = value_of(row, name)
     return "" if value is None else f"{value:.1%}"
+
+
+def _tera(row: Row, name: str) -> str:
+    value = value_of(row, name)
+    return "" if value is None else f"{value / 1e12:.0f}"
 
 
 def _signed(row: Row, name: str) -> str:
@@ -105,35 +118,87 @@ def others(rows: Sequence[Row]) -> str:
 
 def _words(rows: Sequence[Row]) -> Iterator[str]:
     for row in rows:
-        name = f"{row['case']}, {row['part']}"
-        if "is_equal" in row:
-            equal = "equal to the bit" if row["is_equal"] else f"NOT EQUAL: {row['unequal']}"
-            ratio = f"loads take {row['loads_of_visits']:.2g} of the visits"
-            counts = f"{row['num_tensors']} gradients, {row['num_ways']} ways"
-            yield f"{name}: {equal}, {counts}; {ratio}"
-        elif "exit_status" in row:
-            told = [f"{row[key]} {key}" for key in ("tests", "failures", "skipped")]
-            yield f"{name}: {', '.join([*told, *row['failed']])}"
-        elif "lock_bytes_per_s" in row:
-            made, locked = row["fill_bytes_per_s"] / 1e9, row["lock_bytes_per_s"] / 1e9
-            lock = "" if row["lock_mode"] == "not needed" else f", locked at {locked:.2f}"
-            yield f"{name}: weights made at {made:.2f} GB/s{lock}; {row['lock_reason']}"
-        elif "flops_per_s" in row:
-            ways = [f"{way} {rate / 1e12:.3g}" for way, rate in row["flops_per_s"].items()]
-            yield f"{name}: {', '.join(ways)} TFLOP/s"
-        elif "top" in row:
-            top = [f"{one['frac']:.1%} {one['name'][:60]}" for one in row["top"][:8]]
-            share = _percent(row, "ceiling_share")
-            yield f"{name}: {share} of the GEMM ceiling in the layers; {'; '.join(top)}"
-        elif "num_packed_rows" in row:
-            steps = f"{row['joined_step_s']:.3g} s in one call, {row['rows_step_s']:.3g} s by rows"
-            counts = f"{row['num_packed_rows']} rows, {row['joined_num_joined_layers']} layers"
-            yield f"{name}: {counts}; {steps}; gradients {row['gradients_apart']:.2g} apart"
-        elif "is_compared" in row or "down_s" in row:
-            yield f"{name}: {row['note']}"
-        elif "num_rows" in row:
-            said = [line for line in row["last_lines"] if any(map(str.isalnum, line))]
-            yield f"{name}: {row['num_rows']} rows; {' '.join(said[-1:])}"
+        if "tokens_per_s" in row or "error" in row:
+            continue
+        words = next((said for key, said in WORDS if key in row), None)
+        for text in () if words is None else words(row):
+            yield f"{row['case']}, {row['part']}: {text}"
+
+
+def _of_equality(row: Row) -> Iterator[str]:
+    equal = "equal to the bit" if row["is_equal"] else f"NOT EQUAL: {row['unequal']}"
+    ratio = f"loads take {row['loads_of_visits']:.2g} of the visits"
+    counts = f"{row['num_tensors']} gradients, {row['num_ways']} ways"
+    path = f"; {row['path']}" if "path" in row else ""
+    yield f"{equal}, {counts}; {ratio}{path}"
+
+
+def _of_tests(row: Row) -> Iterator[str]:
+    told = [f"{row[key]} {key}" for key in ("tests", "failures", "skipped")]
+    yield ", ".join([*told, *row["failed"]])
+
+
+def _of_host(row: Row) -> Iterator[str]:
+    made, locked = row["fill_bytes_per_s"] / 1e9, row["lock_bytes_per_s"] / 1e9
+    lock = "" if row["lock_mode"] == "not needed" else f", locked at {locked:.2f}"
+    yield f"weights made at {made:.2f} GB/s{lock}; {row['lock_reason']}"
+
+
+def _of_ways(row: Row) -> Iterator[str]:
+    ways = [f"{way} {rate / 1e12:.3g}" for way, rate in row["flops_per_s"].items()]
+    yield f"{', '.join(ways)} TFLOP/s"
+
+
+def _of_timers(row: Row) -> Iterator[str]:
+    for what, idle in row["idle_flops_per_s"].items():
+        busy, probe = (row[f"{way}_flops_per_s"][what] for way in ("busy", "probe"))
+        rates = f"idle {idle / 1e12:.3g}, busy {busy / 1e12:.3g}, probe {probe / 1e12:.3g}"
+        yield f"{what} {rates} TFLOP/s"
+    yield f"a launch {row['launch_s'] * 1e6:.3g} us, probe {row['probe_launch_s'] * 1e6:.3g} us"
+
+
+def _of_products(row: Row) -> Iterator[str]:
+    rate = row["best_product_flops_per_s"] / 1e12
+    yield f"best product {row['best_product']}, {rate:.3g} TFLOP/s"
+
+
+def _of_profile(row: Row) -> Iterator[str]:
+    shares = {"ceiling_share": "the probe's rate", "lane_share": "the best product"}
+    told = [
+        f"{_percent(row, key)} of {of} in the layers" for key, of in shares.items() if key in row
+    ]
+    yield "; ".join([*told, *(f"{one['frac']:.1%} {one['name'][:60]}" for one in row["top"][:8])])
+
+
+def _of_packing(row: Row) -> Iterator[str]:
+    steps = f"{row['joined_step_s']:.3g} s in one call, {row['rows_step_s']:.3g} s by rows"
+    counts = f"{row['num_packed_rows']} rows, {row['joined_num_joined_layers']} layers"
+    yield f"{counts}; {steps}; gradients {row['gradients_apart']:.2g} apart"
+
+
+def _of_rows(row: Row) -> Iterator[str]:
+    said = [line for line in row["last_lines"] if any(map(str.isalnum, line))]
+    yield f"{row['num_rows']} rows; {' '.join(said[-1:])}"
+
+
+def _of_note(row: Row) -> Iterator[str]:
+    yield str(row["note"])
+
+
+WORDS: tuple[tuple[str, Callable[[Row], Iterator[str]]], ...] = (
+    ("is_equal", _of_equality),
+    ("exit_status", _of_tests),
+    ("lock_bytes_per_s", _of_host),
+    ("flops_per_s", _of_ways),
+    ("idle_flops_per_s", _of_timers),
+    ("up_s", _of_note),
+    ("num_packed_rows", _of_packing),
+    ("top", _of_profile),
+    ("products_flops_per_s", _of_products),
+    ("num_rows", _of_rows),
+    ("note", _of_note),
+)
+"""What tells a kind of row, and what is said of it."""
 
 
 def failures(rows: Sequence[Row]) -> list[str]:

@@ -20,6 +20,7 @@ from offload.plan.time.expert_rate import with_measured_experts
 from tests.bench.bench_engine import SlowLink
 from tests.bench.gpu import models
 from tests.bench.gpu.card import Card
+from tests.bench.gpu.ceiling import Ceiling, ceiling_of, once_flops
 from tests.bench.gpu.journal import Journal
 from tests.bench.gpu.parts import (
     Model,
@@ -32,7 +33,15 @@ from tests.bench.gpu.parts import (
     workload_of,
 )
 from tests.bench.gpu.rates import setup_s
-from tests.bench.gpu.rig import NUM_STEPS, Batches, Rig, batches_of, measure, measure_resident
+from tests.bench.gpu.rig import (
+    NUM_STEPS,
+    Batches,
+    Rig,
+    Work,
+    batches_of,
+    measure,
+    measure_resident,
+)
 from tests.bench.gpu.settings import Settings
 from tests.bench.record import quantiles
 
@@ -94,6 +103,7 @@ class Session:
         self.made = {"init": models.INIT, "init_s": round(self._made.seconds, 2)}
         self.made["init_bytes_per_s"] = self._made.slab.num_bytes / self._made.seconds
         self._rig: Rig | None = None
+        self._ceilings: dict[int, Ceiling] = {}
         self._link = SlowLink() if machine.device == "cpu" else None
         if self._link is not None:
             self._link.bytes_per_s = machine.h2d_bytes_per_s.value
@@ -119,12 +129,28 @@ class Session:
             OutOfMemoryError: The card has not.
         """
         plan_of, rig, batches = self.ready(part)
-        found = measure(rig, plan_of.run, batches, self.device)
+        found = measure(rig, plan_of.run, batches, self.device, self.work(plan_of))
         found |= plan_of.said | self.made | {"num_trained": rig.num_trained}
         found["ballast_bytes"] = self._card.ballast_bytes
         found["shape"], found["machine"] = self.shape, self._machine.name
         found |= self._against_resident(rig, plan_of.run, batches, found, wanted=wants_resident)
         return found
+
+    def work(self, plan_of: Planned) -> Work:
+        """Return what a part's steps are held against; the products are timed once per length."""
+        facts, part = plan_of.run.facts, plan_of.part
+        if part.seq_len not in self._ceilings:
+            dtype = getattr(torch, self._model.dtype)
+            found = ceiling_of(facts, part.seq_len, device=self.device, dtype=dtype)
+            release_cached(self.device)
+            self._ceilings[part.seq_len] = found
+        once = once_flops(
+            facts,
+            self._model.adapter,
+            num_tokens=plan_of.run.tokens_per_step,
+            seq_len=part.seq_len,
+        )
+        return Work(ceiling=self._ceilings[part.seq_len], once_flops=once)
 
     def ready(self, part: Part) -> tuple[Planned, Rig, Batches]:
         """Make the card as large as a part has it, and attach the model as its plan has it.
@@ -135,6 +161,8 @@ class Session:
         plan_of = self.planned(part)
         if self._rig is not None:  # no more than two slots while the card changes its size
             self._rig.rebind(num_slots=2, stash="device")
+        self._card.lift()
+        self.work(plan_of)  # its products have no room on a card whose slots fill it
         release_cached(self.device)
         self._card.cap(part.vram_gib)
         vocab_size = int(self._model.config["vocab_size"])

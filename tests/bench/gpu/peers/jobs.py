@@ -9,7 +9,7 @@ import random
 import shutil
 import string
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 ATTENTION = LINEARS[:4]
 EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 JOB, RECIPE, ADAPTER, ROWS = "job.json", "recipe.yaml", "adapter.safetensors", "rows.json"
+WRITTEN = "written"  # last: without it a model is not whole
 MOST_SHARD_BYTES = 4 * 2**30
 
 
@@ -49,6 +50,8 @@ class Job:
         loss_tolerance: By how much a loss may differ from Sluice's, as a share of it.
         norm_tolerance: Likewise the norm of a step's gradients.
         seed: Of the adapter, and of the order of rows.
+        is_resident: Whether all of it fits the card, so that no peer recomputes or offloads.
+        published: Tokens per second that others publish for this job, by who and on what.
     """
 
     name: str
@@ -71,6 +74,15 @@ class Job:
     loss_tolerance: float
     norm_tolerance: float
     seed: int = 0
+    is_resident: bool = False
+    published: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def model_name(self) -> str:
+        """The folder of the model, which jobs of the same model share."""
+        layers = "" if self.num_layers is None else f"-{self.num_layers}"
+        vocabulary = "" if self.vocab_size is None else f"-v{self.vocab_size}"
+        return f"{self.shape}{layers}{vocabulary}-{self.dtype}"
 
     @property
     def tokens_per_step(self) -> int:
@@ -103,14 +115,18 @@ def write(job: Job, folder: Path, *, device: str, machine: Path | None) -> Path:
         return file
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    _write_model(job, folder / "model")
-    recipe = _write_recipe(job, folder, device=device)
+    model = model_folder(job, folder.parent)
+    if not (model / WRITTEN).exists():
+        shutil.rmtree(model, ignore_errors=True)
+        _write_model(job, model)
+        (model / WRITTEN).touch()
+    recipe = _write_recipe(job, folder, model, device=device)
     _write_rows(folder, recipe)
     layer_class = _write_adapter(job, folder / ADAPTER)
     given = {
         "folder": str(folder),
         "device": device,
-        "model": str(folder / "model"),
+        "model": str(model),
         "recipe": str(recipe),
         "rows": str(folder / ROWS),
         "adapter": str(folder / ADAPTER),
@@ -122,6 +138,11 @@ def write(job: Job, folder: Path, *, device: str, machine: Path | None) -> Path:
     told = asdict(job) | given | {"num_layers": job.config()["num_hidden_layers"]}
     file.write_text(json.dumps(told, indent=1))  # last: without it the job is not there
     return file
+
+
+def model_folder(job: Job, folder: Path) -> Path:
+    """Return where a job's model is, among all jobs."""
+    return folder / "models" / job.model_name
 
 
 def _write_model(job: Job, folder: Path) -> None:
@@ -137,7 +158,7 @@ def _write_model(job: Job, folder: Path) -> None:
     tiny_tokenizer().save_pretrained(folder)
 
 
-def _write_recipe(job: Job, folder: Path, *, device: str) -> Path:
+def _write_recipe(job: Job, folder: Path, model: Path, *, device: str) -> Path:
     """Write rows of letters, a token each, and the recipe that trains on them."""
     rows, file = folder / "rows.jsonl", folder / RECIPE
     letters = random.Random(job.seed)
@@ -149,7 +170,7 @@ def _write_recipe(job: Job, folder: Path, *, device: str) -> Path:
         "".join(json.dumps({"question": text[:8], "answer": text}) + "\n" for text in texts)
     )
     recipe: Mapping[str, Any] = {
-        "model": {"path": str(folder / "model"), "dtype": job.dtype},
+        "model": {"path": str(model), "dtype": job.dtype},
         "adapter": {
             "rank": job.rank,
             "alpha": 2 * job.rank,

@@ -4,7 +4,6 @@ Each way is set up as its documentation says: gradient checkpointing in all of t
 under FSDP), bf16 by autocast over bf16 weights, fused AdamW where the optimizer is on the card.
 """
 
-import functools
 import importlib
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ def run(way: str, job: Job, watch: Watch) -> Result:
     if way == "unsloth":
         importlib.import_module("unsloth")  # patches transformers, so it comes before it
     arguments = _arguments(way, job)  # before the model: ZeRO-3 splits it while it is loaded
-    model, adapted = _by_unsloth(job) if way == "unsloth" else _by_peft(way, job)
+    model, adapted = _by_unsloth(job) if way == "unsloth" else adapted_by_peft(way, job)
     if way == "device_map":
         _bring_back(adapted, job["device"])
     num_trained = load_adapter(adapted, job)
@@ -36,7 +35,7 @@ def run(way: str, job: Job, watch: Watch) -> Result:
     }
 
 
-def _by_peft(way: str, job: Job) -> tuple[Any, Any]:
+def adapted_by_peft(way: str, job: Job) -> tuple[Any, Any]:
     """Return the model, and what it is with an adapter."""
     import torch
     from peft import LoraConfig, get_peft_model
@@ -248,15 +247,17 @@ def _trainer(model: Any, arguments: Any, job: Job, watch: Watch) -> Any:
         model=model,
         args=arguments,
         train_dataset=rows_of(job),
-        data_collator=functools.partial(_collate, torch),
+        data_collator=collate,
         callbacks=[Noting()],
     )
     trainer.parts = []
     return trainer
 
 
-def _collate(torch: Any, rows: list[dict[str, list[int]]]) -> dict[str, Any]:
+def collate(rows: list[dict[str, list[int]]]) -> dict[str, Any]:
     """Put rows of one length together."""
+    import torch
+
     batch = {key: torch.tensor([row[key] for row in rows]) for key in rows[0]}
     return batch | {"attention_mask": torch.ones_like(batch["input_ids"])}
 

@@ -29,6 +29,8 @@ PACKAGES = (
     "unsloth",
     "experts4bit-qlora",
     "soup-cli",
+    "trl",
+    "liger-kernel",
 )
 MAX_ERROR_LETTERS = 300
 
