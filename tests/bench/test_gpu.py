@@ -268,9 +268,10 @@ def test_a_window_takes_no_cases_and_a_run_has_a_folder_without_being_given_one(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["gpu", "--rehearse", "--window", "B"])
     assert options_of().out == ROOT / "runs/gpu"
-    monkeypatch.setattr(sys, "argv", ["gpu", "--rehearse", "--window", "B", "--cases", "lane"])
-    with pytest.raises(SystemExit):
-        options_of()
+    for other in (["--cases", "lane"], ["--vram", "24"], ["--minutes", "9"]):
+        monkeypatch.setattr(sys, "argv", ["gpu", "--rehearse", "--window", "B", *other])
+        with pytest.raises(SystemExit):
+            options_of()
     assert "a window has its own cases" in capsys.readouterr().err
 
 

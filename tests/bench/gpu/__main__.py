@@ -133,8 +133,8 @@ def options_of() -> argparse.Namespace:
         "--peer-python", action="append", default=[], metavar="NAME=PATH", help="runs that peer"
     )
     options = parser.parse_args()
-    if options.window and (options.cases or options.minutes):
-        parser.error("a window has its own cases and its own time: no --cases, no --minutes")
+    if options.window and (options.cases or options.minutes or options.vram):
+        parser.error("a window has its own cases, time and cards: no --cases, --minutes or --vram")
     if not options.rehearse and not torch.cuda.is_available():
         parser.error("torch sees no CUDA device; --rehearse runs everything on a CPU")
     return options

@@ -158,7 +158,8 @@ def found_in(run_dir: Path, fields: Mapping[str, Any], *, seq_len: int) -> dict[
 def path_of(run_dir: Path) -> str:
     """Say which code path the run took, by the recipe that it settled on."""
     settled = yaml.safe_load((run_dir / "recipe.yaml").read_text())["model"]
-    layers = "fused" if settled["layer_kernels"] == "fused" else "the model's own"
+    kernels = settled["layer_kernels"]
+    layers = {"fused": "fused", "plain": "the model's own"}.get(kernels, f"({kernels})")
     return (
         f"branches in the base's dtype, {layers} norms, rotations, gates and loss,"
         f" experts by {settled['experts_implementation']}"

@@ -16,7 +16,6 @@ from offload.engine.pointwise import ops
 from tests.bench.gpu.ceiling import busy_s, random_values
 from tests.bench.gpu.journal import Journal
 from tests.bench.gpu.settings import Settings
-from tests.bench.gpu.training import FAILURES
 from tests.bench.grouped import failures
 
 NUM_TOKENS, HIDDEN, WIDTH, HEADS, KEY_HEADS, HEAD_DIM, VOCAB = 8192, 4096, 12288, 32, 8, 128, 151936
@@ -32,6 +31,7 @@ def run(settings: Settings, journal: Journal) -> None:
     names = ("norm", "rotation", "gate", "loss")
     journal.expect(names)
     device = torch.device(settings.device)
+    errors: tuple[type[Exception], ...] = (*failures(), TypeError, AttributeError)
     for name, ways in zip(names, _operators(settings), strict=True):
         if journal.has(name) or settings.left_s < 0:
             continue
@@ -40,7 +40,7 @@ def run(settings: Settings, journal: Journal) -> None:
         for way in ways if device.type == "cuda" else (PLAIN,):
             try:
                 seconds[way] = busy_s(ways[way](), device)
-            except (*FAILURES, *failures(), TypeError, AttributeError) as error:
+            except errors as error:
                 refused[way] = f"{type(error).__name__}: {error}"[:200]
         said = [f"{way} {s * 1e6:.4g} us" for way, s in seconds.items()]
         said += [f"{way} not: {why}" for way, why in refused.items()]

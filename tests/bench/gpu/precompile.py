@@ -47,10 +47,18 @@ def run(settings: Settings, journal: Journal) -> None:
         start_s = time.perf_counter()
         noted = jobs(name, capability)
         noted = noted[:2] if settings.is_rehearsal else noted
-        num = compiled(noted, settings.left_s)
+        num, refused = compiled(noted, settings.left_s)
         seconds = time.perf_counter() - start_s
-        said = f"{num} of {len(noted)} kernels for sm_{capability} in {seconds:.0f} s"
-        journal.add(name, num_compiled=num, num_launches=len(noted), seconds=seconds, note=said)
+        said = f"{num} of {len(noted)} launches for sm_{capability} in {seconds:.0f} s"
+        said += f"; {len(refused)} refused: {refused[0]}" if refused else ""
+        journal.add(
+            name,
+            num_compiled=num,
+            num_launches=len(noted),
+            refused=refused,
+            seconds=seconds,
+            note=said,
+        )
 
 
 def jobs(name: str, capability: int) -> list[Job]:
@@ -71,19 +79,22 @@ def jobs(name: str, capability: int) -> list[Job]:
     return [(capability, KERNELS, launch) for launch in noted]
 
 
-def compiled(work: Sequence[Job], limit_s: float) -> int:
-    """Compile launches on all cores for so long; return how many were."""
-    end_s, num = time.perf_counter() + limit_s, 0
+def compiled(work: Sequence[Job], limit_s: float) -> tuple[int, list[str]]:
+    """Compile launches on all cores for so long; return how many were, and what was refused."""
+    end_s, num, refused = time.perf_counter() + limit_s, 0, []
     pool = ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("fork"))
     try:
-        for future in [pool.submit(compile_one, job) for job in work]:
-            future.result(max(0.1, end_s - time.perf_counter()))
-            num += 1
+        for job, future in [(job, pool.submit(compile_one, job)) for job in work]:
+            error = future.exception(max(0.1, end_s - time.perf_counter()))
+            if error is None:
+                num += 1
+            else:  # too large for this card, say: the case that starts it says so too
+                refused.append(f"{job[2].kernel}: {type(error).__name__}: {error}"[:200])
     except TimeoutError:
         pass
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
-    return num
+    return num, refused
 
 
 def compile_one(job: Job) -> None:

@@ -162,13 +162,15 @@ def unpacked(wheel: Path, drops: Sequence[str], site: Path) -> int:
 
 def pack(site: Path, archive: Path) -> None:
     """Compress a folder; the same files give the same bytes."""
-    with tarfile.open(archive, "w:xz", preset=6) as packed:
+    part = archive.with_suffix(".part")  # what is cut off is not taken for all of it
+    with tarfile.open(part, "w:xz", preset=6) as packed:
         for path in sorted(site.rglob("*")):
             if path.is_file():
                 info = packed.gettarinfo(str(path), str(path.relative_to(site)))
                 info.mtime, info.uid, info.gid, info.uname, info.gname = 0, 0, 0, "", ""
                 with path.open("rb") as file:
                     packed.addfile(info, file)
+    part.replace(archive)
 
 
 def say(line: str) -> None:
