@@ -14,6 +14,7 @@ Compressed together they are a third of the wheels. The folder is ignored by git
 """
 
 import argparse
+import lzma
 import shutil
 import subprocess
 import sys
@@ -27,8 +28,9 @@ from pathlib import Path
 from tests.bench.record import ROOT
 
 FOLDER, ARCHIVE = ROOT / "runs/wheels", "site.tar.xz"
-MOST_BYTES = 34_000_000
+MOST_BYTES = 32_000_000
 """What is left of the 64 MiB that may be carried, with the tree's 20 and some room."""
+FILTERS = ({"id": lzma.FILTER_X86}, {"id": lzma.FILTER_LZMA2, "preset": 7})
 PYTHON, PLATFORMS = "3.12", ("2_28", "2_24", "2_17")
 
 
@@ -163,7 +165,10 @@ def unpacked(wheel: Path, drops: Sequence[str], site: Path) -> int:
 def pack(site: Path, archive: Path) -> None:
     """Compress a folder; the same files give the same bytes."""
     part = archive.with_suffix(".part")  # what is cut off is not taken for all of it
-    with tarfile.open(part, "w:xz", preset=6) as packed:
+    with (
+        lzma.open(part, "wb", filters=FILTERS) as out,
+        tarfile.open(fileobj=out, mode="w|") as packed,
+    ):
         for path in sorted(site.rglob("*")):
             if path.is_file():
                 info = packed.gettarinfo(str(path), str(path.relative_to(site)))
