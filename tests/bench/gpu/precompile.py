@@ -17,12 +17,12 @@ from unittest import mock
 
 import torch
 
+from tests import pointwise_launches as pointwise
 from tests.bench.gpu import lane, sweep
 from tests.bench.gpu.journal import Journal
 from tests.bench.gpu.settings import Settings
 from tests.compiled import KERNELS, Launch, _Driver
 from tests.mixtures import QWEN, launches
-from tests.unit.offload.engine.pointwise import test_compiled as pointwise
 
 EXPERTS, POINTWISE, SWEEP = "experts", "pointwise", "sweep"
 RANKS = (8, 16)

@@ -2,53 +2,20 @@
 
 import importlib.util
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
 from offload.engine.experts.tiles import MAX_SHARED_BYTES
-from offload.engine.pointwise import launcher
 from offload.engine.pointwise.recognise import MAX_FEATURES
-from tests.compiled import Launch, compile_for
-from tests.mixtures import Recorder
+from tests.compiled import compile_for
+from tests.pointwise_launches import MODULE, launches
 
 if importlib.util.find_spec("triton") is None:  # not imported: others may want it interpreted
     pytest.skip("Triton is not installed", allow_module_level=True)
-MODULE = "offload.engine.pointwise.kernels"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-VOCABULARY = 151936
 ROWS = ("stride_", "row *", "own + first")
 LOADED_BYTES = 16  # by one instruction of a thread, where rows are whole lines of memory
-
-
-def launches(dtype: torch.dtype, *, hidden: int, head: int, width: int) -> list[Launch]:
-    """Return what the launcher starts, forward and backward, noted over tensors without memory."""
-    recorder = Recorder()
-
-    def empty(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    with mock.patch.object(launcher, "_kernels", return_value=recorder):
-        for x in (empty(4096, hidden), empty(1, 512, 32, head)):
-            weight = empty(x.shape[-1])
-            launcher.norm(x, weight, 1e-6, 0.0, False)
-            _, inverse = launcher.norm(x, weight, 1e-6, 0.0, True)
-            launcher.norm_backward(x, x, weight, inverse, 1.0)
-        q, k = (empty(2, 512, heads, head).transpose(1, 2) for heads in (32, 8))
-        for is_back in (False, True):
-            for rotated in (head, head // 2):
-                angles = empty(2, 512, rotated)
-                launcher.rotate(q, k, angles, angles, is_back)
-        gate = empty(4096, width)
-        for curve in launcher.GATE_NUMBERS:
-            launcher.gated(gate, gate, curve)
-            launcher.gated_backward(gate, gate, gate, curve)
-        logits, labels = empty(64, VOCABULARY), torch.empty(64, dtype=torch.long, device="meta")
-        for has_gradient in (True, False):
-            one = torch.empty((), device="meta")
-            launcher.cross_entropy(logits, labels, one, has_gradient)
-    return recorder.launches
 
 
 def check(capability: int, dtype: torch.dtype, **sizes: Any) -> None:
