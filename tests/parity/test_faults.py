@@ -92,6 +92,7 @@ def test_ctrl_c_while_the_step_waits_for_a_copy_ends_it() -> None:
     def around(number: int, lane: Lane, body: Callable[[], None]) -> None:
         if lane is Lane.H2D and interrupts:
             interrupts.pop()
+            time.sleep(0.5)  # until the main thread waits for this copy
             _thread.interrupt_main()
             time.sleep(0.2)
         body()
