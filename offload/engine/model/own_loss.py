@@ -16,14 +16,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.loss.loss_utils import ForCausalLMLoss
 
 from offload.engine.batch import IGNORED
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_PARAMETERS = inspect.signature(ForCausalLMLoss)
 _OFF = {"num_items_in_batch": None, "ignore_index": IGNORED, "shift_labels": None}
 _ATTRIBUTE = "_loss_function"  # what transformers' property returns, where it is set
 
@@ -50,7 +48,7 @@ class OwnLoss:
             logits_BTV: The logits that it returned.
             labels_BT: The labels that it was given.
         """
-        if self.function is not ForCausalLMLoss:
+        if not _is_transformers_own(self.function):
             return f"has a loss function of its own, `{_name_of(self.function)}`"
         if not self.calls:
             return "computes its loss by other code than its `loss_function`"
@@ -81,8 +79,8 @@ def heard_loss(model: "PreTrainedModel") -> Iterator[OwnLoss]:
 
     def hear(*args: Any, **kwargs: Any) -> Any:
         returned = heard.function(*args, **kwargs)
-        if heard.function is ForCausalLMLoss:
-            given = _PARAMETERS.bind(*args, **kwargs).arguments
+        if _is_transformers_own(heard.function):
+            given = inspect.signature(heard.function).bind(*args, **kwargs).arguments
             heard.calls.append((given, returned))
         return returned
 
@@ -92,6 +90,12 @@ def heard_loss(model: "PreTrainedModel") -> Iterator[OwnLoss]:
     finally:
         own.pop(_ATTRIBUTE)
         own.update(before)
+
+
+def _is_transformers_own(function: Any) -> bool:
+    from transformers.loss.loss_utils import ForCausalLMLoss  # a second, which a plan need not wait
+
+    return function is ForCausalLMLoss
 
 
 def _name_of(function: Any) -> str:
