@@ -3,6 +3,7 @@
 The reference is plain transformers and peft on a model that has seen no other row.
 """
 
+import copy
 from typing import Any
 
 import pytest
@@ -139,3 +140,28 @@ def test_rows_on_both_sides_of_the_original_length_are_computed_as_each_alone(
         result = engine.forward_backward(FORMS[form](rows))
         assert result.loss == pytest.approx(loss, rel=1e-6)
         assert float((grads(streamed) - wanted).norm() / wanted.norm()) < 2e-6
+
+
+@pytest.mark.parametrize("num_prompt", [ORIGINAL - 6, ORIGINAL - 1, ORIGINAL, ORIGINAL + 3])
+@pytest.mark.parametrize("kind", ["phi3", "llama"])
+def test_an_answer_that_grows_past_the_original_length_is_computed_as_a_whole_row(
+    kind: str, num_prompt: int
+) -> None:
+    model = built(kind, "longrope").eval()
+    ids = torch.randint(3, 64, (2, num_prompt), generator=torch.Generator().manual_seed(2))
+    plain = copy.deepcopy(model)
+    engine = offload.attach(model, num_slots=2, device="cpu")
+    with engine.generation() as generation:
+        new = ids
+        for _ in range(10):
+            logits = generation.next_logits({0: new})[0]
+            with torch.no_grad():
+                whole = copy.deepcopy(plain)(input_ids=ids, use_cache=False).logits[:, -1]
+            assert float((logits - whole).abs().max() / whole.abs().max()) < 1e-5
+            new = logits.argmax(-1, keepdim=True)
+            ids = torch.cat([ids, new], dim=1)
+    if kind == "phi3":  # whose `generate` drops its cache there too
+        greedy = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None}
+        mask = torch.ones(2, num_prompt, dtype=torch.long)
+        own = plain.generate(input_ids=ids[:, :num_prompt], attention_mask=mask, **greedy)
+        assert torch.equal(own, ids)

@@ -9,6 +9,7 @@ What a group computes is what plain transformers computes for the same rows with
 the bit, whatever other groups share the pass.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -47,7 +48,8 @@ class _Rows:
         input_ids_BT: The tokens of the newest pass.
         cache: Of the tokens before them.
         num_past: How many tokens of each row these are.
-        before: They themselves, as long as they are still needed.
+        before: They themselves, as long as they are still needed: until a pass over a whole row was
+            compared with one that continues it, or while LongRoPE may still change frequencies.
     """
 
     input_ids_BT: torch.Tensor
@@ -132,7 +134,7 @@ class Generation:
                 parameters were written to since the first pass.
         """
         self._require_same_model()
-        rows = {group: self._rows(group, tokens[group]) for group in tokens}
+        rows = {group: self._grown(group, tokens[group]) for group in tokens}
         tried = [n for n, one in enumerate(rows.values()) if one.before and not self._is_continued]
         again = [self._from_start(list(rows.values())[n]) for n in tried[:1]]
         passed = [*rows.values(), *again]
@@ -167,9 +169,24 @@ class Generation:
             raise
         self._is_tried = True
         for group, one in rows.items():
-            self._groups[group] = one.passed(is_kept=not self._is_continued)
+            num_past = one.num_past + one.input_ids_BT.shape[1]
+            may_switch = self._layered.rotary.switches(num_past, sys.maxsize)
+            self._groups[group] = one.passed(is_kept=may_switch or not self._is_continued)
         self.num_loads += schedule.num_loads
         return {group: logits[number] for number, group in enumerate(rows)}
+
+    def _grown(self, group: int, tokens_BT: torch.Tensor) -> "_Rows":
+        """Return a group's rows with the tokens of a pass, from the start where keys are stale.
+
+        A cache keeps rotated keys: where a row grows past LongRoPE's original length, those of its
+        first tokens are computed anew, as in the `generate` of the models published with it.
+        """
+        one = self._rows(group, tokens_BT)
+        num_after = one.num_past + tokens_BT.shape[1]
+        if not (one.num_past and self._layered.rotary.switches(one.num_past, num_after)):
+            return one
+        self._groups.pop(group)  # or its cache would take memory next to the new one
+        return self._from_start(one)
 
     def _rows(self, group: int, tokens_BT: torch.Tensor) -> "_Rows":
         """Return a group's rows with the tokens of a pass.

@@ -142,7 +142,7 @@ class LayeredModel:
             else None
         )
         self.around = modules_outside(self.model, self.layers)
-        self._rotary = LengthRotary(self._owner, self.around)
+        self.rotary = LengthRotary(self._owner, self.around)
         self.given = front_arguments(self.model)
         self._buffered = [[m for m in layer.modules() if m._buffers] for layer in self.layers]
         self._unread = find_unread_stores(list(self.layers))
@@ -529,7 +529,7 @@ class LayeredModel:
         try:
             for config, name, is_on in flags:
                 setattr(config, name, not is_on)
-            with uncompiled(), self._rotary.alone():
+            with uncompiled(), self.rotary.alone():
                 yield
         finally:
             setattr(self._owner, self._name, self.layers)

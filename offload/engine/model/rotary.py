@@ -32,7 +32,17 @@ class LengthRotary:
         """
         self._decoder = decoder
         self._modules = [module for module in modules if _depends_on_length(module)]
+        self._lengths = {length for module in self._modules for length in _switch_lengths(module)}
         self._mask_BT: torch.Tensor | None = None
+
+    def switches(self, num_before: int, num_after: int) -> bool:
+        """Return whether LongRoPE has other frequencies for a row once it has grown.
+
+        Args:
+            num_before: Tokens of the row before.
+            num_after: Tokens of it now.
+        """
+        return any(num_before <= length < num_after for length in self._lengths)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -85,6 +95,14 @@ def _depends_on_length(module: nn.Module) -> bool:
     kinds = getattr(module, "rope_type", None)
     kinds = kinds.values() if isinstance(kinds, dict) else (kinds,)
     return any(kind == "longrope" or "dynamic" in str(kind) for kind in kinds)
+
+
+def _switch_lengths(module: Any) -> set[int]:
+    """Return the lengths above which a rotary module takes the long factors of LongRoPE."""
+    rope = module.config.rope_parameters
+    parts = [rope] if "rope_type" in rope else rope.values()  # or by type of layer
+    name = "original_max_position_embeddings"
+    return {part[name] for part in parts if part["rope_type"] == "longrope"}
 
 
 def _reset(module: nn.Module) -> None:
