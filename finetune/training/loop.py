@@ -303,6 +303,7 @@ class Loop:
         self.state_form = state_form(self.optimizer)
         undo()
         self.scaling = scaling
+        self._has_begun = False
         later = sorted(records[len(records) // 2 :], key=lambda record: record.step_s)
         return later[len(later) // 2]
 

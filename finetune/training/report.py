@@ -102,14 +102,14 @@ def note_if_skipped(record: "StepRecord", *, step: int, note: Callable[[str], No
 
 
 def note_unlearned(record: "StepRecord", *, note: Callable[[str], None]) -> None:
-    """Name the adapter's tensors that get no gradient: the model does not call their layers."""
+    """Name the adapter's tensors that no gradient reached."""
     if record.unlearned:
         names = [name.removeprefix("base_model.model.") for name in record.unlearned]
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         note(
             f"warning: {names[0]}{more} got no gradient in the first step and will not learn: the"
-            " model reads that layer's weight itself, past the adapter; leave the layer out of"
-            " `adapter.targets`"
+            " model reads that layer's weight past the adapter, or uses its output only to choose;"
+            " leave the layer out of `adapter.targets`"
         )
 
 

@@ -13,7 +13,7 @@ import torch
 from huggingface_hub import ModelCard
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, MambaConfig, MambaForCausalLM
 
 from finetune.recipe.load import load_recipe
 from finetune.report import energy
@@ -512,6 +512,23 @@ def test_a_model_without_weights_is_said_to_have_none(
     recipe = write_recipe(model={"path": str(bare)})
     assert run("finetune", recipe, "--machine", machine_file) == 1
     assert f"{bare} holds no *.safetensors" in capsys.readouterr().err
+
+
+def test_an_adapter_on_a_weight_that_the_model_reads_itself_is_named_once(
+    tmp_path, write_recipe, machine_file, capsys
+) -> None:
+    """Mamba reads `dt_proj.weight`: an adapter there never learned, and nothing said so (#41)."""
+    tokenizer, folder = tiny_tokenizer(), tmp_path / "mamba"
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4, "time_step_rank": 4}
+    config = MambaConfig(**sizes, vocab_size=len(tokenizer))
+    MambaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    parts = {"model": {"path": str(folder)}, "train": {"steps": 3}}
+    recipe = write_recipe(**parts, adapter={"experts": False, "targets": "all-linear"})
+    assert run("finetune", recipe, "--machine", machine_file) == 0
+    shown = " ".join("".join(capsys.readouterr()).split())
+    assert shown.count("got no gradient in the first step") == 1
+    assert "dt_proj.lora_A.default.weight and 3 more got no gradient" in shown
 
 
 def test_tokens_that_the_model_lacks_are_named_before_it_is_loaded(
