@@ -350,11 +350,17 @@ def _require_adapted(
     experts = {name for name in found if name.endswith("experts")} if has_experts else set()
     odd = found ^ {*linears, *experts}
     if odd:
+        clear = {_last_name(name) for name in linears} - {_last_name(name) for name in odd}
         raise ConfigError(
             f"adapter.targets would not adapt {min(odd)} as it should",
-            limit=f"by peft's rules {len(odd)} modules of this model are taken or left by mistake",
-            hint="`adapter.targets: attention`",
+            limit=f"peft adapts by the last part of a name, which {len(odd)} modules of this model"
+            " share with others",
+            hint=f"`adapter.targets: [{', '.join(sorted(clear))}]`",
         )
+
+
+def _last_name(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 def _require_wrapped(adapted: PeftModel, adapter: str, whole: Whole) -> None:

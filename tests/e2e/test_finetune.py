@@ -519,8 +519,7 @@ def test_an_adapter_on_a_weight_that_the_model_reads_itself_is_named_once(
 ) -> None:
     """Mamba reads `dt_proj.weight`: an adapter there never learned, and nothing said so (#41)."""
     tokenizer, folder = tiny_tokenizer(), tmp_path / "mamba"
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4, "time_step_rank": 4}
-    config = MambaConfig(**sizes, vocab_size=len(tokenizer))
+    config = MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=len(tokenizer))
     MambaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     parts = {"model": {"path": str(folder)}, "train": {"steps": 3}}

@@ -149,7 +149,7 @@ def test_an_answer_that_grows_past_the_original_length_is_computed_as_a_whole_ro
 ) -> None:
     model = built(kind, "longrope").eval()
     ids = torch.randint(3, 64, (2, num_prompt), generator=torch.Generator().manual_seed(2))
-    plain = copy.deepcopy(model)
+    plain: Any = copy.deepcopy(model)
     engine = offload.attach(model, num_slots=2, device="cpu")
     with engine.generation() as generation:
         new = ids
