@@ -89,7 +89,7 @@ def _counter(total: int, show: Work) -> type[Any]:
 
     lock, done = Lock(), 0
 
-    class Counter(tqdm):  # type: ignore[misc]  # likewise
+    class Counter(tqdm):  # type: ignore[misc]  # tqdm has no types
         """Counts the bytes of a file."""
 
         def __init__(self, *_: Any, **__: Any) -> None:
