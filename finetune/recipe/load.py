@@ -98,7 +98,7 @@ def is_of_run(source: str) -> bool:
 
 
 def _is_in_run(path: Path, text: str) -> bool:
-    """Whether a recipe lies where a run has written it; one that was edited has lost its seal."""
+    """Whether a recipe is where a run wrote it; one that was edited has lost its seal."""
     has_run = path.name == RUN_RECIPE and _exists(path.parent / RUN_CHECKPOINTS)
     return has_run and (has_yaml_seal(text) or _exists(path.parent / RUN_METRICS))
 

@@ -68,7 +68,7 @@ class TrialSize:
     def row_lens(self) -> tuple[int, ...]:
         """Packed rows of as many tokens, whose ends no block of tokens is aligned to.
 
-        The first row has one token, so each block of more tokens lies across the end of a row.
+        The first row has one token, so each block of more tokens crosses the end of a row.
         """
         others = max(1, self.num_tokens - 1)
         longest = min(self.row_tokens, others)

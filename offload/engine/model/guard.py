@@ -1,10 +1,11 @@
 """Calls of an attached model's own methods: which run on the engine, and which are refused.
 
 While a model is attached, its `forward` and `generate` run on the engine if the result is bitwise
-the model's own; any other option is refused by name. `to`, `double` and similar methods, and
-`load_state_dict` of streamed weights, are refused before they have changed half of the model. All
-this is done by attributes on a few instances: the model, and those of its modules that contain the
-layers. Code that bypasses them meets the sealed parameters (see `seal`).
+the model's own; any other option is refused by name. (Of models whose rotary frequencies depend on
+the length, padded rows are each computed as alone; see `rotary`.) `to`, `double` and similar
+methods, and `load_state_dict` of streamed weights, are refused before they have changed half of the
+model. All this is done by attributes on a few instances: the model, and those of its modules that
+contain the layers. Code that bypasses them meets the sealed parameters (see `seal`).
 """
 
 import functools
