@@ -107,8 +107,8 @@ def saved_tensors(
     for key, tensor in (own | base).items():
         if tensor.shape != state[key].shape:
             raise error(
-                f"{folder} has {key} of {tuple(tensor.shape)}",
-                limit=f"here it is of {tuple(state[key].shape)}",
+                f"{folder} has {key} of shape {tuple(tensor.shape)}",
+                limit=f"it has shape {tuple(state[key].shape)} here",
                 hint=hint,
             )
     return SavedTensors(own=own, base=base)

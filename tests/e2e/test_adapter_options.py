@@ -132,7 +132,7 @@ def test_a_run_goes_on_from_an_adapter_that_is_there(write_recipe, capsys) -> No
         ("adapter.alpha=7", "lora_alpha is 8"),
         ("adapter.rslora=true", "use_rslora is False"),
         ("adapter.alpha_pattern={q_proj: 3}", "alpha_pattern is {}"),
-        ("adapter.rank=3", "a run goes on from an adapter with the same ranks"),
+        ("adapter.rank=3", "it has shape (3, 32) here"),
         ("adapter.experts=false", "holds, and the model has no place for,"),
     ],
 )

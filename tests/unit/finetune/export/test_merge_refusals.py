@@ -51,7 +51,9 @@ def test_an_adapter_that_lacks_a_tensor_is_refused(qwen3: SimpleNamespace) -> No
 def test_an_adapter_of_another_model_is_refused(qwen3: SimpleNamespace, tmp_path: Path) -> None:
     config = Qwen3Config(**SHAPE | {"intermediate_size": 56})
     other = publish(Qwen3ForCausalLM(config), tmp_path / "other", torch.float32)
-    with pytest.raises(MergeError, match=r"adapter has .* of \(48, 4\); here it is of \(56, 4\)"):
+    with pytest.raises(
+        MergeError, match=r"adapter has .* of shape \(48, 4\); it has shape \(56, 4\) here"
+    ):
         merge(other, qwen3.adapter, qwen3.out)
     assert not qwen3.out.exists()
 

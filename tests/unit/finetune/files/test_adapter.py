@@ -86,7 +86,7 @@ def test_an_answer_is_not_given_with_half_an_adapter(adapter: Path) -> None:
         load_adapter(tiny_model("qwen3"), adapter)
     save_file(tensors | {NAME: torch.ones(3, 4)}, file)
     with pytest.raises(
-        CheckpointError, match=r"lora_B\.default\.weight of \(3, 4\); here it is of"
+        CheckpointError, match=r"lora_B\.default\.weight of shape \(3, 4\); it has shape"
     ):
         load_adapter(tiny_model("qwen3"), adapter)
 
