@@ -214,6 +214,12 @@ def _of_method(
 def _adapted_linears(model: PreTrainedModel, adapter: AdapterSection) -> dict[str, nn.Module]:
     """Return the linear layers that get an adapter, by full name."""
     known = linear_names(model)
+    if adapter.targets and not known:
+        raise ConfigError(
+            f"nothing in a {model.config.model_type} model can get an adapter",
+            limit="adapters go on linear layers (nn.Linear) inside the decoder layers",
+            hint="`train.what: all`, or another model",
+        )
     names = chosen_targets(adapter.targets, known=known, modules_to_save=adapter.modules_to_save)
     unknown = sorted(set(names) - set(known))
     if unknown or (adapter.targets and not names):
