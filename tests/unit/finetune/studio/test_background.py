@@ -21,11 +21,12 @@ from tests.studios import question
 ROOT = Path(__file__).parents[4]
 # Prints the second process's id, and goes on until a signal.
 COMMAND = """
-import multiprocessing, sys, time
+import multiprocessing, signal, sys, time
 from contextlib import suppress
 from pathlib import Path
 from finetune.interrupts import raised
 from finetune.studio.background import Background
+signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore it for background jobs
 with suppress(KeyboardInterrupt), raised(), Background(Path(sys.argv[1])):
     print(multiprocessing.active_children()[0].pid, flush=True)
     for _ in range(600):  # a signal just before a sleep does not end it: Python sees it afterwards
