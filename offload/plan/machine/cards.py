@@ -48,8 +48,10 @@ class Card:
         listed_mib: Device memory that nvidia-smi lists; None if no such list was found.
         has_bf16: Whether it computes in bfloat16; cards before Ampere do not.
         has_grouped_gemm: Whether torch's grouped products are one kernel on it.
-        measured_gemm_tflops: Large products, as measured by others; of the H200 by `sluice probe`.
-        measured_memory_gb_per_s: Large copies within device memory, likewise.
+        measured_gemm_tflops: Large products, as measured by others; of the H200 those of an MLP, by
+            the kernel times of a profile in tests/bench/results.
+        measured_attention_tflops: Causal attention, forward and backward, by the same profile.
+        measured_memory_gb_per_s: Large copies within device memory; of the H200 by `sluice probe`.
         measured_fp32_tflops: Likewise.
         measured_link_gb_per_s: Likewise.
     """
@@ -65,6 +67,7 @@ class Card:
     has_bf16: bool = True
     has_grouped_gemm: bool = False
     measured_gemm_tflops: float | None = None
+    measured_attention_tflops: float | None = None
     measured_memory_gb_per_s: float | None = None
     measured_fp32_tflops: float | None = None
     measured_link_gb_per_s: float | None = None
@@ -181,7 +184,8 @@ CARDS: Mapping[str, Card] = {
         line="server",
         sheet="datasheet",
         has_grouped_gemm=True,
-        measured_gemm_tflops=744,
+        measured_gemm_tflops=814,
+        measured_attention_tflops=598,
         measured_memory_gb_per_s=3480,
         measured_fp32_tflops=50,
         measured_link_gb_per_s=55.5,

@@ -268,11 +268,21 @@ EAGER_FRAC, FUSED_FRAC, COPY_FRAC = 0.55, 0.65, 0.8
 # nvidia-smi 830.
 LISTED_FRAC = 0.995
 DRIVER_BYTES, DESKTOP_BYTES = 512 * MIB, 830 * MIB
+# Triton's expert kernels, with branches and gates: 299 of the 814 TFLOP/s of large products, by the
+# kernel times of an H200's profile (tests/bench/results: 30B-A3B, 8,192 tokens). The trial of a run
+# replaces it.
+EXPERT_FRAC = 0.37
+# Seconds to issue an operation, Python and autograd included: the probe found 24 and 27 us on an
+# H200's host, a virtual server. Half of that is assumed of a desktop: issuing is one thread's work,
+# and one of its cores does about twice as much in a second as a server's.
+SERVER_LAUNCH_S = 27e-6
+_LAUNCHES: Mapping[bool, Rate] = {
+    True: Rate(value=SERVER_LAUNCH_S, source="as an H200's host measures"),
+    False: Rate(value=SERVER_LAUNCH_S / 2, source="assumed: half of what an H200's host measures"),
+}
 # The others are assumptions until a probe replaces them.
-EXPERT_FRAC = 0.7
 ATTENTION_FRAC = 0.6
 DUPLEX_FRAC = 51 / 56
-LAUNCH_S = 7e-6
 CONTEXT_BYTES = GIB * 3 // 4
 WORKSTATION_RAM_BYTES = 64 * GIB
 SERVER_RAM_BYTES = 256 * GIB
@@ -280,7 +290,7 @@ HOST_MEMORY_BYTES_PER_S = 60e9
 TALL_COLUMNS = 16  # columns of the products that tall rates are measured with
 NVME_BYTES_PER_S = 6e9
 FP32_FRAC = 0.25  # of the 16-bit rate, if not published: that of a workstation card
-GIVEN = "given"
+GIVEN, MEASURED_BY_OTHERS = "given", "measured by others"
 
 _LINKS: Mapping[Pcie, Rate] = {
     (3, 16): Rate(value=12.5e9, source="assumed: PCIe 3.0 x16"),
@@ -328,7 +338,7 @@ def named_machine(
         )
     link = _LINKS[card.pcie]
     if card.measured_link_gb_per_s is not None:
-        link = Rate(value=card.measured_link_gb_per_s * 1e9, source="measured by others")
+        link = Rate(value=card.measured_link_gb_per_s * 1e9, source=MEASURED_BY_OTHERS)
     is_server = card.line == "server"
     return _machine(
         key,
@@ -455,14 +465,16 @@ def _machine(
         expert_gemm_flops_per_s=_share(gemm, EXPERT_FRAC, "GEMM"),
         tall_gemm_flops_per_s=_tall(gemm, copy, num_bytes=num_bytes),
         tall_fp32_flops_per_s=_tall(vector, copy, num_bytes=4),
-        attention_flops_per_s=_share(gemm, ATTENTION_FRAC, "GEMM"),
+        attention_flops_per_s=_share(gemm, ATTENTION_FRAC, "GEMM")
+        if card.measured_attention_tflops is None or dtype == "float32"
+        else Rate(value=card.measured_attention_tflops * 1e12, source=MEASURED_BY_OTHERS),
         vector_flops_per_s=vector,
         memory_bytes_per_s=memory,
         h2d_bytes_per_s=link,
         h2d_duplex_bytes_per_s=_share(link, DUPLEX_FRAC, "h2d"),
         d2h_bytes_per_s=link,
         host_memory_bytes_per_s=Rate(value=HOST_MEMORY_BYTES_PER_S, source="assumed"),
-        launch_s=Rate(value=LAUNCH_S, source="assumed"),
+        launch_s=_LAUNCHES[card.line == "server"],
         disk_bytes_per_s=Rate(value=NVME_BYTES_PER_S, source="assumed: PCIe 4.0 NVMe"),
     )
 
@@ -489,7 +501,7 @@ def _published(
     measured: float | None, published: float, frac: float, unit: float, word: str
 ) -> Rate:
     if measured is not None:
-        return Rate(value=measured * unit, source="measured by others")
+        return Rate(value=measured * unit, source=MEASURED_BY_OTHERS)
     return Rate(value=published * unit * frac, source=f"{word} x {frac}")
 
 

@@ -7,7 +7,7 @@ weights' dtype.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from offload.plan.facts.facts import AdapterSpec
 from offload.plan.facts.linears import FP32_BYTES, Linear
@@ -58,9 +58,7 @@ def branches(at: Pricer, adapted: Sequence[Linear], *, left_out: Sequence[Linear
     if spec.method is not None:
         return sum((_by_peft(at, spec.counts_of(linear)) for linear in linears), start=total)
     for linear in linears:
-        work = linear_branch(at, linear)
-        backward = replace(work.times(2), num_ops=LORA_BACKWARD_OPS)
-        total = total + Passes(forward=work, recompute=work, backward=backward)
+        total = total + linear_branch(at, linear)
     experts = (linear for linear in adapted if linear.group == "experts")
     return sum((expert_branch(at, linear, left_out) for linear in experts), start=total)
 
@@ -200,10 +198,34 @@ def long_sides(num_elements: float, rank: int, *, tall: Rate, large: Rate) -> Wo
     return Work(memory_s=2 * num_elements * max(0.0, whole_s - rank / large.value))
 
 
-def linear_branch(at: Pricer, linear: Linear) -> Work:
-    """Price the branch of one linear layer; its operations include its two products."""
+def linear_branch(at: Pricer, linear: Linear) -> Passes:
+    """Price the branch of one linear layer as peft computes it; operations include its products.
+
+    Forward: the input is cast, the branch's output scaled, added to that of the frozen product, and
+    the sum cast. Backward: the output's gradient is cast for either side and scaled; that of the
+    branch's input is cast, and added to that of the frozen product.
+    """
+    b, tokens, is_dora = (
+        at.workload.dtype_bytes,
+        at.workload.num_tokens,
+        at.workload.adapter.is_dora,
+    )
+    cast_bytes = b + FP32_BYTES if b != FP32_BYTES else 0
+    output_bytes = cast_bytes + 4 * FP32_BYTES + b
+    dora_bytes = DORA_OUTPUT_PASSES * FP32_BYTES if is_dora else 0
+    there = linear.d_in * cast_bytes + linear.d_out * (output_bytes + dora_bytes)
+    back = linear.d_in * (cast_bytes + SUM_PASSES * b)
+    back += linear.d_out * (2 * cast_bytes + 2 * FP32_BYTES + 2 * dora_bytes)
+    products = _fp32_products(at, linear)
+    forward = products + at.traffic(tokens * there, num_ops=LORA_OPS)
+    backward = products.times(2) + at.traffic(tokens * back, num_ops=LORA_BACKWARD_OPS)
+    return Passes(forward=forward, recompute=forward, backward=backward)
+
+
+def _fp32_products(at: Pricer, linear: Linear) -> Work:
+    """Price both products of a branch in fp32, without launches."""
     machine, spec = at.machine, at.workload.adapter
-    rank, b, tokens = spec.rank_of(linear), at.workload.dtype_bytes, at.workload.num_tokens
+    rank, tokens = spec.rank_of(linear), at.workload.num_tokens
     features = linear.d_in + linear.d_out
     flops = 2.0 * tokens * rank * features
     products = Work(compute_s=flops / machine.vector_flops_per_s.value, flops=flops)
@@ -213,10 +235,7 @@ def linear_branch(at: Pricer, linear: Linear) -> Work:
         tall=machine.tall_fp32_flops_per_s,
         large=machine.vector_flops_per_s,
     )
-    casts = tokens * (linear.d_in + 2 * linear.d_out) * (b + FP32_BYTES) if b != FP32_BYTES else 0
-    output_passes = 5 + (DORA_OUTPUT_PASSES if spec.is_dora else 0)
-    passes = tokens * output_passes * linear.d_out * FP32_BYTES
-    return products + sides + at.traffic(casts + passes, num_ops=LORA_OPS)
+    return products + sides
 
 
 def dora_norm(at: Pricer, linear: Linear) -> Work:

@@ -483,12 +483,12 @@ def with_objective(
     """
     at = Pricer(machine=machine, facts=facts, workload=workload)
     is_fused = has_fused_loss(at) and not has_top
-    tail_s = tail_work(at, is_fused=is_fused).seconds(machine)
+    tail_s = tail_work(at, is_fused=is_fused).awaited_s(machine)
     return replace(
         costs,
         tail_s=tail_s,
         top_s=tail_s - costs.tail_s,
-        score_s=score_work(at, is_fused=is_fused).seconds(machine),
+        score_s=score_work(at, is_fused=is_fused).awaited_s(machine),
         objective_s=at.traffic(0, num_ops=OBJECTIVE_OPS).seconds(machine),
         num_scored=num_scored,
         num_references=num_references,
@@ -585,7 +585,7 @@ def price(
         front_backward_s=(
             _front_backward(at) + encoder_backward(at).times(workload.num_rows)
         ).seconds(machine),
-        tail_s=tail_work(at, is_fused=has_fused_loss(at)).seconds(machine),
+        tail_s=tail_work(at, is_fused=has_fused_loss(at)).awaited_s(machine),
         optimizer_s=_optimizer(at).seconds(machine),
         h2d_bytes_per_s=load_bytes_per_s,
         h2d_latency_s=H2D_LATENCY_S,

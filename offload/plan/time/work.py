@@ -58,6 +58,10 @@ class Work:
         work_s, host_s = self.compute_s + self.memory_s, self.host_s(machine)
         return max(work_s, host_s) if machine.device == "cuda" else work_s + host_s
 
+    def awaited_s(self, machine: Machine) -> float:
+        """Return their time where the host issues them only once the device has nothing left."""
+        return self.compute_s + self.memory_s + self.host_s(machine)
+
     def bound(self, machine: Machine) -> Bound:
         """Return what most of their time goes to; a GPU overlaps its work with launches."""
         larger_s = max(self.compute_s, self.memory_s)

@@ -4,6 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from peft import LoraConfig
+from peft.tuners.lora import Linear as LoraLinear
 
 from offload.engine.low_rank import VISIT_CACHE, AdaptedLinear, LowRank, apply_linears
 from offload.plan.facts.facts import AdapterSpec, model_facts
@@ -80,6 +82,45 @@ def test_branches_move_what_the_plan_says_within_a_tenth(
     for said, found in zip(planned(names, rank, dtype), counted(names, rank, dtype), strict=True):
         assert said.memory_s == pytest.approx(found.total_bytes, rel=0.1), dict(found.num_bytes)
         assert said.num_ops == found.total_ops - len(names), found.num_ops  # but for W's products
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["q_proj", "down_proj"])
+def test_a_branch_by_peft_moves_what_the_plan_says_within_a_tenth(
+    name: str, dtype: torch.dtype
+) -> None:
+    (linear,) = (x for x in FACTS.layers[0].linears if x.name == name)
+    adapter = AdapterSpec(rank=16, targets=(name,), experts=False)
+    load = replace(
+        workload(), micro_batch_size=1, seq_len=T, dtype_bytes=dtype.itemsize, adapter=adapter
+    )
+    tall = byte_machine(4).tall_fp32_flops_per_s
+    machine = replace(byte_machine(dtype.itemsize), tall_fp32_flops_per_s=tall)
+    said = branches(Pricer(machine=machine, facts=FACTS, workload=load), [linear], left_out=())
+    base = torch.nn.Linear(linear.d_in, linear.d_out, bias=False, dtype=dtype)
+    wrapped = LoraLinear(
+        base.requires_grad_(requires_grad=False), "default", LoraConfig(r=16, lora_alpha=32), r=16
+    )
+    for low in (wrapped.lora_A, wrapped.lora_B):
+        low["default"].to(torch.float32)
+    x = torch.randn(1, T, linear.d_in).to(dtype).requires_grad_()
+
+    def count() -> tuple[Counted, Counted]:
+        x.grad = None
+        forward, backward = Counted(multiplies=False), Counted(multiplies=False)
+        with forward:
+            y = wrapped(x)
+        gradient = torch.randn_like(y)
+        with backward:
+            y.backward(gradient)
+        return forward, backward
+
+    count()
+    forward, backward = count()  # its gradients are added to those of the first
+    for work, found in ((said.forward, forward), (said.backward, backward)):
+        assert work.memory_s == pytest.approx(found.total_bytes, rel=0.1), dict(found.num_bytes)
+        if dtype is torch.bfloat16:  # without casts there are fewer
+            assert work.num_ops == found.total_ops - 1, found.num_ops  # but for W's product
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
