@@ -355,7 +355,7 @@ def _on_engine(
         for note in (*adapted.notes, *traced):
             screen.note(note)
         if isinstance(engine, Engine):
-            for note in (*engine.notes, *shown_fused(engine.fused)):
+            for note in (*engine.notes, *shown_fused(engine.fused, fuses_loss=engine.fuses_loss)):
                 screen.note(note)
             screen.detail(inventory_table(engine.weights))
         for session in sessions:

@@ -184,7 +184,7 @@ def with_configured_backend(model: ModelSection, facts: ModelFacts, machine: Mac
         ConfigError: The model has no experts, or the device does not support the backend, or not
             the layers' kernels.
     """
-    if model.layer_kernels == "fused" and machine.device == "cpu":
+    if model.kernels == "fused" and machine.device == "cpu":
         raise ConfigError(
             f"model.layer_kernels: fused, but {machine.name} is a CPU",
             limit="fused operators are Triton's, which run on CUDA",
@@ -269,7 +269,7 @@ def trained_spec(recipe: Recipe, facts: ModelFacts) -> AdapterSpec:
 def _layer_code(recipe: Recipe) -> LayerCode:
     if recipe.train.is_full:
         return "plain"  # fused norms have no gradients by their weights
-    return "compiled" if recipe.train.compile else recipe.model.layer_kernels
+    return "compiled" if recipe.train.compile else recipe.model.kernels
 
 
 def request_for(
@@ -325,6 +325,7 @@ def _workload(recipe: Recipe, facts: ModelFacts, seq_len: int, *, label_tokens: 
         router_loss=recipe.train.router_loss_over if has_router_loss(recipe) else None,
         leaves_out=not recipe.train.compile,  # compiled layers are computed whole
         layer_code=_layer_code(recipe),
+        plain_parts=recipe.model.plain_parts,
         mlp_chunk_tokens=tile if isinstance(tile, int) else None,
         embeddings=embeddings,
         head=head,

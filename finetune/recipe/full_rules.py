@@ -164,7 +164,7 @@ def broken_full_rules(recipe: Settings) -> Iterator[Breach]:
         (
             "model.layer_kernels",
             recipe.model.layer_kernels,
-            recipe.model.layer_kernels != "fused",
+            recipe.model.kernels != "fused",
             "fused norms have no gradients by their weights",
             "plain",
         ),

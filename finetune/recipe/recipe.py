@@ -20,6 +20,7 @@ from finetune.recipe.objective_section import HEADS
 from finetune.recipe.rules import broken_rules
 from finetune.recipe.sections import Settings
 from offload.plan.facts.codec import CodecName
+from offload.plan.facts.fused import FusedPart
 from offload.plan.facts.trainable import SCORE
 from offload.plan.machine.machine import Tier
 
@@ -147,8 +148,10 @@ def with_compute_dtype(recipe: Recipe, dtype: Literal["auto", "float32"]) -> Rec
     return recipe.model_copy(update={"adapter": adapter})
 
 
-def with_layer_kernels(recipe: Recipe, kernels: Literal["plain", "fused"]) -> Recipe:
-    """Return the recipe with what computes the layers' norms, rotations and gates."""
+def with_layer_kernels(
+    recipe: Recipe, kernels: Literal["plain", "fused"] | tuple[FusedPart, ...]
+) -> Recipe:
+    """Return the recipe with what computes norms, rotary embedding, gates and the loss."""
     model = recipe.model.model_copy(update={"layer_kernels": kernels})
     return recipe.model_copy(update={"model": model})
 

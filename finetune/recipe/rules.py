@@ -555,7 +555,7 @@ def _broken_device_rules(recipe: Settings) -> Iterator[Breach]:
             hint="`model.experts_implementation: auto`",
             reads=("offload.device",),
         )
-    if recipe.model.layer_kernels == "fused":
+    if recipe.model.kernels == "fused":
         yield from _broken_fused_rules(recipe)
     if recipe.train.optimizer == "paged_adamw_8bit" and recipe.offload.device == "cpu":
         yield Breach(

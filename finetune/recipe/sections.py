@@ -8,7 +8,7 @@ several fields are in `finetune.recipe.rules`.
 import math
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
@@ -16,6 +16,7 @@ from finetune.recipe.data_section import DataSection
 from finetune.recipe.objective_section import Head, ObjectiveSection
 from finetune.recipe.offload_section import OffloadSection
 from finetune.recipe.section import AdapterMethod, Counts, Names, Section
+from offload.plan.facts.fused import FusedPart
 from offload.plan.facts.optimizer import Optimizer
 from offload.plan.machine.machine import Dtype, ExpertsImplementation
 
@@ -26,8 +27,26 @@ MAX_RANK = MAX_VIRTUAL = 2**16
 Schedule = Literal["cosine", "cosine_with_restarts", "linear", "constant"]
 
 
+FusedParts = Annotated[tuple[FusedPart, ...], Field(strict=False, min_length=1)]
+
+
 class ModelSection(Section):
     """Which model is trained, and where its weights and tokenizer come from."""
+
+    @property
+    def kernels(self) -> Literal["auto", "plain", "fused"]:
+        """What computes norms, rotary embedding, gates and the loss, or the first of them."""
+        return "fused" if isinstance(self.layer_kernels, tuple) else self.layer_kernels
+
+    @property
+    def plain_parts(self) -> frozenset[FusedPart]:
+        """What the model's own code computes where others are fused."""
+        listed = self.layer_kernels
+        return (
+            frozenset(get_args(FusedPart)).difference(listed)
+            if isinstance(listed, tuple)
+            else frozenset()
+        )
 
     path: str | None = Field(
         default=None,
@@ -62,11 +81,12 @@ class ModelSection(Section):
         " torch, `triton` by our kernels; `auto` is the fastest of a trial on CUDA, `eager` on a"
         " CPU.",
     )
-    layer_kernels: Literal["auto", "plain", "fused"] = Field(
+    layer_kernels: Literal["auto", "plain", "fused"] | FusedParts = Field(
         default="auto",
         description="How norms, rotary embedding, gates and the loss are computed: `plain` by the"
-        " model's code, `fused` by one kernel each; `auto` is `fused` on CUDA where a short trial"
-        " finds it right and no slower.",
+        " model's code, `fused` by one kernel each, or a list of those that are, of `norms`,"
+        " `rotary`, `gates` and `loss`; `auto` is what a short trial on CUDA finds right and no"
+        " slower, each by itself.",
     )
 
     head: Head = Field(

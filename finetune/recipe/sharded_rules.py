@@ -137,7 +137,7 @@ def _training(recipe: Settings) -> Iterator[Allowed]:
     yield (
         "model.layer_kernels",
         model.layer_kernels,
-        model.layer_kernels != "fused",
+        model.kernels != "fused",
         "layers are computed by the model's own code",
         "plain",
     )

@@ -5,6 +5,7 @@ All tables are shown with `--verbose`, and those of a run by `sluice explain` to
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import get_args
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -48,6 +49,7 @@ from finetune.report.plan import (
 from offload.plan.embedding_cost import EmbeddingCost
 from offload.plan.endurance import DiskWrites
 from offload.plan.facts.codec import ROUNDING
+from offload.plan.facts.fused import FusedPart
 from offload.plan.feature_pass import feature_pass
 from offload.plan.head_cost import HeadCost
 from offload.plan.memory.memory import MemoryTerm, total_bytes
@@ -140,7 +142,14 @@ def _layer_kernels(plan: Plan) -> list[str]:
     code = plan.request.typical.code_on(plan.machine.device)
     is_assumed = plan.request.typical.layer_code == "auto"
     trial = " (assumed until a run tries them)" if is_assumed else ""
-    return [f"{code}: norms, rotary embedding and gates{trial}"] if code != "plain" else []
+    if code == "plain":
+        return []
+    parts = [x for x in get_args(FusedPart) if code == "fused" or x != "loss"]
+    plain = plan.request.typical.plain_parts
+    fused = [part for part in parts if part not in plain]
+    own = [part for part in parts if part in plain]
+    rest = f"; {', '.join(own)} by the model's code" if own else ""
+    return [f"{code}: {', '.join(fused)}{rest}{trial}"]
 
 
 def _step_line(plan: Plan) -> str:

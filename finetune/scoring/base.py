@@ -134,5 +134,5 @@ def _workload(subject: Subject, wave: Sequence[Contender], wanted: PlanRequest) 
         packed_tokens=None,
         router_loss=None,
         mlp_chunk_tokens=None,
-        layer_code="fused" if recipe.model.layer_kernels == "fused" else "plain",
+        layer_code="fused" if recipe.model.kernels == "fused" else "plain",
     )

@@ -174,7 +174,8 @@ class Attaching:
             trained_weights="device",
             head_chunk_tokens=self.head_chunk_tokens,
             num_kept_graphs=0,
-            layer_kernels="fused" if recipe.model.layer_kernels == "fused" else "plain",
+            layer_kernels="fused" if recipe.model.kernels == "fused" else "plain",
+            plain_parts=recipe.model.plain_parts,
             embeddings=self.embeddings,
             head=self.head,
         )

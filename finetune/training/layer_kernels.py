@@ -1,29 +1,30 @@
 """What computes norms, rotary embedding, gates and the loss: settled before a run is planned.
 
-The model's own code and the fused operators differ in their last bits, so a run keeps what it began
-with: the choice is written into its recipe.
+Each of the four is decided by itself. The model's own code and the fused operators differ in their
+last bits, so a run keeps what it began with: the choice is written into its recipe.
 """
 
 import importlib.util
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Literal, cast, get_args
 
 from finetune.errors import ConfigError
 from finetune.recipe.recipe import Recipe
 from finetune.report.format import shown_time
 from finetune.report.screen import Screen
+from offload.plan.facts.fused import FusedPart
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-LayerKernels = Literal["plain", "fused"]
+LayerKernels = Literal["plain", "fused"] | tuple[FusedPart, ...]
 WORDS = {"Norm": "norms", "Rotary": "rotations", "GatedMlp": "gates"}
 
 
 def settled_layer_kernels(recipe: Recipe, device: "torch.device", screen: Screen) -> LayerKernels:
-    """Return whether a run's layers are plain or fused, and show why.
+    """Return whether a run's layers are plain or fused, or which parts are fused, and show why.
 
     Fused operators are tried on a layer of the model's own code where they are left to choose.
 
@@ -32,7 +33,7 @@ def settled_layer_kernels(recipe: Recipe, device: "torch.device", screen: Screen
     """
     wanted = recipe.model.layer_kernels
     has_triton = _has_triton()
-    if wanted == "fused" and not (has_triton and device.type == "cuda"):
+    if recipe.model.kernels == "fused" and not (has_triton and device.type == "cuda"):
         what = "there is no Triton here" if device.type == "cuda" else f"{device} has no CUDA"
         raise ConfigError(
             f"model.layer_kernels: fused, but {what}",
@@ -46,22 +47,25 @@ def settled_layer_kernels(recipe: Recipe, device: "torch.device", screen: Screen
     if device.type != "cuda" or is_plain:
         return "plain"
     if not has_triton:
-        screen.note("Norms, rotations, gates and loss: the model's own code, as there is no Triton")
+        screen.note("Norms, rotary, gates and loss: the model's own code, as there is no Triton")
         return "plain"
-    return "fused" if _is_worth_it(recipe, device, screen) else "plain"
+    against = _found_against(recipe, device, screen)
+    if not against:
+        return "fused"
+    return tuple(part for part in get_args(FusedPart) if part not in against) or "plain"
 
 
 def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def _is_worth_it(recipe: Recipe, device: "torch.device", screen: Screen) -> bool:
-    """Try the operators and show what came of it: right, and no slower, each of them."""
+def _found_against(recipe: Recipe, device: "torch.device", screen: Screen) -> set[FusedPart]:
+    """Try the operators, show what came of it, and return the parts with one wrong or slower."""
     from finetune.model.empty import empty_of
     from offload.engine.model.layers import LayeredModel
     from offload.engine.pointwise.trial import try_fused
 
-    screen.note("Trying fused norms, rotations, gates and loss ...")
+    screen.note("Trying fused norms, rotary, gates and loss ...")
     model = empty_of(recipe.model).requires_grad_(requires_grad=False)
     vocab_size = cast("nn.Embedding", model.get_input_embeddings()).num_embeddings
     trials = try_fused(list(LayeredModel(model).layers), vocab_size, device)
@@ -69,15 +73,13 @@ def _is_worth_it(recipe: Recipe, device: "torch.device", screen: Screen) -> bool
         if trial.plain_s is not None and trial.fused_s is not None:
             times = f"{shown_time(trial.fused_s)}, by the model's code {shown_time(trial.plain_s)}"
             screen.detail(f"  {trial.name}: {times}")
-    against = [f"{trial.name}: {trial.reason}" for trial in trials if trial.reason is not None]
-    if against:
-        screen.note(
-            f"Norms, rotations, gates and loss: the model's own code ({'; '.join(against)})"
-        )
-    return not against
+    against = {trial.part: trial for trial in trials if trial.reason is not None}
+    for part, trial in against.items():
+        screen.note(f"{part.capitalize()}: the model's own code ({trial.name}: {trial.reason})")
+    return set(against)
 
 
-def shown_fused(by_layer: Sequence[Counter[str]]) -> tuple[str, ...]:
+def shown_fused(by_layer: Sequence[Counter[str]], *, fuses_loss: bool) -> tuple[str, ...]:
     """Return a line of how many parts of all layers are fused, and which kinds in none of them.
 
     There is none if nothing is to be fused.
@@ -87,7 +89,7 @@ def shown_fused(by_layer: Sequence[Counter[str]]) -> tuple[str, ...]:
     total = sum(by_layer, Counter[str]())
     parts = [f"{total[kind]:,} {word}" for kind, word in WORDS.items() if total[kind]]
     left = [word for kind, word in WORDS.items() if not total[kind]]
+    left += [] if fuses_loss else ["loss"]
+    loss = "the loss, and " if fuses_loss else ""
     rest = f"; {' and '.join(left)} by the model's own code" if left else ""
-    return (
-        f"Fused: the loss, and in {len(by_layer)} layers {', '.join(parts) or 'nothing'}{rest}",
-    )
+    return (f"Fused: {loss}in {len(by_layer)} layers {', '.join(parts) or 'nothing'}{rest}",)

@@ -69,7 +69,9 @@ def _trace(
             is_padded=request.is_masked,
             head_chunk_tokens=min(largest.head_chunk_tokens, largest.label_tokens),
             capability=torch.cuda.get_device_capability(device) if is_cuda else None,
-            is_fused=largest.code_on("cuda" if is_cuda else "cpu") == "fused",
+            plain_parts=largest.plain_parts
+            if largest.code_on("cuda" if is_cuda else "cpu") == "fused"
+            else None,
             mlp_chunk_tokens=largest.mlp_chunk_tokens,
         )
     except (RuntimeError, UnsupportedModelError) as error:

@@ -128,6 +128,11 @@ class Attached:
         return () if fused is None else tuple(map(fused.counts, range(len(self._layered.layers))))
 
     @property
+    def fuses_loss(self) -> bool:
+        """Whether the loss is fused."""
+        return self._layered.fuses_loss
+
+    @property
     def unread(self) -> tuple[frozenset[str], ...]:
         """By layer, the linears whose products its recomputes leave out, as nothing reads them.
 

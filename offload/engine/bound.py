@@ -24,6 +24,7 @@ from offload.engine.slots import Slots
 from offload.engine.streams import Device
 from offload.errors import OffloadError
 from offload.plan.facts.codec import CodecName
+from offload.plan.facts.fused import FusedPart
 from offload.plan.facts.workload import WeightPlace
 from offload.plan.machine.machine import Tier
 from offload.plan.memory.host import LOCKED_TERMS, locked_update_bytes
@@ -46,7 +47,8 @@ class EngineOptions:
     `leaves_out` is whether recomputes leave out products whose values nothing reads: no bit of a
     gradient depends on it. `mlp_chunk_tokens` is how many tokens an MLP computes at a time; None
     for all of a micro-batch. `layer_kernels` is what computes norms, rotary embedding and gated
-    activations: the model's own code, or fused operators where that is proven to be the same.
+    activations: the model's own code, or fused operators where that is proven to be the same, but
+    for `plain_parts`.
     `joins_rows` is whether attention of packed rows is one call where torch's kernel computes it.
     `embeddings` is where the input embedding's weight is; of one on the host, rows are brought, and
     if it trains with other weights on the host, gradients by them go back.
@@ -74,6 +76,7 @@ class EngineOptions:
     num_sent_graphs: int = 0
     mlp_chunk_tokens: int | None = None
     layer_kernels: LayerKernels = "plain"
+    plain_parts: frozenset[FusedPart] = frozenset()
     joins_rows: bool = False
     embeddings: WeightPlace = "device"
     head: WeightPlace = "device"
@@ -136,6 +139,7 @@ class EngineOptions:
             num_sent_outputs=plan.residency.num_sent_outputs,
             num_sent_graphs=plan.residency.num_sent_graphs,
             layer_kernels="fused" if code == "fused" else "plain",
+            plain_parts=asked.typical.plain_parts,
             mlp_chunk_tokens=asked.typical.mlp_chunk_tokens,
             embeddings=asked.typical.embeddings,
             head=asked.typical.head,
@@ -225,7 +229,7 @@ def bind(
     allocate_device = partial(_allocate, torch_device)
     placement.require_values(model, records)
     if options.layer_kernels == "fused":
-        layered.fuse()
+        layered.fuse(options.plain_parts)
     layered.joins_rows = options.joins_rows
     host_gradients = HostGradients(
         records,

@@ -250,7 +250,7 @@ class _Draft:
             VISIT: max(one.graph + one.own_input + one.dora + one.update for one in visits)
             + input_bytes(facts, load),
             HEAD_CHUNK: head_chunk_bytes(
-                facts, load, is_fused=load.code_on(self.machine.device) == "fused"
+                facts, load, is_fused=load.fuses_loss(self.machine.device)
             ),
         }
         if load.is_encoded:

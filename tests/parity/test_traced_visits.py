@@ -99,7 +99,7 @@ def traced(
         is_padded=is_padded,
         head_chunk_tokens=chunk,
         capability=None,
-        is_fused=layer_kernels == "fused",
+        plain_parts=frozenset() if layer_kernels == "fused" else None,
         mlp_chunk_tokens=tile,
     )
 

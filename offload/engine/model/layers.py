@@ -62,6 +62,7 @@ from offload.engine.pointwise.recognise import DTYPES
 from offload.engine.randomness import same_randomness
 from offload.errors import UnsupportedModelError
 from offload.plan.facts.families import RESIDENT_HINT
+from offload.plan.facts.fused import FusedPart
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -156,9 +157,14 @@ class LayeredModel:
         self.joined: set[int] = set()
         """Layers in which it was, when they last computed rows together."""
 
-    def fuse(self) -> None:
-        """Compute the layers' norms, rotations and gated activations by fused operators."""
-        self.fused = FusedLayers(list(self.layers))
+    def fuse(self, plain_parts: frozenset[FusedPart] = frozenset()) -> None:
+        """Compute norms, rotations, gates and the loss by fused operators, but for these."""
+        self.fused = FusedLayers(list(self.layers), plain_parts)
+
+    @property
+    def fuses_loss(self) -> bool:
+        """Whether one operator computes the loss, of logits in a type that it knows."""
+        return self.fused is not None and self.fused.has_loss
 
     def front(self, batch: Batch) -> Front:
         """Run the part of the model before the layers.
@@ -328,7 +334,7 @@ class LayeredModel:
         is_trained = gradient_ND is not None
         chunk_1ND = hidden_ND[positions_N].unsqueeze(0)
         chunk_1ND.requires_grad_(is_trained)
-        if self.fused is not None and chunk_1ND.dtype in DTYPES:
+        if self.fuses_loss and chunk_1ND.dtype in DTYPES:
             logits_NV = self.tail_logits(chunk_1ND).flatten(0, 1)
             divisor = num_items if loss_scale == 1 else num_items / loss_scale
             losses_N, of_logits_NV = cross_entropy(

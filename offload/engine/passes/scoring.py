@@ -293,7 +293,7 @@ def log_probabilities(
 
 def has_fused_loss(model: LayeredModel, hidden_BTD: torch.Tensor) -> bool:
     """Return whether one operator computes the loss of a model's logits."""
-    return model.fused is not None and hidden_BTD.dtype in DTYPES
+    return model.fuses_loss and hidden_BTD.dtype in DTYPES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -7,7 +7,7 @@ forward, not in its library's file.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -28,8 +28,10 @@ from offload.engine.pointwise.recognise import (
     find_norm,
     find_rotary,
 )
+from offload.plan.facts.fused import FusedPart
 
 Part = Norm | Rotary | GatedMlp
+NAMES: Mapping[type[Part], FusedPart] = {Norm: "norms", Rotary: "rotary", GatedMlp: "gates"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -52,10 +54,24 @@ class _Fused:
 class FusedLayers:
     """What is fused in each layer of a model."""
 
-    def __init__(self, layers: Sequence[nn.Module]) -> None:
-        """Find it; layers of the same code and sizes are proven once."""
+    def __init__(
+        self, layers: Sequence[nn.Module], plain_parts: frozenset[FusedPart] = frozenset()
+    ) -> None:
+        """Find it; layers of the same code and sizes are proven once.
+
+        Args:
+            layers: Of the model.
+            plain_parts: What the model's own code computes.
+        """
         proven = Proven[Part | None](_known)
-        self._parts = [tuple(_parts_of(layer, proven)) for layer in layers]
+        self._parts = [
+            tuple(
+                one for one in _parts_of(layer, proven) if NAMES[type(one.part)] not in plain_parts
+            )
+            for layer in layers
+        ]
+        self.has_loss = "loss" not in plain_parts
+        """Whether the loss is fused too."""
 
     @contextmanager
     def visited(self, layer: int) -> Iterator[None]:

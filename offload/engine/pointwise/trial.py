@@ -18,14 +18,17 @@ from torch import nn
 from torch.nn import functional as F
 
 from offload.engine.pointwise import ops
-from offload.engine.pointwise.layers import FusedLayers, Part
+from offload.engine.pointwise.layers import NAMES, FusedLayers, Part
 from offload.engine.pointwise.recognise import GatedMlp, Norm, Rotary, drawn_mlp, is_close, twin_of
 from offload.engine.streams import release_cached, seconds_of
+from offload.plan.facts.fused import FusedPart
 
 NUM_TOKENS, NUM_ROUNDS, NUM_HEADS, NUM_KEY_HEADS, HEAD_DIM = 2048, 5, 16, 4, 128
 NUM_LABELS = 256
+TIE_FRAC = 0.03  # a fused operator keeps less memory and launches less: a tie is its
 GRADIENT_ERRORS = 4  # a gradient's rounding error is at most that many of a value's
 Compute = Callable[..., Sequence[torch.Tensor]]
+Timed = tuple[float, float]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +37,7 @@ class Trial:
 
     Attributes:
         name: The class of its module, and the kind of part.
+        part: What it is of what is fused or not, each by itself.
         plain_s: Forward and backward by the model's own code, the median of all rounds; None if a
             reason was found before.
         fused_s: By the fused operator.
@@ -41,6 +45,7 @@ class Trial:
     """
 
     name: str
+    part: FusedPart
     plain_s: float | None = None
     fused_s: float | None = None
     reason: str | None = None
@@ -60,21 +65,30 @@ def try_fused(
     trials = [
         _attempted(
             f"{type(part).__name__} of {type(module).__name__}",
+            NAMES[type(part)],
             partial(_tried, module, part, dtype, device),
         )
         for module, part in _kinds(FusedLayers(layers))
     ]
-    trials.append(_attempted("cross-entropy", partial(_tried_loss, vocab_size, dtype, device)))
+    loss = partial(_tried_loss, vocab_size, dtype, device)
+    trials.append(_attempted("cross-entropy", "loss", loss))
     release_cached(device)
     return tuple(trials)
 
 
-def _attempted(name: str, attempt: Callable[[str], Trial]) -> Trial:
+def _attempted(name: str, part: FusedPart, attempt: Callable[[], Timed]) -> Trial:
     try:
-        return attempt(name)
+        plain_s, fused_s = attempt()
     except Exception as error:  # noqa: BLE001  # the model's own code remains, and it is shown
         first = (str(error).strip().splitlines() or [""])[0]
-        return Trial(name=name, reason=f"{type(error).__name__}: {first}")
+        why = first if isinstance(error, _WrongError) else f"{type(error).__name__}: {first}"
+        return Trial(name=name, part=part, reason=why)
+    reason = "it is slower" if fused_s > (1 + TIE_FRAC) * plain_s else None
+    return Trial(name=name, part=part, plain_s=plain_s, fused_s=fused_s, reason=reason)
+
+
+class _WrongError(Exception):
+    """Results that are not those of the model's code."""
 
 
 def _kinds(fused: FusedLayers) -> Iterator[tuple[nn.Module, Part]]:
@@ -86,9 +100,7 @@ def _kinds(fused: FusedLayers) -> Iterator[tuple[nn.Module, Part]]:
             yield module, part
 
 
-def _tried(
-    module: nn.Module, part: Part, dtype: torch.dtype, device: torch.device, name: str
-) -> Trial:
+def _tried(module: nn.Module, part: Part, dtype: torch.dtype, device: torch.device) -> Timed:
     plain, fused, inputs = _both(module, part, dtype, device)
     forked = [device] if device.type == "cuda" else []
     with torch.enable_grad(), torch.random.fork_rng(devices=forked):
@@ -106,10 +118,10 @@ def _tried(
             *zip(fused(*leaves), expected, [1] * len(expected), strict=True),
             *zip(step(fused), step(plain), [GRADIENT_ERRORS] * len(leaves), strict=True),
         ]
-        return _compared(name, pairs, partial(step, plain), partial(step, fused), device)
+        return _compared(pairs, partial(step, plain), partial(step, fused), device)
 
 
-def _tried_loss(vocab_size: int, dtype: torch.dtype, device: torch.device, name: str) -> Trial:
+def _tried_loss(vocab_size: int, dtype: torch.dtype, device: torch.device) -> Timed:
     forked = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=forked):
         torch.manual_seed(0)
@@ -129,26 +141,33 @@ def _tried_loss(vocab_size: int, dtype: torch.dtype, device: torch.device, name:
         return ops.cross_entropy(logits_NV, labels_N, num_items=num_items, has_gradient=True)
 
     pairs = list(zip(fused(), plain(), [1, GRADIENT_ERRORS], strict=True))
-    return _compared(name, pairs, plain, fused, device)
+    return _compared(pairs, plain, fused, device)
 
 
 def _compared(
-    name: str,
     pairs: Sequence[tuple[torch.Tensor, torch.Tensor, int]],
     plain: Callable[[], object],
     fused: Callable[[], object],
     device: torch.device,
-) -> Trial:
-    """Return what comes of results and times; each pair may be off by so many rounding errors."""
+) -> Timed:
+    """Return the medians of both, the model's code first.
+
+    Args:
+        pairs: Results to compare, and how many rounding errors they may be off by.
+        plain: The model's own code.
+        fused: The operator.
+        device: Where to compute.
+
+    Raises:
+        _WrongError: The results differ.
+    """
     if not all(is_close(found, wanted, errors) for found, wanted, errors in pairs):
-        return Trial(name=name, reason="its results are not those of the model's code")
+        raise _WrongError("its results are not those of the model's code")
     times_s: dict[bool, list[float]] = {True: [], False: []}
     for _ in range(NUM_ROUNDS):
         for is_fused, compute in ((False, plain), (True, fused)):
             times_s[is_fused].append(seconds_of(compute, device))
-    plain_s, fused_s = statistics.median(times_s[False]), statistics.median(times_s[True])
-    reason = "it is slower" if fused_s > plain_s else None
-    return Trial(name=name, plain_s=plain_s, fused_s=fused_s, reason=reason)
+    return statistics.median(times_s[False]), statistics.median(times_s[True])
 
 
 def _both(

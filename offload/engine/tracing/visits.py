@@ -27,6 +27,7 @@ from offload.engine.tracing.cuda_kernels import CUDA_WORKSPACES, Capability, Cud
 from offload.engine.tracing.experts import traced_experts
 from offload.engine.tracing.fake_model import fake_copy, num_experts, rows_are_whole
 from offload.engine.tracing.tracer import Tracer
+from offload.plan.facts.fused import FusedPart
 from offload.plan.memory.traced import TracedBytes
 
 
@@ -38,7 +39,7 @@ def trace_visits(
     is_padded: bool,
     head_chunk_tokens: int,
     capability: Capability | None,
-    is_fused: bool = False,
+    plain_parts: frozenset[FusedPart] | None = None,
     mlp_chunk_tokens: int | None = None,
 ) -> TracedBytes:
     """Trace a model with its adapters; it may be on any device and is not changed.
@@ -50,14 +51,15 @@ def trace_visits(
         is_padded: Whether there is padding among them.
         head_chunk_tokens: Labelled tokens in a chunk.
         capability: Of the GPU; None for a CPU.
-        is_fused: Whether the layers' norms, rotations and gates are computed by fused operators.
+        plain_parts: Of norms, rotations, gates and the loss those that are not computed by fused
+            operators; None for all.
         mlp_chunk_tokens: Tokens that an MLP computes at a time; None for all.
     """
     mode, memory = FakeTensorMode(allow_non_fake_inputs=True), LiveBytes()
     fake = fake_copy(model, mode)
     layered = LayeredModel(fake)
-    if is_fused:
-        layered.fuse()
+    if plain_parts is not None:
+        layered.fuse(plain_parts)
     for module in layered.layers.modules():
         if goes_through_interface(module):
             gate_of(module)  # found by values, which fake tensors do not have

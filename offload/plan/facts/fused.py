@@ -6,12 +6,15 @@ keeps more. An activation other than SiLU or GELU is not in the facts.
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 from offload.plan.facts.attention import DeltaAttention, SoftmaxAttention
 from offload.plan.facts.facts import AdapterSpec, LayerFacts, ModelFacts
 from offload.plan.facts.linears import Linear, Norm
 from offload.plan.facts.trainable import NORMS
 
+FusedPart = Literal["norms", "rotary", "gates", "loss"]
+"""What is computed by fused operators, or by the model's own code: each by itself."""
 MAX_NORM_WEIGHTS = 16384  # a kernel's program holds whole rows
 # Families whose attention rotates the halves of a head by one function of queries and keys.
 ROTATES_HALVES = frozenset(
@@ -36,6 +39,14 @@ class FusedParts:
     norms: tuple[Norm, ...] = ()
     has_rotary: bool = False
     downs: tuple[Linear, ...] = ()
+
+    def without(self, plain: frozenset[FusedPart]) -> "FusedParts":
+        """Return the same but for parts that the model's own code computes."""
+        return FusedParts(
+            norms=() if "norms" in plain else self.norms,
+            has_rotary=self.has_rotary and "rotary" not in plain,
+            downs=() if "gates" in plain else self.downs,
+        )
 
 
 NOTHING = FusedParts()

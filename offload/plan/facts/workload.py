@@ -12,7 +12,7 @@ from offload.plan.facts.attention import (
 )
 from offload.plan.facts.codec import CodecName, is_encoded
 from offload.plan.facts.facts import AdapterSpec, LayerFacts, ModelFacts
-from offload.plan.facts.fused import NOTHING, FusedParts, compiled_parts, fused_parts
+from offload.plan.facts.fused import NOTHING, FusedPart, FusedParts, compiled_parts, fused_parts
 from offload.plan.facts.layer_layout import record_bytes
 from offload.plan.facts.linears import Linear
 from offload.plan.facts.optimizer import Optimizer, UpdatePlace
@@ -43,6 +43,8 @@ class Workload:
             all layers have computed where it is each micro-batch by itself.
         leaves_out: Whether recomputes leave out products whose values nothing reads.
         layer_code: What computes norms, rotary embedding and gated activations.
+        plain_parts: Of these and the loss, what the model's own code computes although others are
+            fused.
         mlp_chunk_tokens: Tokens that an MLP computes at a time; None for the whole micro-batch.
         packed_tokens: Tokens of a micro-batch whose rows are packed; None where they are not.
         updates: Where the layers' own weights are updated, if they train.
@@ -63,6 +65,7 @@ class Workload:
     router_loss: Literal["step", "micro_batch"] | None = None
     leaves_out: bool = True
     layer_code: LayerCode = "plain"
+    plain_parts: frozenset[FusedPart] = frozenset()
     mlp_chunk_tokens: int | None = None
     packed_tokens: int | None = None
     updates: UpdatePlace = "host"
@@ -128,6 +131,10 @@ class Workload:
             return "fused" if device == "cuda" else "plain"
         return self.layer_code
 
+    def fuses_loss(self, device: Literal["cuda", "cpu"]) -> bool:
+        """Return whether one operator computes the loss of logits and its gradient on a device."""
+        return self.code_on(device) == "fused" and "loss" not in self.plain_parts
+
     def kept_fused(
         self, facts: ModelFacts, layer: LayerFacts, device: Literal["cuda", "cpu"]
     ) -> FusedParts:
@@ -137,7 +144,7 @@ class Workload:
         """
         if self.code_on(device) != "fused":
             return NOTHING
-        parts = fused_parts(facts, layer, self.adapter)
+        parts = fused_parts(facts, layer, self.adapter).without(self.plain_parts)
         tiled = self.tiled(layer)  # in tiles an MLP's own code computes its gate
         return replace(parts, downs=tuple(x for x in parts.downs if x not in tiled))
 

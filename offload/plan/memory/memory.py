@@ -189,7 +189,8 @@ class DeviceNeeds:
         sent_graph_bytes: Of all that autograd saves of each layer for one micro-batch.
         router_bytes: Of each layer's router logits for one micro-batch, if they wait with its graph
             for a router loss over the step.
-        num_micro_batches: Of a rank's step, if all were as large as the largest.
+        num_micro_batches: Of a rank's that pass the layers together, if all were as large as the
+            largest.
         head_bytes: Of an output head that is copied over the slots, with its gradient there; 0 if
             the device has it.
     """
@@ -414,7 +415,7 @@ def device_needs(
     if workload.router_loss == "step":
         routers = {x: router_bytes(x, workload) for x in kinds}
     beside = replace(widest, saved=0, scores=0, adapter_inputs=0, factors=0)
-    is_fused = workload.code_on(machine.device) == "fused"
+    is_fused = workload.fuses_loss(machine.device)
     cublas = MemoryTerm(name=CUBLAS, num_bytes=CUBLAS_BYTES if is_cuda else 0)
     chunk_bytes = (
         traced.head_chunk if traced else head_chunk_bytes(facts, workload, is_fused=is_fused)

@@ -1,4 +1,8 @@
-"""The predicted work of what comes after the layers: norm, head and loss, in chunks of tokens."""
+"""The predicted work of what comes after the layers: norm, head and loss, in chunks of tokens.
+
+Each chunk runs the model's own forward, whose mask code reads a number from the device: the host
+waits for the chunk before, and the device then for the host.
+"""
 
 import math
 
@@ -32,7 +36,7 @@ def _loss(at: Pricer, *, num_chunks: int, is_fused: bool) -> Work:
 
 def has_fused_loss(at: Pricer) -> bool:
     """Return whether one operator computes the loss of logits and its gradient."""
-    return at.workload.code_on(at.machine.device) == "fused"
+    return at.workload.fuses_loss(at.machine.device)
 
 
 def tail_work(at: Pricer, *, is_fused: bool) -> Work:

@@ -10,16 +10,18 @@ from rich.console import Console
 
 from finetune.errors import ConfigError
 from finetune.planning.request import facts_of, full_request, with_configured_backend
-from finetune.recipe.recipe import Recipe
+from finetune.recipe.recipe import Recipe, with_layer_kernels
 from finetune.report.screen import Screen
 from finetune.training import layer_kernels
-from finetune.training.layer_kernels import settled_layer_kernels, shown_fused
+from finetune.training.layer_kernels import LayerKernels, settled_layer_kernels, shown_fused
 from offload.engine.pointwise.trial import Trial
+from offload.plan.facts.fused import FusedPart
 from offload.plan.machine.machine import named_machine
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-RIGHT = Trial(name="Norm of A", plain_s=2e-3, fused_s=1e-3)
-WRONG = Trial(name="Rotary of B", reason="it is slower", plain_s=1e-3, fused_s=2e-3)
+RIGHT = Trial(name="Norm of A", part="norms", plain_s=2e-3, fused_s=1e-3)
+WRONG = Trial(name="Rotary of B", part="rotary", reason="it is slower", plain_s=1e-3, fused_s=2e-3)
+OTHERS: tuple[FusedPart, ...] = ("norms", "gates", "loss")
 
 
 def recipe_for(kernels: str = "auto", **sections: Any) -> Recipe:
@@ -34,7 +36,7 @@ def recipe_for(kernels: str = "auto", **sections: Any) -> Recipe:
 
 def settled(
     monkeypatch: pytest.MonkeyPatch, recipe: Recipe, trials: tuple[Trial, ...] | None
-) -> tuple[str, str]:
+) -> tuple[LayerKernels, str]:
     """Return what a run on a card uses, and what is shown; without trials nothing is tried."""
 
     def tried(*_: object) -> tuple[Trial, ...]:
@@ -55,10 +57,16 @@ def test_auto_is_fused_on_a_card_where_every_trial_is_right_and_no_slower(
     assert "Norm of A: 1.00 ms, by the model's code 2.00 ms" in shown
 
 
-def test_auto_is_plain_with_a_reason_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_that_is_slower_is_plain_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels, shown = settled(monkeypatch, recipe_for(), (RIGHT, WRONG))
-    assert kernels == "plain"
-    assert "Rotary of B: it is slower" in shown
+    assert kernels == OTHERS
+    assert "Rotary: the model's own code (Rotary of B: it is slower)" in shown
+    recipe = with_layer_kernels(recipe_for(), kernels)
+    typical = full_request(recipe, facts_of(recipe.model), num_ranks=1).typical
+    assert (typical.layer_code, typical.plain_parts) == ("fused", {"rotary"})
+    assert settled(monkeypatch, recipe, None)[0] == kernels  # a resumed run keeps it
+    every = (WRONG, *(replace(WRONG, part=part) for part in OTHERS))
+    assert settled(monkeypatch, recipe_for(), every)[0] == "plain"
 
 
 def test_without_triton_auto_is_plain_and_fused_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,9 +133,11 @@ def test_the_plan_takes_the_setting_and_compiled_layers_as_such() -> None:
 
 def test_what_is_fused_and_what_is_not_is_said() -> None:
     layer = Counter({"Norm": 4, "GatedMlp": 1})
-    (line,) = shown_fused([layer, layer])
+    (line,) = shown_fused([layer, layer], fuses_loss=True)
     assert (
         line
         == "Fused: the loss, and in 2 layers 8 norms, 2 gates; rotations by the model's own code"
     )
-    assert shown_fused([]) == ()
+    (line,) = shown_fused([layer], fuses_loss=False)
+    assert line == "Fused: in 1 layers 4 norms, 1 gates; rotations and loss by the model's own code"
+    assert shown_fused([], fuses_loss=True) == ()
