@@ -27,6 +27,7 @@ from offload.plan.request import (
     HEAD_CHUNK_TOKENS,
     MLP_CHUNKS,
     PlanRequest,
+    may_go_round,
     sharing,
     with_codec,
     with_embeddings,
@@ -37,6 +38,7 @@ from offload.plan.request import (
     with_tied,
     with_updates_on,
 )
+from offload.plan.schedule.schedule import Order
 from offload.plan.search import Choice, search
 from offload.plan.search import chosen_plan as search_plan
 from offload.plan.search import nearest_request as nearest
@@ -235,8 +237,8 @@ def _all_ways(
     """Return each cut of the step in each form and place, the plainest first.
 
     That is: states in RAM, the output head on the device, the input embedding too, whole MLPs,
-    large head chunks, native weights, updates on the host, inputs on the device, small
-    micro-batches, in this order.
+    large head chunks, layer by layer, native weights, updates on the host, inputs on the device,
+    small micro-batches, in this order.
     """
     may_tile = recipes[0].offload.mlp_chunk == "auto" and all(map(_may_tile, recipes))
     ways = with_forms(
@@ -316,7 +318,7 @@ def _ways(recipes: Sequence[Recipe], cut: Sequence[PlanRequest]) -> list[PlanReq
     elif recipe.train.is_full and cut[0].num_ranks > 1:
         updates = ("host",)  # see `require_owners`
     chunk = recipe.offload.head_chunk
-    return [
+    ways = [
         with_updates_on(
             replace(with_head_chunk(with_codec(request, codec), num_tokens), is_stashed=is_stashed),
             place,
@@ -328,6 +330,7 @@ def _ways(recipes: Sequence[Recipe], cut: Sequence[PlanRequest]) -> list[PlanReq
         for is_stashed in places
         for request in cut
     ]
+    return [*ways, *(replace(x, order=Order.MICRO_BATCH_MAJOR) for x in ways if may_go_round(x))]
 
 
 def _with_states(recipe: Recipe, requests: Sequence[PlanRequest]) -> list[PlanRequest]:

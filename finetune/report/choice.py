@@ -18,6 +18,7 @@ from finetune.report.plan import outputs_json
 from offload.plan.facts.codec import ROUNDING
 from offload.plan.fit import Shortage
 from offload.plan.request import HEAD_CHUNK_TOKENS
+from offload.plan.schedule.schedule import Order
 from offload.plan.search import Candidate, Choice, WhatIf
 
 SAME_PERCENT = 0.05  # what is shown as 0.0 %
@@ -75,6 +76,7 @@ def _settings(one: Candidate) -> dict[str, Any]:
         "mlp_chunk_tokens": request.typical.mlp_chunk_tokens,
         "micro_batch_size": request.typical.micro_batch_size,
         "num_micro_batches": request.num_micro_batches,
+        "order": request.order.value,
     }
 
 
@@ -106,6 +108,7 @@ def _words(one: Candidate) -> dict[str, str]:
         "updates": f"updates {where}",
         "embeddings": f"embeddings {_place(request.typical.embeddings)}",
         "head": f"head {_place(request.typical.head)}",
+        "order": f"order {request.order.value}",
     }
 
 
@@ -132,6 +135,8 @@ def _settings_line(one: Candidate) -> str:
         del words["embeddings"]
     if one.request.typical.head == "device":
         del words["head"]
+    if one.request.order is Order.LAYER_MAJOR:
+        del words["order"]
     return ", ".join(words.values())
 
 
@@ -194,9 +199,9 @@ def _choice_table(choice: Choice) -> Table:
         table.caption_justify = "left"
         typical = plan.request.typical
         table.caption = (
-            f"Streaming {free_streaming(plan.break_even_tokens)} tokens per step, in"
-            f" micro-batches of {typical.size};"
-            f" this one has {plan.tokens_per_step:,}."
+            f"In micro-batches of {typical.size}, streaming "
+            + free_streaming(plan.break_even_tokens, is_in_rounds=plan.request.num_rounds > 1)
+            + f"; this step has {plan.tokens_per_step:,} tokens."
         )
     return table
 
@@ -228,6 +233,8 @@ def _change(what_if: WhatIf, choice: Choice) -> str:
         return "a link of twice the rate"
     if what_if.change == "tokens":
         return f"{2 * choice.plan.tokens_per_step:,} tokens per step"
+    if what_if.change == "fewer_tokens":
+        return f"{choice.plan.tokens_per_step // 2:,} tokens per step"
     if what_if.change == "micro_batch":
         then = what_if.best.request
         size = f"`train.micro_batch_size: {then.typical.micro_batch_size}`"

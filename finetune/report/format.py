@@ -78,8 +78,17 @@ def shown_break_even(num_tokens: int | None) -> str:
     return f"more than {MOST_TOKENS:,}" if num_tokens is None else f"{num_tokens:,}"
 
 
-def free_streaming(num_tokens: int | None) -> str:
-    """Return from how many tokens streaming is free; the words follow "streaming"."""
+def free_streaming(num_tokens: int | None, *, is_in_rounds: bool = False) -> str:
+    """Return from how many tokens streaming is free; the words follow "streaming".
+
+    Args:
+        num_tokens: N*.
+        is_in_rounds: Whether each micro-batch passes all layers by itself: more tokens in a step
+            then have as many more loads.
+    """
+    if is_in_rounds:
+        than = "more" if num_tokens is None else "less"
+        return f"adds {than} than {FREE_FRAC:.0%}, whatever their number"
     return f"adds less than {FREE_FRAC:.0%} from N* = {shown_break_even(num_tokens)}"
 
 

@@ -132,6 +132,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             "kept_graphs": plan.num_kept_graphs,
             **outputs_json(plan.residency),
             "num_micro_batches": plan.request.num_micro_batches,
+            "order": plan.request.order.value,
             "tokens_per_step": plan.tokens_per_step,
             "num_loads": plan.schedule.num_loads,
             "h2d_bytes": plan.schedule.h2d_bytes,

@@ -239,7 +239,8 @@ def _layers_line(plan: Plan) -> str:
     moved = loads if schedule.num_loads else "loaded once, then resident"
     if plan.request.is_on_features:
         moved = "visited for the features, and in no step"
-    return f"{size} {place_of_layers(plan)}{form}; {slots}: {moved}{staged}{back}"
+    order = ", each micro-batch through all layers by itself" if plan.request.num_rounds > 1 else ""
+    return f"{size} {place_of_layers(plan)}{form}; {slots}: {moved}{staged}{back}{order}"
 
 
 def _tokens_line(plan: Plan) -> str:
@@ -247,7 +248,8 @@ def _tokens_line(plan: Plan) -> str:
     ranks = f", shared by {request.num_ranks} ranks" if request.num_ranks > 1 else ""
     is_streamed = plan.num_slots < plan.facts.num_layers and not request.is_on_features
     free = (
-        f"; in micro-batches of this size streaming {free_streaming(plan.break_even_tokens)}"
+        "; in micro-batches of this size streaming "
+        + free_streaming(plan.break_even_tokens, is_in_rounds=request.num_rounds > 1)
         if is_streamed
         else ""
     )

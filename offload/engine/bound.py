@@ -31,7 +31,7 @@ from offload.plan.memory.host import LOCKED_TERMS, locked_update_bytes
 from offload.plan.memory.memory import HEAD, HEAD_GRADIENT, SENT, STASH
 from offload.plan.plan import Plan
 from offload.plan.schedule.residency import Residency
-from offload.plan.schedule.schedule import MIN_SLOTS, TransferSizes
+from offload.plan.schedule.schedule import MIN_SLOTS, Order, TransferSizes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -58,6 +58,7 @@ class EngineOptions:
     whole model in 16 bits needs them, or in the weight's type, as an optimizer of torch's does.
     `owned_layers` are those of trained weights that this process updates, of several that share the
     layers' memory; None for all.
+    `order` is that of a step's loops: over layers first, or over micro-batches.
     `locked_bytes` is what a plan page-locks in addition to layers and head: layer inputs, rows of
     the embedding, and what else of activations is sent.
     """
@@ -83,6 +84,7 @@ class EngineOptions:
     sums_in_fp32: bool = False
     owned_layers: frozenset[int] | None = None
     locked_bytes: int = 0
+    order: Order = Order.LAYER_MAJOR
 
     def others_to_lock(self, model: "PreTrainedModel") -> int:
         """Return what is to be page-locked after the layers, and has no other way to the device.
@@ -146,6 +148,7 @@ class EngineOptions:
             locked_bytes=sum(one.num_bytes for one in plan.host_memory if one.name in _LOCKED)
             + locked_update_bytes(asked.typical, asked.local_ranks),
             sums_in_fp32=asked.typical.adapter.whole is not None,
+            order=asked.order,
             joins_rows=any(
                 asked.typical.joins_rows(layer.attention, is_cuda=plan.machine.device == "cuda")
                 for layer in plan.facts.layers

@@ -202,7 +202,7 @@ class Engine(Attached):
         seeding: Seeding = NEWEST,
         num_label_tokens: int | None = None,
         micro_batch_ids: Sequence[int] | None = None,
-        order: Order = Order.LAYER_MAJOR,
+        order: Order | None = None,
         router_loss: RouterScope = STEP,
     ) -> StepResult:
         """Add the gradients of one optimizer step to `.grad` of the trained parameters.
@@ -224,7 +224,7 @@ class Engine(Attached):
             num_label_tokens: Likewise.
             micro_batch_ids: Likewise.
             router_loss: Likewise.
-            order: Layer-major, or micro-batch-major as a baseline.
+            order: Of the loops over layers and micro-batches; None for that of the engine.
 
         Raises:
             UnsupportedModelError: The model passes a layer something that could carry state; no
@@ -245,7 +245,7 @@ class Engine(Attached):
             micro_batch_ids=micro_batch_ids,
             router_loss=router_loss,
         )
-        (result,) = self._train([run], order)
+        (result,) = self._train([run], order or self._options.order)
         return result
 
     def forward_backward_runs(self, runs: Sequence[RunStep]) -> list[StepResult]:
@@ -264,7 +264,7 @@ class Engine(Attached):
                 trains that is no adapter's.
             TransferError: As for `forward_backward`.
         """
-        return self._train(runs, Order.LAYER_MAJOR)
+        return self._train(runs, self._options.order)
 
     def _train(self, runs: Sequence[RunStep], order: Order) -> list[StepResult]:
         self._require_ready()

@@ -102,7 +102,8 @@ class Executor:
             OffloadError: A router loss is over a step whose micro-batches pass the layers one
                 after another.
         """
-        state, chunk_tokens = PassState(), self._computing.head_chunk_tokens
+        state = PassState(trains_front=schedule.trains_front)
+        chunk_tokens = self._computing.head_chunk_tokens
         for part in parts:
             part.begin(self._model, schedule)
         tails = [PartTail(self._model, part, head_chunk_tokens=chunk_tokens) for part in parts]
@@ -572,7 +573,7 @@ class Executor:
     def _pass_on(
         self, state: PassState, layer: int, m: int, gradient_BTD: torch.Tensor | None
     ) -> None:
-        """Keep the gradient by a layer's input for the layer below.
+        """Keep the gradient by a layer's input for the layer below, or the front if that trains.
 
         Raises:
             UnsupportedModelError: There is none, although the weights below have gradients.
@@ -584,6 +585,8 @@ class Executor:
                 hint='`trained_weights="device"`, and freeze what is below it',
             )
         state.gradient[m] = gradient_BTD
+        if layer == 0 and not state.trains_front:
+            state.leave(m)
 
     def _rng_devices(self) -> list[torch.device]:
         torch_device = self._device.torch_device

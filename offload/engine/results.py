@@ -86,6 +86,7 @@ class PassState:
         gradient: Gradient of the loss by the current hidden state in the backward; None below a
             layer that passes none on, as in plain autograd.
         outputs: Outputs of a pass without labels.
+        trains_front: Whether a backward of fronts follows the first layer's.
     """
 
     fronts: dict[int, Front] = field(default_factory=dict)
@@ -98,11 +99,16 @@ class PassState:
     draws: dict[tuple[int, int], bytes | None] = field(default_factory=dict)
     gradient: dict[int, torch.Tensor | None] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
+    trains_front: bool = False
 
     def enter(self, m: int, front: Front) -> None:
         """Keep a front, and the first layer's input, whose memory is then not the front's too."""
         self.inputs[0, m] = front.hidden_BTD.detach().contiguous()
         self.fronts[m] = replace(front, hidden_BTD=without_memory(front.hidden_BTD))
+
+    def leave(self, m: int) -> None:
+        """Let go what is left of a micro-batch after its last visit."""
+        del self.fronts[m], self.gradient[m]
 
 
 def without_memory(x: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,7 @@ from offload.plan.memory.memory import (
 from offload.plan.memory.shared import shared_needs
 from offload.plan.request import PlanRequest
 from offload.plan.schedule.residency import Residency
-from offload.plan.schedule.schedule import MIN_SLOTS
+from offload.plan.schedule.schedule import MIN_SLOTS, Order
 
 DEVICE, RAM = "of device memory", "of RAM"
 LOCKED = "of page-locked memory"
@@ -292,10 +292,17 @@ class MemoryNeeds:
         return self.request.has_outputs and self.facts.grade == "config"
 
     @property
+    def may_send(self) -> bool:
+        """Whether activations may leave the device, which has a memory of its own.
+
+        They do only where all micro-batches pass a layer together: the host has a place for each.
+        """
+        return self.machine.device == "cuda" and self.request.order is Order.LAYER_MAJOR
+
+    @property
     def chooses_sent_graphs(self) -> bool:
-        """Whether graphs may be sent, and their size is known; not on a CPU."""
-        is_known = self.facts.grade == "config" and self.machine.device == "cuda"
-        return self.request.has_sent_graphs and is_known
+        """Whether graphs may be sent, and their size is known."""
+        return self.request.has_sent_graphs and self.may_send and self.facts.grade == "config"
 
     @property
     def chooses_graphs(self) -> bool:

@@ -182,13 +182,13 @@ class Plan:
         bound_s = r3_bound_s(
             self.costs,
             num_slots=self.num_slots,
-            num_micro_batches=sum(run.rank_micro_batches for run in self.request.runs),
+            num_micro_batches=sum(run.round_micro_batches for run in self.request.runs),
             stashed_bytes=stashed_bytes(self.facts, self.request),
             is_staged=self.schedule.is_staged,
             num_kept_graphs=self.num_kept_graphs,
             saved=self.saved,
         )
-        return bound_s + self.costs.optimizer_s
+        return self.request.num_rounds * bound_s + self.costs.optimizer_s
 
     @cached_property
     def break_even_tokens(self) -> int | None:
@@ -241,7 +241,7 @@ def costs_of(facts: ModelFacts, machine: Machine, request: PlanRequest) -> Costs
         graph_bytes={x: one.sent_graph for x, one in visits.items()},
     )
     costs = with_norms(
-        costs, facts, machine, request.typical, num_micro_batches=request.rank_micro_batches
+        costs, facts, machine, request.typical, num_micro_batches=request.round_micro_batches
     )
     costs = with_updates(costs, facts, machine, request.typical)
     whole = request.typical.adapter.whole

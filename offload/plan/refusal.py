@@ -41,7 +41,7 @@ from offload.plan.request import (
     with_tied,
     with_updates_on,
 )
-from offload.plan.schedule.schedule import MIN_SLOTS
+from offload.plan.schedule.schedule import MIN_SLOTS, Order
 
 MIN_HINTED_SEQ_LEN = 128
 NUM_NAMED_TERMS, NAMED_FRAC = 3, 0.05  # of a memory that is too small
@@ -192,12 +192,29 @@ def _changes(
     for words, coded in rounded:
         yield from _either_stash(words, coded)
     yield from _all_cut(rounded)
+    for words, fewer in _with_fewer_tokens(request):
+        yield from _either_stash(words, fewer)
     seq_len = request.largest.seq_len // 2
     while seq_len >= MIN_HINTED_SEQ_LEN:
         for words, coded in (*exact, *stored, *rounded, *_on_disk(rounded)):
-            shorter = replace(coded, largest=replace(coded.largest, seq_len=seq_len), traced=None)
-            yield from _either_stash(_joined(words, f"`train.seq_len: {seq_len}`"), shorter)
+            largest = replace(coded.largest, seq_len=seq_len)
+            shorter = replace(coded, largest=largest, traced=None)
+            length = f"`train.seq_len: {seq_len}` with {_tokens(shorter)}"
+            yield from _either_stash(_joined(words, length), shorter)
         seq_len //= 2
+
+
+def _with_fewer_tokens(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
+    """Yield the request with fewer micro-batches in a step, the most first."""
+    fewer = request
+    while fewer.own_micro_batches is None and fewer.num_micro_batches // 2 >= fewer.num_ranks:
+        fewer = replace(fewer, num_micro_batches=fewer.num_micro_batches // 2)
+        yield _tokens(fewer), fewer
+
+
+def _tokens(request: PlanRequest) -> str:
+    """Return the setting of a step's tokens: with shorter rows it would have as many otherwise."""
+    return f"`train.tokens_per_step: {request.num_micro_batches * request.largest.num_tokens}`"
 
 
 def _coded(request: PlanRequest, codec: CodecName) -> list[tuple[str, PlanRequest]]:
@@ -272,7 +289,7 @@ def _all_cut(
 
 def _either_stash(words: str, request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
     yield words, request
-    other = replace(request, is_stashed=not request.is_stashed)
+    other = replace(request, is_stashed=not request.is_stashed, order=Order.LAYER_MAJOR)
     stash = f"`offload.stash: {'host' if other.is_stashed else 'device'}`"
     yield _joined(words, stash), other
 

@@ -12,6 +12,7 @@ from offload.plan.facts.optimizer import UpdatePlace
 from offload.plan.facts.workload import WeightPlace, Workload
 from offload.plan.memory.traced import TracedBytes
 from offload.plan.schedule.passes import Passes
+from offload.plan.schedule.schedule import Order
 
 HEAD_CHUNK_TOKENS = 1024  # logits of a 151,936 vocabulary in fp32: 0.6 GB at a time
 MLP_CHUNKS = (8192, 2048, 512)  # tokens of an MLP's tile, where a whole micro-batch does not fit
@@ -112,6 +113,8 @@ class PlanRequest:
         num_steps: Steps of the run, if they are known: what they write wears a disk.
         is_sharded: Whether each rank holds a part of the model, which is gathered layer by layer,
             and nothing is streamed; see `offload.plan.sharded`.
+        order: Whether all micro-batches of a step pass a layer before the next is used, or each
+            passes all layers before the next micro-batch does.
         others: Further runs that share the step, each with an adapter of its own. What concerns
             the machine is as this request says: of theirs, only what `OF_A_RUN` names counts.
     """
@@ -134,6 +137,7 @@ class PlanRequest:
     has_sent_graphs: bool = False
     most_tokens: int | None = None
     objective: ObjectiveCost | None = None
+    order: Order = Order.LAYER_MAJOR
     others: tuple["PlanRequest", ...] = ()
     most_local_ranks: int | None = None
     reduction: Reduction = Reduction()
@@ -190,9 +194,19 @@ class PlanRequest:
         return -(-self.num_micro_batches // self.num_ranks)
 
     @property
+    def num_rounds(self) -> int:
+        """How often a step passes all layers upwards and downwards."""
+        return self.rank_micro_batches if self.order is Order.MICRO_BATCH_MAJOR else 1
+
+    @property
+    def round_micro_batches(self) -> int:
+        """Micro-batches of the rank that a round takes through the layers together."""
+        return self.rank_micro_batches // self.num_rounds
+
+    @property
     def largest_micro_batches(self) -> float:
-        """How many of the largest micro-batches hold all tokens of a rank's step."""
-        num = self.rank_micro_batches
+        """How many of the largest micro-batches hold all tokens of a rank's round."""
+        num = self.round_micro_batches
         return (
             num
             if self.most_tokens is None
@@ -286,6 +300,19 @@ def sharing(requests: Sequence[PlanRequest]) -> PlanRequest:
                 hint="the same codec, dtype and head chunk in all",
             )
     return replace(first, others=tuple(replace(other, others=()) for other in others))
+
+
+def may_go_round(request: PlanRequest) -> bool:
+    """Return whether each micro-batch of a step may pass all layers by itself.
+
+    Not where a loss, or gradients that leave the device, are of the whole step; nor where runs or
+    processes share it, or layer inputs wait in host memory, which has a place for each of a step.
+    """
+    typical = request.typical
+    is_alone = not request.others and request.num_ranks == 1
+    is_whole = typical.adapter.whole is not None or typical.router_loss is not None
+    is_whole |= request.objective is not None
+    return is_alone and not is_whole and not request.is_stashed and request.rank_micro_batches > 1
 
 
 def with_micro_batches(request: PlanRequest, factor: int) -> PlanRequest:

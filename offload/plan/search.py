@@ -42,7 +42,7 @@ from offload.plan.schedule.residency import Residency
 from offload.plan.split import SAME_FRAC, Split, bound_of, draft_step_s
 from offload.plan.time.costs import Costs
 
-Change = Literal["memory", "link", "tokens", "micro_batch"] | CodecName
+Change = Literal["memory", "link", "tokens", "fewer_tokens", "micro_batch"] | CodecName
 NUM_REJECTED = 3
 NO_SLOWER = ("memory", "link")  # changes that cannot make the chosen plan slower
 ROUNDING_ERROR_FRAC = 1e-9  # between a bound and a simulated time that equals it
@@ -116,8 +116,9 @@ class WhatIf:
 
     Attributes:
         change: `memory`: one more GiB where the model computes; `link`: twice its rate; `tokens`:
-            twice the micro-batches of a step; `micro_batch`: larger ones, where launches or memory
-            take longer than a GPU's arithmetic; or a codec that rounds.
+            twice the micro-batches of a step; `fewer_tokens`: half of them; `micro_batch`: larger
+            ones, where launches or memory take longer than a GPU's arithmetic; or a codec that
+            rounds.
         best: The candidate that would be chosen then; if none fits, the one that is nearest to it.
         tokens_per_s: Its predicted rate, with tokens counted as in the chosen plan; None if
             nothing fits.
@@ -347,6 +348,10 @@ def _what_ifs(
     doubled = [with_micro_batches(r, 2) for r in same_size]
     each = (_weighed(MemoryNeeds.of(facts, machine, r)) for r in doubled)
     yield what_if("tokens", each, num_tokens=2 * tokens)
+    halved = [one for r in same_size for one in _in_half(r)]
+    if halved:
+        each = (_weighed(MemoryNeeds.of(facts, machine, r)) for r in halved)
+        yield what_if("fewer_tokens", each, num_tokens=tokens // 2)
     larger = _in_larger_micro_batches(chosen)
     if larger:
         each = (_weighed(MemoryNeeds.of(facts, machine, r)) for r in larger)
@@ -356,6 +361,15 @@ def _what_ifs(
         found = what_if(codec, (_weighed(MemoryNeeds.of(facts, machine, r)) for r in coded))
         if found.tokens_per_s and found.best.least_s < chosen.least_s * (1 - SAME_FRAC):
             yield found
+
+
+def _in_half(request: PlanRequest) -> list[PlanRequest]:
+    """Return a step of half the micro-batches, whose inputs leave room for more; none if odd."""
+    is_shared = bool(request.others) or request.own_micro_batches is not None
+    half, rest = divmod(request.num_micro_batches, 2 * request.num_ranks)
+    if is_shared or rest or not half or request.is_on_features:
+        return []
+    return [replace(request, num_micro_batches=half * request.num_ranks)]
 
 
 def _in_larger_micro_batches(chosen: Candidate) -> list[PlanRequest]:

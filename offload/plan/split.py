@@ -41,7 +41,7 @@ def bound_of(needs: MemoryNeeds, costs: Costs, residency: Residency) -> float:
 def _bound(needs: MemoryNeeds, costs: Costs) -> _Seconds:
     """Return the lower bound as a function of the residency, each computed once."""
     request = needs.request
-    num_micro_batches = sum(run.rank_micro_batches for run in request.runs)
+    num_micro_batches = sum(run.round_micro_batches for run in request.runs)
     saved = costs.saver(num_micro_batches=num_micro_batches)
 
     @cache
@@ -60,7 +60,7 @@ def _bound(needs: MemoryNeeds, costs: Costs) -> _Seconds:
             num_kept_graphs=residency.num_kept_graphs,
             saved=saved(residency),
         )
-        return bound_s + costs.optimizer_s
+        return request.num_rounds * bound_s + costs.optimizer_s
 
     return bound_s
 
@@ -164,7 +164,7 @@ class Split:
 
         if needs.chooses_outputs:
             add(self._keeping, SAME_FRAC, floor.least_s(needs.most_kept(fewest)))
-        if needs.chooses_outputs and needs.machine.device != "cpu":
+        if needs.chooses_outputs and needs.may_send:
             saved = self._with_most_sent(needs.most_kept(fewest._replace(num_sent_outputs=1)))
             if any(one.num_sent_outputs for one in saved):
                 saved = [one._replace(num_sent_graphs=0) for one in saved]

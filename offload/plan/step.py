@@ -103,6 +103,7 @@ def schedule_of(
         sizes,
         ring=without_trained(warm_ring(residency.num_slots), sizes),
         runs=passes,
+        order=request.order,
         trains_front=any(outer_module_sizes(facts, run.typical.adapter) for run in runs),
         input_bytes=tuple(
             input_bytes(facts, run.typical) for run, number in stashed for _ in range(number)
@@ -316,7 +317,7 @@ def pass_s(
     """
     if not request.others:
         draft = Draft.of(facts, request, costs, residency, is_staged=is_staged)
-        return draft.step_s(request.rank_micro_batches)
+        return request.num_rounds * draft.step_s(request.round_micro_batches)
     schedule = schedule_of(facts, request, costs, residency, is_staged=is_staged)
     return simulate(schedule, duration_of(costs)).step_s
 
@@ -326,7 +327,8 @@ def break_even_tokens(draft: Draft, request: PlanRequest) -> int | None:
 
     That is the fewest micro-batches of each rank with which the simulated step takes at most
     `FREE_FRAC` longer than with loads that take no time, with the slots and kept graphs of the
-    draft. A larger step has no more loads, so their share falls, and a binary search finds it.
+    draft. A larger step has no more loads, so their share falls, and a binary search finds it; but
+    where each micro-batch passes all layers by itself, their share is that of one micro-batch.
 
     Returns:
         Tokens, padding included; 0 if nothing is loaded, None if they are more than `MOST_TOKENS`.
@@ -341,6 +343,7 @@ def break_even_tokens(draft: Draft, request: PlanRequest) -> int | None:
     tokens = request.typical.num_tokens * request.num_ranks
     if request.own_micro_batches is not None:  # in the proportions of the ranks' shares
         tokens = request.tokens_per_step // request.own_micro_batches
-    numbers = range(1, MOST_TOKENS // tokens + 1)
+    most = MOST_TOKENS // tokens if request.num_rounds == 1 else 1
+    numbers = range(1, most + 1)
     fewer = bisect_left(numbers, 1, key=lambda number: int(is_free(number)))
     return tokens * numbers[fewer] if fewer < len(numbers) else None

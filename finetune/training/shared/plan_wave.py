@@ -22,13 +22,15 @@ from offload.plan.request import (
     with_mlp_chunk,
 )
 from offload.plan.runs import plan_runs
+from offload.plan.schedule.schedule import Order
 
 
 def plan_wave(runs: Sequence[Planned]) -> Planned:
     """Return how the steps of runs are run that share an engine; of one run, as it was planned.
 
     Layers, embedding and head wait, and logits and MLPs are cut, as in the run that needs most
-    memory by itself; embedding and head are on the device if any run needs them there.
+    memory by itself; embedding and head are on the device if any run needs them there. All
+    micro-batches of all runs pass a layer before the next is used.
 
     Args:
         runs: As each would be run alone.
@@ -45,7 +47,10 @@ def plan_wave(runs: Sequence[Planned]) -> Planned:
     plan = largest.choice.plan
     each = [request for run in runs for request in run.open_requests]
     chosen = with_common_places(plan.request, each, plan.facts)
-    ways = [[_as_in(chosen, request) for request in run.open_requests] for run in runs]
+    ways = [
+        [_as_in(chosen, one) for one in run.open_requests if one.order is Order.LAYER_MAJOR]
+        for run in runs
+    ]
     requests = tuple(
         sharing(found)
         for first in ways[0]

@@ -55,8 +55,11 @@ Runs. The micro-batches of a step need not be of one run: each may be computed w
 its own. Runs that share the layers share every load.
 
 Rejected. A dynamic cache: it needs the same number of loads, but slot addresses change, so
-parameters would have to be bound again at each visit. The micro-batch-major order is kept as the
-baseline that other tools use: it loads 2 * M * (L - C) layers.
+parameters would have to be bound again at each visit.
+
+Rounds. In micro-batch-major order each micro-batch passes all layers, up and down, before the next
+one begins: 2 * M * (L - C) loads, and the memory of one micro-batch for layer inputs and graphs. So
+it pays where most layers fit, and in their place more graphs would. A plan weighs both orders.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -194,6 +197,11 @@ class Schedule:
         return any(op.kind is Kind.READ for op in self.ops)
 
     @property
+    def trains_front(self) -> bool:
+        """Whether gradients flow back through the embeddings."""
+        return any(op.kind is Kind.FRONT_BACKWARD for op in self.ops)
+
+    @property
     def num_fetch_buffers(self) -> int:
         """Device buffers that stashed inputs come back to."""
         fetches = (op.buffer for op in self.ops if op.kind is Kind.FETCH)
@@ -261,7 +269,7 @@ def step_schedule(
         sizes: What crosses the link.
         ring: What the slots hold at the start; its length is the number of slots.
         runs: The passes of each; they are numbered here.
-        order: Layer-major, or micro-batch-major as a baseline, which knows no objective.
+        order: Layer-major, or micro-batch-major, which knows no objective.
         trains_front: Whether a gradient has to flow back through the embeddings.
         input_bytes: Size of a layer's input by micro-batch that is trained on, if inputs are
             stashed in host memory for their backward visit; empty if they stay on the device.
@@ -288,6 +296,7 @@ def step_schedule(
     further = [number for run in runs for number in (*run.scored, *run.reference)]
     groups = [trained] if order is Order.LAYER_MAJOR else [(m,) for m in trained]
     for group in groups:
+        program.decoded = None  # each round is alike, at the price of decoding a layer once more
         program.outside(Kind.FRONT, group)
         program.apart(Kind.FRONT, further)
         for layer in range(num_layers):

@@ -26,6 +26,7 @@ from offload.errors import DoesNotFitError
 from offload.plan.facts.facts import ModelFacts, model_facts
 from offload.plan.machine.machine import GIB, Machine, named_machine
 from offload.plan.request import PlanRequest, with_embeddings, with_head
+from offload.plan.schedule.schedule import Order
 from tests.builders import recipe_values
 
 CARD = named_machine("rtx4090")
@@ -121,6 +122,7 @@ def test_the_plainest_request_stands_first() -> None:
     assert found[0].largest.micro_batch_size == 1
     keys = [
         (
+            one.order is Order.MICRO_BATCH_MAJOR,
             -one.largest.head_chunk_tokens,
             one.largest.codec != "native",
             one.is_stashed,
@@ -133,7 +135,8 @@ def test_the_plainest_request_stands_first() -> None:
     # tiles come after all of these, and then a weight of embedding and head in RAM
     others = found[len(keys) :]
     assert all(one.largest.mlp_chunk_tokens or one.typical.head == "host" for one in others)
-    assert len(set(keys)) == len(keys) == 3 * 2 * 2 * 6
+    layers, rounds = 3 * 2 * 2 * 6, 3 * 2 * 5  # a step of one micro-batch is no round
+    assert len(set(keys)) == len(keys) == layers + rounds
 
 
 def test_auto_needs_the_tokens_of_a_step() -> None:

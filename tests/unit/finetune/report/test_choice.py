@@ -35,8 +35,8 @@ def test_the_choice_its_rivals_and_what_if_are_shown() -> None:
     reasons = [one for one in text.splitlines() if "slower by" in one or "short of" in one]
     assert len(reasons) == 3
     assert "GiB of device memory" in text
-    n_star = f"N* = {choice.plan.break_even_tokens:,} tokens per step, in micro-batches of 1 x 256"
-    assert f"{n_star}; this one has 256." in " ".join(text.split())
+    n_star = f"of 1 x 256, streaming adds less than 1% from N* = {choice.plan.break_even_tokens:,}"
+    assert f"{n_star}; this step has 256 tokens." in " ".join(text.split())
     assert "1 GiB more VRAM" in text
     assert "a link of twice the rate" in text
     assert "512 tokens per step" in text

@@ -1,3 +1,4 @@
+import re
 from dataclasses import replace
 
 import pytest
@@ -9,10 +10,11 @@ from offload.plan.memory.memory import device_terms
 from offload.plan.plan import plan
 from offload.plan.request import with_codec, with_embeddings
 from offload.plan.schedule.residency import Residency
+from offload.plan.schedule.schedule import Order
 from offload.plan.search import search
 from offload.plan.split import draft_step_s
 from offload.plan.time.costs import price
-from tests.builders import qwen3_8b, request, slow_link, ways_of, workload
+from tests.builders import qwen3_8b, qwen3_30b, request, slow_link, ways_of, workload
 
 FACTS = qwen3_8b()
 CARD = named_machine("rtx4060ti")
@@ -43,6 +45,43 @@ def test_a_draft_takes_as_long_as_the_whole_schedule(
     assert draft_step_s(
         needs, costs, Residency(num_slots=4, num_kept_graphs=kept)
     ) == pytest.approx(whole.step_s, rel=1e-12)
+
+
+@pytest.mark.parametrize("codec", ["native", "nf4"])
+@pytest.mark.parametrize("kept", [0, 5, 36])
+@pytest.mark.parametrize("num_slots", [4, 36])
+def test_a_step_in_rounds_takes_as_long_as_its_whole_schedule(codec, kept, num_slots) -> None:
+    asked = replace(REQUEST, num_micro_batches=5, num_slots=num_slots, num_kept_graphs=kept)
+    asked = replace(with_codec(asked, codec), order=Order.MICRO_BATCH_MAJOR)
+    machine = replace(SLOW, vram_bytes=192 * GIB)
+    whole = plan(FACTS, machine, asked)
+    needs = MemoryNeeds.of(FACTS, machine, asked)
+    draft_s = draft_step_s(needs, whole.costs, whole.residency)
+    assert draft_s == pytest.approx(whole.step_s, rel=1e-12)
+    assert whole.bound_s <= whole.step_s * (1 + 1e-9)
+    assert whole.schedule.num_loads == 2 * 5 * (36 - num_slots)
+    one = plan(FACTS, machine, replace(asked, num_micro_batches=1))
+    assert whole.peak_bytes == one.peak_bytes
+
+
+def test_rounds_are_taken_where_most_layers_fit_and_no_others() -> None:
+    card = named_machine("rtx4090")
+    free = replace(REQUEST, num_kept_graphs=None, has_outputs=True, has_sent_graphs=True)
+    for num in (8, 64):
+        one = replace(free, num_micro_batches=num, is_stashed=num == 64)
+        rounds_of = replace(one, is_stashed=False, order=Order.MICRO_BATCH_MAJOR)
+        both = [one, rounds_of]
+        layers, rounds = (search(FACTS, card, [way], rounding=()).plan for way in both)
+        found = search(FACTS, card, both, rounding=()).plan
+        assert found.step_s == pytest.approx(rounds.step_s)
+        assert found.step_s < 0.95 * layers.step_s
+        assert found.request.order is Order.MICRO_BATCH_MAJOR
+        assert not found.schedule.d2h_bytes
+    mixture = qwen3_30b()  # each token computes with a few of the experts that are loaded
+    both = [replace(free, order=order) for order in Order]
+    chosen = search(mixture, replace(card, ram_bytes=128 * GIB), both, rounding=()).plan
+    assert chosen.request.order is Order.LAYER_MAJOR
+    assert 2 * chosen.step_s < plan(mixture, card, both[1]).step_s
 
 
 @pytest.mark.parametrize("machine", [CARD, CPU])
@@ -182,3 +221,38 @@ def test_large_micro_batches_that_do_not_fit_are_told_to_be_cut() -> None:
     cut = replace(large, micro_batch_size=size, label_tokens=size * 2048, embeddings="host")
     smaller = replace(request, typical=cut, largest=cut, num_micro_batches=8 // size)
     search(FACTS, machine, [smaller, replace(smaller, is_stashed=True)], rounding=())
+
+
+def test_fewer_tokens_are_named_where_their_inputs_leave_room_for_what_is_faster() -> None:
+    """Of layers that are not visited in rounds: the search has no other way to need less."""
+    free = replace(REQUEST, num_kept_graphs=None, num_micro_batches=16)
+    choice = search(FACTS, named_machine("rtx4090"), [free], rounding=())
+    rates = {one.change: one.tokens_per_s or 0 for one in choice.what_ifs}
+    assert rates["fewer_tokens"] > 1.02 * choice.chosen.tokens_per_s
+    halved = plan(FACTS, named_machine("rtx4090"), replace(free, num_micro_batches=8))
+    assert rates["fewer_tokens"] == pytest.approx(halved.tokens_per_step / halved.step_s, rel=1e-3)
+    odd = search(FACTS, named_machine("rtx4090"), [replace(free, num_micro_batches=7)], rounding=())
+    assert "fewer_tokens" not in {one.change for one in odd.what_ifs}
+
+
+def test_a_hint_of_shorter_rows_names_the_tokens_of_a_step_too() -> None:
+    """A recipe that gives the tokens of a step would have as many in more micro-batches."""
+    long = workload(seq_len=32768)
+    asked = replace(REQUEST, typical=long, largest=long, num_micro_batches=1, num_slots=2)
+    small = replace(CARD, vram_bytes=6 * GIB, ram_bytes=20 * GIB)
+    with pytest.raises(DoesNotFitError) as refused:
+        plan(FACTS, small, asked)
+    found = re.search(
+        r"`train.seq_len: (\d+)` with `train.tokens_per_step: (\d+)`", refused.value.hint
+    )
+    assert found is not None, refused.value.hint
+    seq_len, tokens = map(int, found.groups())
+    assert tokens == seq_len < long.seq_len
+    step = replace(REQUEST, num_micro_batches=4096)
+    with pytest.raises(DoesNotFitError) as refused:
+        plan(FACTS, small, step)
+    found = re.search(r"`train.tokens_per_step: (\d+)`", refused.value.hint)
+    assert found is not None, refused.value.hint
+    fewer = replace(step, num_micro_batches=int(found[1]) // WORKLOAD.num_tokens)
+    stash = "offload.stash: host" in refused.value.hint
+    assert plan(FACTS, small, replace(fewer, is_stashed=stash)).num_slots
