@@ -86,6 +86,7 @@ class Way:
         factor_fp32_passes: Likewise in fp32: gradients are cast, put in order, and added up.
         num_calls: Functions of our own, forward as well as backward.
         is_fused: Whether its kernels fuse these passes.
+        tile_rows: Rows that its kernels multiply at a time; 0 where no row is empty.
     """
 
     forward: RowPasses
@@ -103,8 +104,14 @@ class Way:
     factor_fp32_passes: int
     num_calls: int
     is_fused: bool
+    tile_rows: int = 0
+
+    def padded(self, rows: float, num_experts: float) -> float:
+        """Return routed rows and the empty ones of tiles: on average half a tile of each expert."""
+        return rows + min(num_experts, rows) * self.tile_rows / 2
 
 
+TILE_ROWS = 128  # of our Triton kernels on cards
 _ROUTE = 9  # launches that clamp and sort the choices, and find where each expert's rows end
 # A gate, its product with up, and that with the routing weights, which are gathered; backward the
 # gradients of all, those of gate and up side by side.
@@ -240,6 +247,7 @@ def _fused(*, is_cast: bool) -> Way:
         factor_fp32_passes=2,
         num_calls=1,
         is_fused=True,
+        tile_rows=TILE_ROWS,
     )
 
 

@@ -71,12 +71,16 @@ class Pricer:
         return Work(memory_s=num_bytes / rate.value, num_ops=num_ops)
 
     def experts(self, linear: Linear) -> Work:
-        """Grouped product: each expert's matrix is read once, each routed row uses one matrix."""
+        """Grouped product: each expert's matrix is read once, each routed row uses one matrix.
+
+        Kernels multiply tiles of rows, whatever part of them is empty.
+        """
         rows = self.workload.num_tokens * linear.active
         flops = 2.0 * rows * linear.d_in * linear.d_out
         num_bytes = linear.num_weights + rows * (linear.d_in + linear.d_out)
         at = self.machine
         compute_s = flops / at.expert_gemm_flops_per_s.value
+        compute_s *= self.way.padded(rows, linear.num_experts) / rows
         is_measured = at.expert_gemm_flops_per_s.source == MEASURED
         if at.loops_over_experts and at.device == "cuda" and not is_measured:
             compute_s *= LOOP_SLOWDOWN

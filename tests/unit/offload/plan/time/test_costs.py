@@ -2,6 +2,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from offload.plan.facts.facts import AdapterSpec
 from offload.plan.facts.layer_layout import to_pages
@@ -262,7 +263,8 @@ def test_a_kernel_that_fuses_its_passes_reaches_more_of_the_bandwidth_on_a_gpu()
 
 
 def test_a_loop_over_experts_multiplies_slower_until_it_is_measured() -> None:
-    card = named_machine("rtx4090")
+    one_kernel = Implementation(value="grouped_mm", source="given")
+    card = replace(named_machine("h100"), experts_implementation=one_kernel)
     layer = next(layer for layer in QWEN_30B.layers if layer.num_experts)
     up = next(linear for linear in layer.linears if linear.group == "experts")
     loop = replace(card, experts_implementation=Implementation(value="eager", source="given"))
@@ -274,6 +276,21 @@ def test_a_loop_over_experts_multiplies_slower_until_it_is_measured() -> None:
     assert compute_s(loop) == pytest.approx(4 * compute_s(card))
     assert compute_s(replace(loop, expert_gemm_flops_per_s=rate)) == compute_s(card)
     assert compute_s(replace(loop, device="cpu")) == compute_s(card)
+
+
+def test_triton_multiplies_the_empty_rows_of_tiles_too() -> None:
+    """By counts of tiles: an expert with n rows has ceil(n / 128), half a tile more on average."""
+    layer = next(layer for layer in QWEN_30B.layers if layer.num_experts)
+    up = next(linear for linear in layer.linears if linear.group == "experts")
+    generator = torch.Generator().manual_seed(0)
+    for tokens in (2048, 8192):
+        chosen = torch.rand(tokens, 128, generator=generator).topk(8).indices.flatten()
+        tiles = (torch.bincount(chosen, minlength=128) + 127) // 128
+        load = workload(seq_len=tokens)
+        at = Pricer(machine=named_machine("rtx4090"), facts=QWEN_30B, workload=load)
+        exact_s = at.experts(up).flops / at.machine.expert_gemm_flops_per_s.value
+        padded = 128 * int(tiles.sum()) / (8 * tokens)
+        assert at.experts(up).compute_s == pytest.approx(padded * exact_s, rel=0.04)
 
 
 def test_what_the_host_must_issue_bounds_small_steps_and_costs_large_ones_nothing() -> None:
