@@ -236,7 +236,10 @@ def _on_disk(
 ) -> list[tuple[str, PlanRequest]]:
     """Return the requests with their layers in a file, if that is possible and not so already."""
     return [
-        (_joined(words, "`offload.tier: disk`"), replace(request, is_on_disk=True))
+        (
+            _joined(words, "`offload.tier: disk`"),
+            replace(request, is_on_disk=True, order=Order.LAYER_MAJOR),
+        )
         for words, request in requests
         if request.may_be_on_disk and not request.is_on_disk and _is_frozen(request)
     ]

@@ -307,12 +307,14 @@ def may_go_round(request: PlanRequest) -> bool:
 
     Not where a loss, or gradients that leave the device, are of the whole step; nor where runs or
     processes share it, or layer inputs wait in host memory, which has a place for each of a step.
+    And not from a file, which each micro-batch would read again.
     """
     typical = request.typical
     is_alone = not request.others and request.num_ranks == 1
     is_whole = typical.adapter.whole is not None or typical.router_loss is not None
     is_whole |= request.objective is not None
-    return is_alone and not is_whole and not request.is_stashed and request.rank_micro_batches > 1
+    is_in_ram = not (request.is_stashed or request.is_on_disk)
+    return is_alone and not is_whole and is_in_ram and request.rank_micro_batches > 1
 
 
 def with_micro_batches(request: PlanRequest, factor: int) -> PlanRequest:

@@ -191,13 +191,14 @@ def test_the_same_plan_is_printed_byte_for_byte_again(capsys) -> None:
 
 
 def test_a_plan_that_does_not_fit_exits_with_3_and_names_the_fix(capsys) -> None:
-    words = ("plan", "qwen30b_lora_5090", "--machine", "rtx3060")
+    words = ("plan", "qwen30b_lora_5090", "--machine", "rtx3060", "--ram", "58")
     assert run(*words) == 3
     err = capsys.readouterr().err
-    assert "with 2 slots of 48 layers and their inputs in RAM the plan needs 69.35 GiB" in err
-    assert "5.35 GiB too much; 64.00 GiB of RAM is there on rtx3060" in err
-    assert "hint: `offload.codec: bf16_packed`" in err
+    assert "with 2 slots of 48 layers the plan needs 60.28 GiB" in err
+    assert "2.28 GiB too much; 58.00 GiB of RAM is there on rtx3060" in err
+    assert "hint: `offload.codec: bf16_packed` with `offload.stash: host`" in err
     assert "\n  Most of RAM is for:\n    55.71 GiB  slab; less with `offload.tier: disk`" in err
+    assert run(*words, "offload.codec=bf16_packed", "offload.stash=host") == 0
     assert run(*words, "offload.codec=bf16_packed") == 0
 
 

@@ -320,10 +320,10 @@ def test_a_budget_is_priced_at_the_slowest_card_for_a_desk_that_has_it(
 
 
 def test_what_fits_nothing_exits_with_3_and_names_the_nearest(capsys) -> None:
-    assert run("fit", "llama-2-7b", "--vram", "2", "--ram", "4") == 3
+    assert run("fit", "llama-2-7b", "--vram", "4", "--ram", "4") == 3
     err = capsys.readouterr().err
     assert "nothing fits: the nearest is llama-2-7b with `offload.codec: nf4`" in err
-    assert "2.00 GiB of VRAM and 4.00 GiB of RAM may be used" in err
+    assert "4.00 GiB of VRAM and 4.00 GiB of RAM may be used" in err
 
 
 def test_fit_without_a_budget_or_with_too_large_a_one_is_refused(capsys) -> None:

@@ -91,6 +91,16 @@ def test_an_operator_that_fails_or_is_slower_is_not_used(monkeypatch: pytest.Mon
         assert one.reason == wanted
 
 
+def test_a_tie_is_the_operators_and_each_trial_says_what_it_is_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    times_s = iter([1.0, 1.02] * 100)
+    monkeypatch.setattr(trial, "seconds_of", lambda *_: next(times_s))
+    trials = try_fused(layers(), VOCABULARY, CPU)
+    assert {one.part for one in trials} == {"norms", "rotary", "gates", "loss"}
+    assert [one.reason for one in trials] == [None] * len(trials)
+
+
 def test_of_layers_without_any_part_the_loss_alone_is_tried() -> None:
     (found,) = try_fused([nn.Linear(4, 4)], VOCABULARY, CPU)
     assert found.name == "cross-entropy"

@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from offload.engine.model.layers import LayeredModel
 from offload.plan.facts.facts import model_facts
 from offload.plan.facts.families import FAMILIES
-from offload.plan.facts.fused import NOTHING, fused_parts
-from tests.builders import lora
+from offload.plan.facts.fused import NOTHING, FusedPart, fused_parts
+from tests.builders import lora, workload
 from tests.tiers import mostly_slow
 
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4}
@@ -81,3 +81,24 @@ def test_what_trains_and_what_is_not_known_on_paper_is_the_models_own_code() -> 
     assert not fused_parts(facts, layer, lora(modules=("up_proj",))).downs
     assert fused_parts(facts, layer, lora(modules=("q_proj",))).downs
     assert fused_parts(replace(facts, grade="built"), layer, lora()) == NOTHING
+
+
+@pytest.mark.parametrize(
+    ("part", "kind"), [("norms", "Norm"), ("rotary", "Rotary"), ("gates", "GatedMlp"), ("loss", "")]
+)
+def test_a_part_that_is_plain_is_so_by_plan_and_in_the_engine(part: FusedPart, kind: str) -> None:
+    config = AutoConfig.for_model("qwen3", **SIZES)
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config)
+    layered = LayeredModel(model.requires_grad_(requires_grad=False))
+    layered.fuse(frozenset((part,)))
+    assert layered.fused is not None
+    assert {"Norm", "Rotary", "GatedMlp"} - set(layered.fused.counts(0)) == {kind} - {""}
+    assert layered.fuses_loss == (part != "loss")
+    facts = model_facts(config.to_dict() | {"model_type": "qwen3"})
+    load = replace(workload(), layer_code="fused", plain_parts=frozenset((part,)))
+    said = load.kept_fused(facts, facts.layers[0], "cuda")
+    found = {"norms": bool(said.norms), "rotary": said.has_rotary, "gates": bool(said.downs)}
+    assert found | {"loss": load.fuses_loss("cuda")} == {
+        name: name != part for name in ("norms", "rotary", "gates", "loss")
+    }

@@ -74,7 +74,7 @@ def test_a_visit_with_fused_parts_takes_what_is_traced_within_a_tenth(
             is_padded=False,
             head_chunk_tokens=64,
             capability=None,
-            is_fused=code == "fused",
+            plain_parts=frozenset() if code == "fused" else None,
         ).visits
         sizes[code] = (said.graph + said.gradients, found)
     said_fused, found_fused = sizes["fused"]
@@ -117,7 +117,7 @@ def test_a_visit_with_dora_takes_what_is_traced_within_a_tenth(
         is_padded=False,
         head_chunk_tokens=64,
         capability=None,
-        is_fused=True,
+        plain_parts=frozenset(),
     ).visits
     assert said.dora == 0
     assert said.graph + said.gradients == pytest.approx(found, rel=0.1)
@@ -147,7 +147,7 @@ def test_a_head_chunk_takes_what_is_traced_within_a_hundredth(
         is_padded=False,
         head_chunk_tokens=128,
         capability=None,
-        is_fused=code == "fused",
+        plain_parts=frozenset() if code == "fused" else None,
     ).head_chunk
     said = head_chunk_bytes(facts, load, is_fused=code == "fused")
     assert said == pytest.approx(found, rel=0.01)
