@@ -326,7 +326,7 @@ def test_the_formula_of_a_visit_in_tiles_is_its_trace_within_a_tenth(
         head_chunk_tokens=64,
         capability=(8, 9),
         mlp_chunk_tokens=64,
-        is_fused=code == "fused",
+        plain_parts=frozenset() if code == "fused" else None,
     )
     asked = workload(seq_len=num_tokens, adapter=spec, mlp_chunk_tokens=64, layer_code=code)
     one = visit_bytes(facts, named_machine("rtx4090"), facts.layers[0], asked, is_padded=False)

@@ -113,9 +113,8 @@ def _bytes_of(tensor: torch.Tensor) -> bytes:
 def _written(value: Any, tensors: list[torch.Tensor]) -> Any:
     """Return a value in JSON's words; its tensors are appended."""
     name = type(value).__name__
-    if isinstance(value, Enum):
-        raise TypeError(f"a {name} is not sent to other processes")
-    if value is None or isinstance(value, (bool, int, float, str)):
+    is_plain = isinstance(value, (bool, int, float, str)) and not isinstance(value, Enum)
+    if value is None or is_plain:
         return value
     if isinstance(value, list):
         return [_written(one, tensors) for one in value]
@@ -132,6 +131,8 @@ def _written(value: Any, tensors: list[torch.Tensor]) -> Any:
         return {name: value.model_dump_json(exclude_unset=True)}
     kind = _sent().get(name)
     if kind is not None and type(value) is kind:
+        if isinstance(value, Enum):
+            return {name: value.value}
         own = ((one.name, getattr(value, one.name)) for one in fields(kind))
         return {name: {key: _written(one, tensors) for key, one in own}}
     raise TypeError(f"a {name} is not sent to other processes")
@@ -167,18 +168,24 @@ def _read(found: Any, tensors: list[torch.Tensor]) -> Any:
         return tensors[-1] if name == "tensor" else tensors[-1].numpy()
     if name in _SETTINGS:
         return _SETTINGS[name].model_validate_json(content)
-    return _sent()[name](**{key: _read(one, tensors) for key, one in content.items()})
+    kind = _sent()[name]
+    if issubclass(kind, Enum):
+        return kind(content)
+    return kind(**{key: _read(one, tensors) for key, one in content.items()})
 
 
 @cache
 def _sent() -> dict[str, Any]:
-    """Return the dataclasses that are sent, by name: those listed, and those in their fields."""
+    """Return the classes that are sent, by name: those listed, and those in their fields."""
     found: dict[str, Any] = {}
     left: list[Any] = list(_SENT)
     while left:
         kind = left.pop()
-        if isinstance(kind, type) and is_dataclass(kind) and kind.__name__ not in found:
+        if isinstance(kind, type) and kind.__name__ not in found:
+            if is_dataclass(kind):
+                left += get_type_hints(kind).values()
+            elif not issubclass(kind, Enum):
+                continue
             found[kind.__name__] = kind
-            left += get_type_hints(kind).values()
         left += get_args(kind)
     return found

@@ -11,7 +11,7 @@ from offload.plan.step import FREE_FRAC, duration_of
 from tests.builders import lora, qwen3_30b, request, workload
 
 
-def test_gradients_of_30b_experts_overlap_with_the_backward_at_half_a_gigabit() -> None:
+def test_gradients_of_30b_experts_overlap_with_the_backward_at_less_than_half_a_gigabit() -> None:
     """Two machines that send bf16: about the bytes of all layers by the time of the backward."""
     asked = request(
         workload(adapter=lora(rank=8, experts=True)),
@@ -23,7 +23,7 @@ def test_gradients_of_30b_experts_overlap_with_the_backward_at_half_a_gigabit() 
     made = plan(qwen3_30b(), named_machine("rtx5090"), asked)
     backward_s = made.predict().phases()["backward"]
     even = made.schedule.network_bytes / backward_s
-    assert even * 8 == pytest.approx(0.5e9, rel=0.05)
+    assert even * 8 == pytest.approx(0.45e9, rel=0.05)
 
     def hidden(bytes_per_s: float) -> float:
         costs = replace(made.costs, network_bytes_per_s=bytes_per_s)
