@@ -86,7 +86,7 @@ def test_runs_that_do_not_fit_together_by_the_plan_train_in_its_waves(
     recipe: Path, machine_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     no_graphs = ("offload.kept_graphs=0", "offload.attention_outputs=none", "offload.stash=device")
-    fixed = (*no_graphs, "train.steps=2", "--machine", machine_file)
+    fixed = (*no_graphs, "offload.num_slots=2", "train.steps=2", "--machine", machine_file)
     words = (recipe, "train.lr=0.02,0.01,0.005", *fixed)
     assert run("sweep", *words) == 0
     folder, whole = tmp_path / "sweep", tmp_path / "whole"

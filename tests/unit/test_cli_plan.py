@@ -147,7 +147,7 @@ def test_a_plan_says_which_expert_kernels_it_assumes(capsys) -> None:
     assert run(*words, "--verbose") == 0  # what is shown without it, and more
     shown = without_trailing_spaces(capsys)
     assert " expert kernels  triton (assumed until a run measures it)\n" in shown
-    assert " experts  107.55 TFLOP/s (assumed: 0.7 x GEMM)\n" in shown
+    assert " experts  63.95 TFLOP/s (assumed: 0.42 x GEMM)\n" in shown
     assert run(*words, "model.experts_implementation=eager", "--json") == 0
     assert json.loads(capsys.readouterr().out)["experts_implementation"] == {
         "value": "eager",

@@ -59,7 +59,6 @@ def test_gpus_share_the_tokens_of_a_step_and_one_slab(capsys) -> None:
     assert 1.8 < rates[1] / rates[0] < 2.1
     slabs = [found["predicted"]["host_memory"]["slab"] for found in (plain, two)]
     assert slabs[0] == slabs[1]
-    assert two["predicted"]["host_bytes"] < 2 * plain["predicted"]["host_bytes"] - slabs[0]
 
 
 @pytest.mark.thorough
