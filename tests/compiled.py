@@ -17,12 +17,16 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 from unittest import mock
 
-from offload.engine.experts.tiles import MAX_SHARED_BYTES
+from offload.engine.experts.tiles import MAX_SHARED_BYTES, REGISTERS
 
 P = ParamSpec("P")
 R = TypeVar("R")
 KERNELS = "offload.engine.experts.kernels"
 WIDE_BYTES = 16  # most that a thread reads at once
+# Of a multiprocessor: shared memory in KiB, of which each program takes one more, and warps.
+SHARED_KIB = {80: 164, 86: 100, 89: 100, 90: 228, 120: 100}
+WARPS = {80: 64, 86: 48, 89: 48, 90: 64, 120: 48}
+REGISTER_UNIT = 8  # of a thread
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,6 +85,14 @@ class Compiled:
     def max_shared_bytes(self) -> int:
         """What a program may have on that card."""
         return MAX_SHARED_BYTES[self.capability]
+
+    @property
+    def num_programs(self) -> int:
+        """How many run on a multiprocessor at once."""
+        num_warps = self.launch.arguments["num_warps"]
+        registers = -(-self.registers // REGISTER_UNIT) * REGISTER_UNIT * 32 * num_warps
+        by_shared = SHARED_KIB[self.capability] * 1024 // (self.shared_bytes + 1024)
+        return min(REGISTERS // registers, by_shared, WARPS[self.capability] // num_warps)
 
     @property
     def operands(self) -> dict[str, Access]:

@@ -14,6 +14,7 @@ from finetune.adapter.expert_lora import compute_beside
 from offload.engine.engine import Engine
 from offload.engine.experts import lora
 from offload.engine.experts.gates import Gate, gate_of
+from offload.engine.experts.tiles import LOW, TILES, Blocks
 from offload.engine.recompute.unread import is_no_value
 from offload.engine.tracing.allocator import LiveBytes
 from offload.engine.tracing.tracer import Tracer
@@ -106,6 +107,28 @@ def test_sizes_that_fill_no_block_are_computed_as_well(kind: str, device: str) -
         )
         ours = step(by("triton", model.float(), device), "mixed", torch.float32, sizes=ODD)
         assert_close(ours, reference, limit=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", TWO_KINDS)
+@pytest.mark.parametrize("tile", sorted({LOW, *TILES.values()}, key=str), ids=str)
+def test_the_tiles_of_cards_compute_what_the_loop_does(
+    tile: Blocks, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As high and wide as on a card, so that a gate's backward takes as many parts."""
+    monkeypatch.setattr("offload.engine.experts.fused.blocks_for", lambda *_, **__: tile)
+    wide = Sizes(64, 200, 3, 150, 2)
+    adapted = adapted_experts(kind, "eager", torch.float32, limit=CLAMPED, sizes=wide)
+    plain: Any = copy.deepcopy(adapted).unload()
+    branched: Any = compute_beside(adapted)
+    for model, holder, suffix in (
+        (branched, branched.get_base_model(), lora.SUFFIX),
+        (plain, plain, ""),
+    ):
+        exact = copy.deepcopy(model).double()
+        true = step(exact, "mixed", torch.float32, precision=torch.float64, sizes=wide)
+        holder.config._experts_implementation = "triton" + suffix
+        assert_close(step(model, "mixed", torch.float32, sizes=wide), true, limit=1e-6)
 
 
 @pytest.mark.slow

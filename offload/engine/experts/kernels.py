@@ -133,6 +133,62 @@ def gate_parts(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr, GATE: tl.cons
     return curve * up, (share + curve * rest * slope) * up, curve
 
 
+@triton.jit
+def part_of(tile, index: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Return one of 1 to 32 parts of a tile's columns, by halving it."""
+    part = tile
+    for i in tl.static_range(1, 6):
+        if PARTS >> i:
+            pairs = tl.reshape(part, (BLOCK_M, 2, part.shape[1] // 2))
+            left, right = tl.split(tl.permute(pairs, (0, 2, 1)))
+            part = right if (PARTS >> i) & index else left
+    return part
+
+
+@triton.jit
+def gate_backward(
+    acc,  # (BLOCK_M, BLOCK_N): the gradient of the activation, from a column on
+    column,
+    row,  # from the tile's first row, where all pointers are
+    is_row,
+    weight,
+    gates,
+    of_gates,
+    out,
+    width,
+    IS_INTERLEAVED: tl.constexpr,
+    IS_AGAIN: tl.constexpr,
+    GATE: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Write what `activate_backward` does for some columns; return their share of a weight's."""
+    f = column + tl.arange(0, BLOCK_N)
+    is_there = is_row[:, None] & (f < width)[None, :]
+    place = (row * 2 * width)[:, None] + f[None, :]
+    gate = tl.load(gates + place, is_there, other=0.0).to(tl.float32)
+    up = tl.load(gates + width + place, is_there, other=0.0).to(tl.float32)
+    active, by_gate, by_up = gate_parts(gate, up, ALPHA, LIMIT, GATE)
+    share = tl.sum(acc * active, 1)  # masked values are zero: every gate is zero at zero
+    if IS_AGAIN:
+        again = rounded(active * weight, out)
+        tl.store(out + (row * width)[:, None] + f[None, :], again, is_there)
+    acc *= weight
+    by_gate = rounded(acc * by_gate, of_gates)
+    by_up = rounded(acc * by_up, of_gates)
+    if IS_INTERLEAVED:  # stored in pairs: single-value stores are twice as many, and spill
+        both = tl.reshape(tl.join(by_gate, by_up), (BLOCK_M, 2 * BLOCK_N))
+        n = 2 * column + tl.arange(0, 2 * BLOCK_N)
+        is_there = is_row[:, None] & (n < 2 * width)[None, :]
+        tl.store(of_gates + (row * 2 * width)[:, None] + n[None, :], both, is_there)
+    else:
+        tl.store(of_gates + place, by_gate, is_there)
+        tl.store(of_gates + width + place, by_up, is_there)
+    return share
+
+
 # ---------------------------------------------------------------------------------------- kernels
 
 
@@ -305,7 +361,11 @@ def activate_backward(
     BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """Write gradients of the gate's inputs, shares of routing weights', and the input again."""
+    """Write gradients of the gate's inputs, shares of routing weights', and the input again.
+
+    The gate takes the tile's columns in parts: three values per element of all of it at once need
+    so many registers that one program fills a multiprocessor.
+    """
     num_columns = (width + BLOCK_N - 1) // BLOCK_N
     expert, first, end, column = find_tile(end_E, num_experts, num_columns, EXPERTS, BLOCK_M)
     if expert >= num_experts:
@@ -329,29 +389,35 @@ def activate_backward(
         left = low + (row * rank)[:, None]
         right = factors + expert * rank * width + there[None, :]
         acc = add_product(acc, left, right, width, rank, IS_EVEN=False, BLOCK_K=BLOCK_R)
-    is_there = is_row[:, None] & (f < width)[None, :]
-    place = gates + (row * 2 * width)[:, None] + f[None, :]
-    gate = tl.load(place, is_there, other=0.0).to(tl.float32)
-    up = tl.load(place + width, is_there, other=0.0).to(tl.float32)
-    active, by_gate, by_up = gate_parts(gate, up, ALPHA, LIMIT, GATE)
-    share = tl.sum(acc * active, 1)  # masked values are zero: every gate is zero at zero
-    tl.store(of_weights + row * num_columns + column, share, is_row)
-    weight = tl.load(weights + tl.load(choice_S + row)).to(tl.float32)[:, None]
+    weight = tl.load(weights + tl.load(choice_S + row)).to(tl.float32)
+    tile = first.to(tl.int64) * width
+    share = tl.zeros((BLOCK_M,), dtype=tl.float32)
+    gates += 2 * tile
+    of_gates += 2 * tile
     if IS_AGAIN:
-        again = rounded(active * weight, out)
-        tl.store(out + (row * width)[:, None] + f[None, :], again, is_there)
-    acc *= weight
-    by_gate = rounded(acc * by_gate, of_gates)
-    by_up = rounded(acc * by_up, of_gates)
-    if IS_INTERLEAVED:  # stored in pairs: single-value stores are twice as many, and spill
-        both = tl.reshape(tl.join(by_gate, by_up), (BLOCK_M, 2 * BLOCK_N))
-        n = column * 2 * BLOCK_N + tl.arange(0, 2 * BLOCK_N)
-        is_there = is_row[:, None] & (n < 2 * width)[None, :]
-        tl.store(of_gates + (row * 2 * width)[:, None] + n[None, :], both, is_there)
-    else:
-        place = of_gates + (row * 2 * width)[:, None] + f[None, :]
-        tl.store(place, by_gate, is_there)
-        tl.store(place + width, by_up, is_there)
+        out += tile
+    PART: tl.constexpr = 16 if IS_AGAIN and not IS_INTERLEAVED else 8  # more would spill on sm_90
+    PARTS: tl.constexpr = BLOCK_N // PART
+    for i in tl.static_range(PARTS):
+        share += gate_backward(
+            part_of(acc, i, PARTS, BLOCK_M),
+            column * BLOCK_N + i * PART,
+            tl.minimum(tl.arange(0, BLOCK_M), end - 1 - first),
+            is_row,
+            weight[:, None],
+            gates,
+            of_gates,
+            out,
+            width,
+            IS_INTERLEAVED,
+            IS_AGAIN,
+            GATE,
+            ALPHA,
+            LIMIT,
+            BLOCK_M,
+            PART,
+        )
+    tl.store(of_weights + row * num_columns + column, share, is_row)
 
 
 @triton.jit

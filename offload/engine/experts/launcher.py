@@ -14,6 +14,7 @@ from offload.engine.experts.routing import Routing
 from offload.engine.experts.tiles import Blocks
 
 MIN_DOT, MAX_RANK_BLOCK = 16, 64
+MAX_LOW_BLOCK = 32  # of a rank that a large tile sums at a time: 64 would spill
 LowPair = tuple[Any, Any]  # rows of a rank and their second factor, or nothing
 
 
@@ -95,7 +96,7 @@ class Launcher:
         is_again: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, Any]:
         """Return gradients of gate inputs and routing weights, and the down projection's input."""
-        width, blocks = matrices_EDF.shape[2], self._blocks.backward
+        width, blocks = matrices_EDF.shape[2], self._blocks
         of_gates_SF = torch.empty_like(gates_SF)
         inner_SF = grad_TD.new_empty(self._num_rows, width) if is_again else None
         num_columns = math.ceil(width / blocks.n)
@@ -185,7 +186,7 @@ class Launcher:
             "stride_n": stride_n,
             "IS_EVEN": num_k % self._blocks.k == 0,
             "HAS_LOW": low_SR is not None,
-            "BLOCK_R": _rank_block(rank),
+            "BLOCK_R": min(MAX_LOW_BLOCK, _rank_block(rank)),
         }
 
     def _gated(self) -> dict[str, object]:
@@ -212,6 +213,7 @@ class Launcher:
             BLOCK_K=blocks.k,
             num_warps=blocks.num_warps,
             num_stages=blocks.num_stages,
+            maxnreg=blocks.max_registers,
             enable_fp_fusion=True,  # explicit because Triton 3.10 changes the default
             **arguments,
         )

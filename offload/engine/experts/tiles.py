@@ -1,18 +1,19 @@
 """Tile sizes of a grouped product, by GPU and by the number of rows per expert.
 
-We have timed no tile yet. Before and after Hopper, sizes are those that tuning found for a similar
-kernel on an A100, an A10, an RTX 4090 and an RTX 5090 at 64 to 256 rows per expert (vLLM's
-fused_moe/configs, E=128). More rows, and Hopper, use the next larger tile that fits into registers:
-tests/compiled.py reads each tile's register use from the machine code.
+We have timed no tile yet. These are the sizes that tuning found for a similar kernel (vLLM's
+fused_moe/configs, E=128) on an A100, an RTX 4090 and an RTX 5090 up to 256 rows per expert; an RTX
+3090 takes that of the RTX 4090, whose multiprocessors have as many registers and as much shared
+memory. On an H100 and an H200 that tuning found 128 x 256 for 64 rows and more, which leaves room
+for one program with our gate; 128 x 128 leaves room for two, of which one computes while the other
+reads and writes. tests/compiled.py reads what each tile takes from the machine code.
 """
 
 from dataclasses import dataclass, replace
 
 import torch
 
+REGISTERS, MAX_REGISTERS = 65536, 255  # of a multiprocessor, and of a thread, from sm_80 to sm_120
 MAX_SHARED_BYTES = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 120: 99 * 1024}
-HOPPER = 9
-MANY_ROWS = 256  # of an expert, on average
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,9 +35,9 @@ class Blocks:
     num_stages: int
 
     @property
-    def backward(self) -> "Blocks":
-        """Return the tile for a gate's backward, which needs three values per element."""
-        return replace(self, n=self.n // 2)
+    def max_registers(self) -> int:
+        """Return how many a thread may have if two programs are to share a multiprocessor."""
+        return min(MAX_REGISTERS, REGISTERS // (2 * 32 * self.num_warps))
 
     @property
     def outer(self) -> "Blocks":
@@ -49,6 +50,13 @@ class Blocks:
 
 
 INTERPRETED = Blocks(m=16, n=64, k=64, num_warps=1, num_stages=1)
+FP32 = Blocks(m=32, n=32, k=16, num_warps=4, num_stages=2)  # larger ones spill on some GPUs
+LOW = Blocks(m=64, n=128, k=64, num_warps=4, num_stages=3)
+TILES = {
+    (8, 6): replace(LOW, num_warps=8),
+    (8, 9): replace(LOW, num_warps=8),
+    (9, 0): replace(LOW, m=128, num_warps=8),
+}
 
 
 def blocks_for(
@@ -56,14 +64,13 @@ def blocks_for(
 ) -> Blocks:
     """Return the tile for a GPU; None is Triton's interpreter, where small tiles are fast.
 
-    An expert with few rows has one tile, which is then no higher than those rows need.
+    An expert whose rows leave more than a quarter of that tile empty has a lower one.
     """
     if capability is None:
         return INTERPRETED
-    if dtype is torch.float32:  # without tensor cores; larger ones spill on some GPUs
-        return Blocks(m=32, n=32, k=16, num_warps=4, num_stages=2)
-    m = max(16, min(64, 1 << (rows_per_expert - 1).bit_length()))
-    if rows_per_expert > MANY_ROWS:
-        num_stages = 4 if capability[0] == HOPPER else 3
-        return Blocks(m=128, n=128, k=64, num_warps=8, num_stages=num_stages)
-    return Blocks(m=m, n=128, k=64, num_warps=4, num_stages=3)
+    if dtype is torch.float32:  # without tensor cores
+        return FP32
+    tile = TILES.get(capability, LOW)
+    if 4 * rows_per_expert >= 3 * tile.m:
+        return tile
+    return replace(LOW, m=max(16, min(LOW.m, 1 << (rows_per_expert - 1).bit_length())))

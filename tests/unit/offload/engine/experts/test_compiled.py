@@ -69,6 +69,28 @@ def test_kernels_launch_on_consumer_cards(
     check(compiled(mixture, capability, blocks))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("capability", "mixture"),
+    mostly_slow(
+        list(itertools.product(MAX_SHARED_BYTES, (QWEN, GPT_OSS))),
+        (90, QWEN),
+        (120, GPT_OSS),
+        rest=pytest.mark.exhaustive,
+    ),
+)
+def test_two_programs_of_a_large_kernel_share_a_multiprocessor(
+    capability: int, mixture: Mixture
+) -> None:
+    """One computes while the other reads and writes; also without a graph, and without branches."""
+    blocks = blocks_for(divmod(capability, 10), torch.bfloat16, rows_per_expert=MANY)
+    found = compiled(mixture, capability, blocks, ranks=(None, 16), kernels=KERNELS - {"sum_outer"})
+    check(found)
+    assert all(each.num_programs >= 2 for each in found), [
+        (each.launch.kernel, each.registers, each.shared_bytes) for each in found
+    ]
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("mixture", MIXTURES, ids=lambda mixture: mixture.name)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -80,9 +102,10 @@ def test_kernels_launch_on_all_cards(capability: int, dtype: torch.dtype, mixtur
 
 
 @pytest.mark.exhaustive
-def test_a_high_rank_launches_too() -> None:
-    blocks = blocks_for((8, 6), torch.bfloat16, rows_per_expert=MANY)
-    check(compiled(QWEN, 86, blocks, ranks=(24, 128)))
+@pytest.mark.parametrize("capability", [86, 90])
+def test_a_high_rank_launches_too(capability: int) -> None:
+    blocks = blocks_for(divmod(capability, 10), torch.bfloat16, rows_per_expert=MANY)
+    check(compiled(QWEN, capability, blocks, ranks=(24, 64, 128)))
 
 
 @pytest.mark.slow
