@@ -12,7 +12,8 @@ from torch import nn
 
 from finetune.adapter.expert_lora import ParamWrapper
 from finetune.errors import ConfigError
-from offload.engine.low_rank import VISIT_CACHE, AdaptedLinear, LowRank, apply_linears
+from offload.engine.low_rank import AdaptedLinear, LowRank, apply_linears
+from offload.engine.visit_cache import VISIT_CACHE
 
 T = TypeVar("T")
 

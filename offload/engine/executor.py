@@ -22,7 +22,6 @@ from warnings import warn
 import torch
 
 from offload.engine.batch import ROW_LENS, Batch, LabelledBatch
-from offload.engine.low_rank import VISIT_CACHE
 from offload.engine.model.inspection import Inspection
 from offload.engine.model.layers import Front, LayerCall, LayeredModel
 from offload.engine.model.visit import (
@@ -54,6 +53,7 @@ from offload.engine.recompute.unread import Unread
 from offload.engine.results import Computing, PassState, Places, RunState
 from offload.engine.streams import Device, Event
 from offload.engine.trials import TrialSize
+from offload.engine.visit_cache import VISIT_CACHE
 from offload.errors import UnsupportedModelError
 from offload.plan.schedule.op import Kind, Op
 from offload.plan.schedule.passes import Passes

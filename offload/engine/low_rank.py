@@ -24,19 +24,17 @@ Shapes: N rows (tokens), K features in, M features out, R rank. A group's ranks 
 Source: arXiv:2106.09685, eq. 3.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from offload.engine.pointwise.magnitudes import Scale, row_norms
 from offload.engine.recompute.unread import not_a_value
-
-T = TypeVar("T")
+from offload.engine.visit_cache import VISIT_CACHE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -69,58 +67,6 @@ class AdaptedLinear:
     bias_M: torch.Tensor | None
     branches: tuple[LowRank, ...]
     magnitude_M: torch.Tensor | None = None
-
-
-class VisitCache:
-    """Values that are the same for all micro-batches of a visit, or in a pass, computed once.
-
-    What trains changes between passes, never within one. Without a visit, or a pass, nothing is
-    kept.
-    """
-
-    def __init__(self) -> None:
-        """Keep nothing until a visit or a pass begins."""
-        self._visit: object = None
-        self._values: dict[object, Any] = {}
-        self._of_pass: dict[object, Any] | None = None
-
-    @contextmanager
-    def in_pass(self) -> Iterator[None]:
-        """Keep what `once_in_pass` returns meanwhile; no visit lasts longer."""
-        self._of_pass = {}
-        try:
-            yield
-        finally:
-            self._of_pass = None
-            self.enter(None)
-
-    def enter(self, visit: object) -> None:
-        """Begin a visit unless it is the current one; None ends it."""
-        if visit != self._visit:
-            self._visit = visit
-            self._values.clear()
-
-    def once(self, key: object, make: Callable[[], T]) -> T:
-        """Return what `make` returned first in this visit."""
-        if self._visit is None:
-            return make()
-        if key not in self._values:
-            self._values[key] = make()
-        value: T = self._values[key]
-        return value
-
-    def once_in_pass(self, key: object, make: Callable[[], T]) -> T:
-        """Return what `make` returned first in this pass."""
-        known = self._of_pass
-        if known is None:
-            return make()
-        if key not in known:
-            known[key] = make()
-        value: T = known[key]
-        return value
-
-
-VISIT_CACHE = VisitCache()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -42,9 +42,9 @@ from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3Model
 
 from finetune.adapter.linear_lora import Linear, compute_in_base_dtype
-from offload.engine.low_rank import VISIT_CACHE
 from offload.engine.pointwise.magnitudes import row_norms
 from offload.engine.recompute.unread import Unread, left_out
+from offload.engine.visit_cache import VISIT_CACHE
 from offload.errors import UnsupportedModelError
 from tests.counted import Counted
 from tests.parity.architectures import (

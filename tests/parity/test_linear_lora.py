@@ -13,7 +13,7 @@ from torch import nn
 import offload
 from finetune.adapter.linear_lora import Linear, compute_in_base_dtype
 from offload.engine.batch import Batch
-from offload.engine.low_rank import VISIT_CACHE
+from offload.engine.visit_cache import VISIT_CACHE
 from tests.counted import Counted
 from tests.parity.architectures import (
     Gradients,

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 import torch
 
 from offload.engine.batch import Batch, LabelledBatch, rows_of_labels
-from offload.engine.low_rank import VISIT_CACHE
 from offload.engine.model.layers import LayeredModel
 from offload.engine.passes.reference import SwitchedModel, adapted_model
 from offload.engine.passes.scoring import has_fused_loss, log_probabilities
 from offload.engine.results import PassState
+from offload.engine.visit_cache import VISIT_CACHE
 from offload.errors import OffloadError
 
 

@@ -27,7 +27,6 @@ from dataclasses import dataclass
 import torch
 
 from offload.engine.batch import LabelledBatch
-from offload.engine.low_rank import VISIT_CACHE
 from offload.engine.model.head import classifier_outputs, vocabulary_of
 from offload.engine.model.layers import LayeredModel
 from offload.engine.objective import (
@@ -49,6 +48,7 @@ from offload.engine.passes.top_scores import (
 from offload.engine.pointwise.ops import cross_entropy
 from offload.engine.pointwise.recognise import DTYPES
 from offload.engine.results import PassState, RunState
+from offload.engine.visit_cache import VISIT_CACHE
 from offload.errors import OffloadError
 from offload.plan.schedule.passes import Passes
 

@@ -3,11 +3,11 @@
 import torch
 
 from offload.engine.batch import LabelledBatch
-from offload.engine.low_rank import VISIT_CACHE
 from offload.engine.model.layers import LayeredModel
 from offload.engine.passes.part import Part
 from offload.engine.passes.scoring import ScoredTail
 from offload.engine.results import PassState, RunState
+from offload.engine.visit_cache import VISIT_CACHE
 
 
 class Tail:

@@ -33,12 +33,12 @@ from offload.engine.experts import fused
 from offload.engine.experts.autotune import use
 from offload.engine.experts.interface import goes_through_interface
 from offload.engine.experts.tiles import Blocks, blocks_for
-from offload.engine.low_rank import VISIT_CACHE
 from offload.engine.model.layers import LayeredModel
 from offload.engine.model.readers import candidates, unheld_products
 from offload.engine.model.visit import attempt, visit_with_graph, visit_without_graph
 from offload.engine.recompute.unread import Unread
 from offload.engine.streams import release_cached, seconds_of
+from offload.engine.visit_cache import VISIT_CACHE
 from offload.plan.facts.facts import model_facts
 from offload.plan.machine.machine import ExpertsImplementation
 from tests.bench.gpu import models

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from offload.engine.low_rank import VISIT_CACHE, AdaptedLinear, LowRank, apply_linears
+from offload.engine.low_rank import AdaptedLinear, LowRank, apply_linears
 from offload.engine.pointwise.magnitudes import row_norms
+from offload.engine.visit_cache import VISIT_CACHE
 from offload.plan.facts import magnitudes
 from tests.counted import Counted
 

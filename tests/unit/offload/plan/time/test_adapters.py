@@ -7,7 +7,8 @@ import torch
 from peft import LoraConfig
 from peft.tuners.lora import Linear as LoraLinear
 
-from offload.engine.low_rank import VISIT_CACHE, AdaptedLinear, LowRank, apply_linears
+from offload.engine.low_rank import AdaptedLinear, LowRank, apply_linears
+from offload.engine.visit_cache import VISIT_CACHE
 from offload.plan.facts.facts import AdapterSpec, model_facts
 from offload.plan.facts.linears import Linear
 from offload.plan.time.adapters import branches, visit_norm, visit_scale
