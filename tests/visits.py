@@ -23,7 +23,6 @@ from finetune.recipe.sections import AdapterSection
 from offload.engine.experts.gates import gate_of
 from offload.engine.experts.interface import goes_through_interface
 from offload.engine.experts.lora import register
-from offload.engine.low_rank import VISIT_CACHE
 from offload.engine.model.layers import LayeredModel
 from offload.engine.model.readers import candidates, unheld_products
 from offload.engine.model.visit import attempt, visit_with_graph, visit_without_graph
@@ -31,6 +30,7 @@ from offload.engine.recompute.unread import Unread
 from offload.engine.tracing.cuda_kernels import Capability, CudaKernels
 from offload.engine.tracing.experts import SilentLauncher, traced_experts
 from offload.engine.tracing.fake_model import fake_copy, num_experts, rows_are_whole
+from offload.engine.visit_cache import VISIT_CACHE
 from offload.plan.facts.facts import AdapterSpec, adapted_linears, model_facts
 from offload.plan.machine.machine import ExpertsImplementation, Implementation, named_machine
 from offload.plan.time.adapters import visit_norm, visit_scale
@@ -187,10 +187,12 @@ def counted_visit(shape: Shape, levers: Levers, *, num_tokens: int = NUM_TOKENS)
         num_attention = modules.count(CudaKernels.__module__)
         counting = _Counting(kernels)
         stack.enter_context(VISIT_CACHE.in_pass())
+        VISIT_CACHE.enter("up")
         with counting.part("forward", num_attention=num_attention):
             visit_without_graph(
                 layered, 0, input_BTD=input_BTD, call=call, mlps=(), has_output=False
             )
+        VISIT_CACHE.enter("down")
         with counting.part("recompute", num_attention=num_attention):
             graph = visit(unread=unread)
         given_BTD = torch.empty_like(input_BTD)

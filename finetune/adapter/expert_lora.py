@@ -81,5 +81,6 @@ class ParamWrapper(layer.ParamWrapper):
         return Branch(
             a_ERK=a.view(self.num_experts, -1, a.shape[1]),
             b_ERN=b.view(b.shape[0], -1, self.num_experts).permute(2, 1, 0),
-            scaling=self.scaling[adapter],
+            scaling=float(self.scaling[adapter]),
+            key=(id(self), adapter),
         )

@@ -9,6 +9,7 @@ from typing import Any, Self
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from finetune.adapter.expert_lora import compute_beside
 from offload.engine.engine import Engine
@@ -18,6 +19,7 @@ from offload.engine.experts.tiles import LOW, TILES, Blocks
 from offload.engine.recompute.unread import is_no_value
 from offload.engine.tracing.allocator import LiveBytes
 from offload.engine.tracing.tracer import Tracer
+from offload.engine.visit_cache import VISIT_CACHE
 from offload.errors import UnsupportedModelError
 from offload.plan.facts.facts import AdapterSpec
 from offload.plan.facts.linears import Linear, Reads
@@ -223,6 +225,43 @@ def test_a_step_has_the_same_bits_again(device: str) -> None:
     model = adapted_experts("gated", "eager", torch.bfloat16)
     first, again = (step(by("triton", model, device), "skewed", torch.bfloat16) for _ in range(2))
     assert all(torch.equal(tensor, again[name]) for name, tensor in first.items())
+
+
+@pytest.mark.thorough
+def test_factors_are_cast_once_in_a_visit_and_again_after_it() -> None:
+    """By the kernels that the interpreter runs, with the same bits as without a visit."""
+    model = by("triton", adapted_experts("gated", "eager", torch.bfloat16))
+    casts: list[torch.dtype] = []
+
+    class Casts(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func is torch.ops.aten._to_copy.default and args[0].dim() == 3:
+                casts.append((kwargs or {})["dtype"])
+            return func(*args, **(kwargs or {}))
+
+    def stepped() -> Any:
+        model.zero_grad()
+        with Casts():
+            return step(model, "mixed", torch.bfloat16)
+
+    alone = stepped()
+    assert len(casts) == 8  # A and B of two projections, forward and backward
+    casts.clear()
+    with VISIT_CACHE.in_pass():
+        VISIT_CACHE.enter("visit")
+        first, second = stepped(), stepped()
+        assert casts == [torch.bfloat16] * 4
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_" in name:
+                    parameter.mul_(2)
+        VISIT_CACHE.enter("the next")
+        changed = stepped()
+        assert len(casts) == 8
+    assert all(torch.equal(alone[name], x[name]) for x in (first, second) for name in alone)
+    assert not torch.equal(alone["out"], changed["out"])
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from offload.engine.tracing.allocator import LiveBytes
 from offload.engine.tracing.experts import SilentLauncher
 from offload.engine.tracing.tracer import Tracer
 from offload.engine.tracing.visits import trace_visits
+from offload.engine.visit_cache import VISIT_CACHE
 from offload.plan.memory.traced import TracedBytes
 from offload.plan.schedule.op import Kind, Lane
 from tests.doubles import HookedDevice
@@ -124,6 +125,7 @@ def measured(
         if lane is not Lane.COMPUTE:
             body()
             return
+        VISIT_CACHE.enter(None)  # a trace is of the visit's first micro-batch, which casts A and B
         # Triton's interpreter leaves garbage with tensors in it: neither starts a kernel.
         with tracer, mock.patch.object(fused, "Launcher", SilentLauncher):
             before = memory.live_bytes

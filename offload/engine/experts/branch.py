@@ -4,11 +4,12 @@ E experts, K features in, N out, R rank.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.nn import functional as F
 
+from offload.engine.visit_cache import VISIT_CACHE
 from offload.plan.memory.experts import ROW_BYTES
 
 
@@ -19,43 +20,50 @@ class Branch:
     Attributes:
         a_ERK: A of each expert, laid out as in a linear layer.
         b_ERN: B of each expert, transposed.
-        scaling: One number, or one per rank (R,).
+        scaling: A factor.
+        key: Names A and B in the cache of a visit; None casts them at each call.
     """
 
     a_ERK: torch.Tensor
     b_ERN: torch.Tensor
-    scaling: float | torch.Tensor
+    scaling: float
+    key: object = None
 
     @staticmethod
     def join(branches: Sequence["Branch"]) -> "Branch":
         """Return the sum of several adapters as one of a higher rank."""
         if len(branches) == 1:
             return branches[0]
-        per_rank = [b.a_ERK.new_full((b.a_ERK.shape[1],), float(b.scaling)) for b in branches]
+        keys = tuple(branch.key for branch in branches)
         return Branch(
             a_ERK=torch.cat([branch.a_ERK for branch in branches], dim=1),
-            b_ERN=torch.cat([branch.b_ERN for branch in branches], dim=1),
-            scaling=torch.cat(per_rank),
+            b_ERN=torch.cat([branch.scaling * branch.b_ERN for branch in branches], dim=1),
+            scaling=1.0,
+            key=None if None in keys else keys,
         )
 
     def cast(self, dtype: torch.dtype) -> "Branch":
-        """Return it in a dtype, with a layout for products."""
-        scaling = self.scaling
-        return Branch(
-            a_ERK=self.a_ERK.to(dtype, memory_format=torch.contiguous_format).contiguous(),
-            b_ERN=self.b_ERN.to(dtype, memory_format=torch.contiguous_format).contiguous(),
-            scaling=scaling.to(dtype) if isinstance(scaling, torch.Tensor) else scaling,
-        )
+        """Return it in a dtype, with a layout for products and without its graph."""
+        with torch.no_grad():
+            if self.key is None:
+                return self._laid_out(dtype)
+            return VISIT_CACHE.once((self.key, dtype), lambda: self._laid_out(dtype))
 
     def fit(self, dtype: torch.dtype) -> "Branch":
         """Return it in a dtype, with a layout for products, its rank padded to a whole row."""
-        cast = self.cast(dtype)
+        cast = self._laid_out(dtype)
         missing = -cast.a_ERK.shape[1] % (ROW_BYTES // dtype.itemsize)
         if not missing:
             return cast
-        scaling = cast.scaling
-        return Branch(
+        return replace(
+            cast,
             a_ERK=F.pad(cast.a_ERK, (0, 0, 0, missing)),
             b_ERN=F.pad(cast.b_ERN, (0, 0, 0, missing)),
-            scaling=F.pad(scaling, (0, missing)) if isinstance(scaling, torch.Tensor) else scaling,
+        )
+
+    def _laid_out(self, dtype: torch.dtype) -> "Branch":
+        return replace(
+            self,
+            a_ERK=self.a_ERK.to(dtype, memory_format=torch.contiguous_format).contiguous(),
+            b_ERN=self.b_ERN.to(dtype, memory_format=torch.contiguous_format).contiguous(),
         )

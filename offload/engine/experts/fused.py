@@ -92,10 +92,10 @@ def compute(
     if not experts.is_transposed:
         up_EDF, down_EFD = up_EDF.transpose(1, 2), down_EFD.transpose(1, 2)
     bias_EF = experts.gate_up_proj_bias if experts.has_bias else None
-    up, down = lora.get("gate_up_proj"), lora.get("down_proj")
+    branches = (lora.get("gate_up_proj"), lora.get("down_proj"))
     factors = [
         factor
-        for branch in (up, down)
+        for branch in branches
         for factor in ((branch.a_ERK, branch.b_ERN) if branch else (None, None))
     ]
     inputs = (hidden_TD.contiguous(), weight_TC.contiguous(), up_EDF, down_EFD, bias_EF, *factors)
@@ -107,8 +107,8 @@ def compute(
             hidden_TD.dtype,
             rows_per_expert=math.ceil(routing.token_S.numel() / experts.num_experts),
         ),
-        up_scaling=up.scaling if up else 1.0,
-        down_scaling=down.scaling if down else 1.0,
+        scalings=tuple(branch.scaling if branch else 1.0 for branch in branches),
+        keys=tuple(branch.key if branch else None for branch in branches),
         is_kept=torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs),
         has_value=has_value,
     )
@@ -124,8 +124,8 @@ class _Form:
     routing: Routing
     gate: Gate
     blocks: Blocks
-    up_scaling: float | torch.Tensor
-    down_scaling: float | torch.Tensor
+    scalings: tuple[float, ...]
+    keys: tuple[object, ...]
     is_kept: bool
     has_value: bool
 
@@ -183,12 +183,13 @@ class _Fused(torch.autograd.Function):
 
 def _branches(
     form: _Form, factors: Sequence[torch.Tensor | None], dtype: torch.dtype
-) -> tuple[Branch | None, Branch | None]:
+) -> tuple[Branch | None, ...]:
     """Return the branches of both projections, laid out for the kernels."""
-    up_a, up_b, down_a, down_b = factors
-    up = down = None
-    if up_a is not None and up_b is not None:
-        up = Branch(a_ERK=up_a, b_ERN=up_b, scaling=form.up_scaling).cast(dtype)
-    if down_a is not None and down_b is not None:
-        down = Branch(a_ERK=down_a, b_ERN=down_b, scaling=form.down_scaling).cast(dtype)
-    return up, down
+    return tuple(
+        None
+        if a_ERK is None or b_ERN is None
+        else Branch(a_ERK=a_ERK, b_ERN=b_ERN, scaling=scaling, key=key).cast(dtype)
+        for a_ERK, b_ERN, scaling, key in zip(
+            factors[::2], factors[1::2], form.scalings, form.keys, strict=True
+        )
+    )

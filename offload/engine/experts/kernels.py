@@ -206,6 +206,7 @@ def multiply(
     num_k,
     num_n,
     rank,
+    scaling,
     stride_e,
     stride_k,
     stride_n,
@@ -219,7 +220,7 @@ def multiply(
     BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """Write rows @ their expert's matrix + low @ its factor."""
+    """Write rows @ their expert's matrix + low @ its factor, times a number."""
     num_columns = (num_n + BLOCK_N - 1) // BLOCK_N
     expert, first, end, column = find_tile(end_E, num_experts, num_columns, EXPERTS, BLOCK_M)
     if expert >= num_experts:
@@ -246,7 +247,8 @@ def multiply(
         acc = add_product(acc, left, right, num_n, rank, IS_EVEN=False, BLOCK_K=BLOCK_R)
     place = tl.load(choice_S + row) if IS_SCATTERED else row
     is_there = is_row[:, None] & (n < num_n)[None, :]
-    tl.store(out + (place * num_n)[:, None] + n[None, :], rounded(acc, out), is_there)
+    acc = rounded(acc * scaling, out)
+    tl.store(out + (place * num_n)[:, None] + n[None, :], acc, is_there)
 
 
 @triton.jit

@@ -44,8 +44,14 @@ class Launcher:
         first, second = branch.a_ERK, branch.b_ERN
         if is_back:
             first, second = second, first
-        low_SR = self._multiply(rows, first.transpose(1, 2), (None, None), is_gathered=is_gathered)
-        return low_SR.mul_(branch.scaling), second
+        low_SR = self._multiply(
+            rows,
+            first.transpose(1, 2),
+            (None, None),
+            scaling=branch.scaling,
+            is_gathered=is_gathered,
+        )
+        return low_SR, second
 
     def to_tokens(
         self, rows_SK: torch.Tensor, matrices_EKN: torch.Tensor, low: LowPair
@@ -151,6 +157,7 @@ class Launcher:
         matrices_EKN: torch.Tensor,
         low: LowPair,
         *,
+        scaling: float = 1.0,
         is_gathered: bool = False,
         is_scattered: bool = False,
     ) -> torch.Tensor:
@@ -164,6 +171,7 @@ class Launcher:
             rows=rows,
             out=out_SN,
             num_n=num_n,
+            scaling=scaling,
             IS_GATHERED=is_gathered,
             IS_SCATTERED=is_scattered,
             **self._product(matrices_EKN, low),

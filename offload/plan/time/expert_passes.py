@@ -81,8 +81,8 @@ class Way:
         branch_inner: Of one whose projection is left out of a recompute.
         branch_backward: Of a branch, in a backward.
         branch_sides: Over both sides of a branch, by products that are separate kernels.
-        factor_passes: Of a backward over A and B, in the weights' dtype: they are read, their
-            gradients written and cast.
+        factor_passes: Of a backward over A and B, in the weights' dtype: they are read, and unless
+            the kernels fuse it, their gradients are written and cast.
         factor_fp32_passes: Likewise in fp32: gradients are cast, put in order, and added up.
         num_calls: Functions of our own, forward as well as backward.
         is_fused: Whether its kernels fuse these passes.
@@ -225,10 +225,12 @@ def _fused(*, is_cast: bool) -> Way:
 
     The backward reads these, and writes their gradients and the activation again, for the adapter.
     Rows that become tokens are written and read. A branch reads its input; in the backward it reads
-    that for A, and the gradient of its output twice, for B and on the way to A.
+    that for A, and the gradient of its output twice, for B and on the way to A. The casts of A and
+    B that a recompute made are read again; their gradients are written in fp32 and added up.
     """
-    casts = 2 if is_cast else 1
-    inner = BranchPasses(d_in=1, d_out=0, num_products=1, launches=Launches(once=casts + 1))
+    inner = BranchPasses(
+        d_in=1, d_out=0, num_products=1, launches=Launches(once=2 if is_cast else 1)
+    )
     return Way(
         forward=RowPasses(width=1, hidden=2),
         recompute=RowPasses(width=3, hidden=2),
@@ -239,12 +241,10 @@ def _fused(*, is_cast: bool) -> Way:
         down_launches=Launches(once=1),
         branch_forward=inner,
         branch_inner=inner,
-        branch_backward=BranchPasses(
-            d_in=1, d_out=2, num_products=3, launches=Launches(once=casts + 4)
-        ),
+        branch_backward=BranchPasses(d_in=1, d_out=2, num_products=3, launches=Launches(once=3)),
         branch_sides=0,
-        factor_passes=4,
-        factor_fp32_passes=2,
+        factor_passes=1,
+        factor_fp32_passes=4,
         num_calls=1,
         is_fused=True,
         tile_rows=TILE_ROWS,

@@ -183,7 +183,7 @@ def test_adapters_on_experts_cost_by_the_routed_row_and_not_by_the_weight() -> N
     assert more.forward_flops - plain.forward_flops == 2 * rows * 16 * features
     whole = price(QWEN_30B, machine, replace(load, leaves_out=False)).layers[0]
     added_s = more.forward_s - plain.forward_s  # an outer product reads one side once more
-    assert 3 * added_s <= whole.backward_s - plain.backward_s <= 4 * added_s
+    assert 3 * added_s <= whole.backward_s - plain.backward_s <= 4.1 * added_s
     assert more.backward_s < whole.backward_s  # the projection down is not computed again
     assert more.forward_s < 1.25 * plain.forward_s
 
