@@ -82,7 +82,8 @@ class Counted(TorchDispatchMode):
         else:
             result = _zero_product(func, args, kwargs)
         given = {key: value for key, value in kwargs.items() if key != "out"}
-        read = [t for t in tree_leaves((args, given)) if isinstance(t, torch.Tensor)]
+        used = args[1:] if kwargs.get("beta") == 0 else args  # what nothing is added to is not read
+        read = [t for t in tree_leaves((used, given)) if isinstance(t, torch.Tensor)]
         written = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
         name = func.overloadpacket.__name__
         if any(map(is_no_value, written)) or not _moves(func, read, written):

@@ -9,9 +9,8 @@ is copied to fp32 and kept for the backward once per linear, y_i is read and wri
 sum, and on a GPU the narrow products run at the fp32 rate.
 
 Idea. One autograd function for all linears that read the same x. A and B are cast to the dtype of
-x; one narrow product computes A x for the whole group; B's product is added into W's output in
-place. The backward needs x once and A x, a few columns. The gradients by x are summed in one
-tensor.
+x; one narrow product computes A x for the whole group; W's product is added to B's in place. The
+backward needs x once and A x, a few columns. The gradients by x are summed in one tensor.
 
 DoRA: outputs are scaled, and the gradients by x start from scaled ones: see
 `offload.engine.pointwise.magnitudes`.
@@ -130,7 +129,7 @@ def _cast(linears: Sequence[AdaptedLinear], dtype: torch.dtype, key: object) -> 
         for branch in one.branches
     ]
     return _Casts(
-        a_RK=_joined([branch.a_RK for branch in branches], dim=0).to(dtype),
+        a_RK=_joined([branch.a_RK for branch in branches]).to(dtype),
         bs_MR=tuple(
             (branch.b_MR if scale is None else scale.of_b(branch.b_MR, branch.scaling)).to(dtype)
             for branch, scale in scaled
@@ -154,8 +153,8 @@ def _scale(one: AdaptedLinear, key: object) -> Scale | None:
     return Scale.of(one.magnitude_M, norm_M)
 
 
-def _joined(tensors: Sequence[torch.Tensor], *, dim: int) -> torch.Tensor:
-    return torch.cat(list(tensors), dim=dim) if len(tensors) > 1 else tensors[0]
+def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat(list(tensors)) if len(tensors) > 1 else tensors[0]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -192,20 +191,23 @@ class _Group(torch.autograd.Function):
         places = _places(linears)
         branch_NK = x_branch.flatten(0, -2)
         low_NR = branch_NK @ casts.a_RK.t()
-        if has_value:
-            outputs = [_linear(x, one) for one in linears]
-        else:
-            outputs = [not_a_value(x, len(one.weight_MK)) for one in linears]
-        before_NM = []  # what DoRA scales
-        for place, b_MR in zip(places, casts.bs_MR, strict=True) if has_value else ():
-            low, y = low_NR[:, place.columns], outputs[place.linear]
-            scale, y_NM = casts.scales[place.linear], y.flatten(0, -2)  # a view: it is contiguous
-            if scale is None:
-                y_NM.addmm_(low, b_MR.t(), alpha=place.scaling)
-                continue
-            before_NM.append(y_NM)
-            outputs[place.linear] = _branch(low, b_MR, like=y, bias_M=linears[place.linear].bias_M)
-            scale.add_scaled(outputs[place.linear].flatten(0, -2), y_NM)
+        outputs, before_NM = [], []  # the latter is what DoRA scales
+        for i, (one, scale) in enumerate(zip(linears, casts.scales, strict=True)):
+            pairs = zip(places, casts.bs_MR, strict=True)
+            own = [
+                (low_NR[:, place.columns], b_MR, place.scaling)
+                for place, b_MR in pairs
+                if place.linear == i
+            ]
+            if not has_value:
+                outputs.append(not_a_value(x, len(one.weight_MK)))
+            elif scale is None:
+                outputs.append(_added(x, one, own))
+            else:
+                ((low, b_MR, _),) = own
+                outputs.append(_branch(x, low, b_MR, alpha=1.0, bias_M=one.bias_M))
+                before_NM.append(x.flatten(0, -2) @ one.weight_MK.t())
+                scale.add_scaled(outputs[i].flatten(0, -2), before_NM[-1])
         ctx.places, ctx.shape, ctx.is_same = places, x.shape, x_branch is x
         weights = [one.weight_MK for one in linears]
         ctx.scales = casts.scales
@@ -227,17 +229,17 @@ class _Group(torch.autograd.Function):
         needs_x, needs_branch, _, _, _, *needs = ctx.needs_input_grad
         needs, needs_magnitude = needs[: 2 * len(places)], needs[2 * len(places) :]
         known = [None if g is None else g.flatten(0, -2) for g in gradients]
-        of_lows: list[torch.Tensor] = []
+        of_low_NR = torch.empty_like(low_NR)
         of_bs: list[torch.Tensor | None] = []
         for place, b_MR in zip(places, bs_MR, strict=True):
             g_NM, low = known[place.linear], low_NR[:, place.columns]
+            of_low = of_low_NR[:, place.columns]
             if g_NM is None:
-                of_lows.append(torch.zeros_like(low))
+                of_low.zero_()
                 of_bs.append(None)
             else:
-                of_low = g_NM @ b_MR
-                is_scaled = scales[place.linear] is not None
-                of_lows.append(of_low if is_scaled else of_low.mul_(place.scaling))
+                alpha = place.scaling if scales[place.linear] is None else 1.0  # else it is in B
+                torch.addmm(of_low, g_NM, b_MR, beta=0, alpha=alpha, out=of_low)
                 of_bs.append(_outer(g_NM, low).mul_(place.scaling))
         kept = zip(before_NM, plain_bs_MR, needs_magnitude, strict=True)
         of_magnitudes = [
@@ -245,7 +247,6 @@ class _Group(torch.autograd.Function):
             for place, of_b in zip(places, of_bs, strict=True)
             if (scale := scales[place.linear]) is not None
         ]
-        of_low_NR = _joined(of_lows, dim=1)
         of_a_RK = _outer(of_low_NR, x_NK) if any(needs[::2]) else None
         of_factors = [
             factor
@@ -288,29 +289,42 @@ def _through_scale(
     return wanted
 
 
-def _branch(
-    low_NR: torch.Tensor, b_MR: torch.Tensor, *, like: torch.Tensor, bias_M: torch.Tensor | None
+def _added(
+    x: torch.Tensor,
+    one: AdaptedLinear,
+    branches: Sequence[tuple[torch.Tensor, torch.Tensor, float]],
 ) -> torch.Tensor:
-    """Return B (A x) + b in memory of its own, in the shape of another output."""
-    y = torch.empty_like(like)
-    if bias_M is None:
-        torch.mm(low_NR, b_MR.t(), out=y.flatten(0, -2))
-    else:
-        torch.addmm(bias_M, low_NR, b_MR.t(), out=y.flatten(0, -2))
+    """Return W x + b with branches, of A x, B and scaling each; W's product adds to theirs.
+
+    So what is rounded between both is the smaller, and is read again within the larger product.
+    """
+    (low_NR, b_MR, scaling), *others = branches
+    y = _branch(x, low_NR, b_MR, alpha=scaling, bias_M=one.bias_M)
+    y_NM = y.flatten(0, -2)  # a view: it is contiguous
+    for low_NR, b_MR, scaling in others:
+        y_NM.addmm_(low_NR, b_MR.t(), alpha=scaling)
+    y_NM.addmm_(x.flatten(0, -2), one.weight_MK.t())
     return y
 
 
-def _linear(x: torch.Tensor, one: AdaptedLinear) -> torch.Tensor:
-    """Return W x + b in memory of its own: a model's code cannot change a view in place.
+def _branch(
+    x: torch.Tensor,
+    low_NR: torch.Tensor,
+    b_MR: torch.Tensor,
+    *,
+    alpha: float,
+    bias_M: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return alpha B (A x) + b in memory of its own: a model's code cannot change a view in place.
 
-    With DoRA b is added later: it is not scaled.
+    Its leading dimensions are those of x.
     """
-    y = x.new_empty(*x.shape[:-1], len(one.weight_MK))
-    x_NK, y_NM = x.flatten(0, -2), y.view(-1, len(one.weight_MK))
-    if one.bias_M is None or one.magnitude_M is not None:
-        torch.mm(x_NK, one.weight_MK.t(), out=y_NM)
+    y = x.new_empty(*x.shape[:-1], len(b_MR))
+    y_NM = y.flatten(0, -2)
+    if bias_M is None:
+        torch.addmm(y_NM, low_NR, b_MR.t(), beta=0, alpha=alpha, out=y_NM)
     else:
-        torch.addmm(one.bias_M, x_NK, one.weight_MK.t(), out=y_NM)
+        torch.addmm(bias_M, low_NR, b_MR.t(), alpha=alpha, out=y_NM)
     return y
 
 

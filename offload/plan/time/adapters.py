@@ -112,11 +112,11 @@ def _groups(linears: Sequence[Linear], spec: AdapterSpec) -> list[list[Linear]]:
 def _grouped(at: Pricer, group: Sequence[Linear], left_out: Sequence[Linear]) -> Passes:
     """Price the branches of linears that read one input, in the base's dtype.
 
-    Forward: one narrow product reads the input; each B adds to its output, which is read and
-    written; a recompute does not compute those that are left out. Backward: each output's gradient
-    is read twice, for A x and for B; the input is read for A, its gradient is written, and each
-    base product adds to it. A and B are joined and cast; their gradients are scaled, cast and added
-    up.
+    Forward: one narrow product reads the input; the product of each B is written, and read by the
+    frozen one that adds to it; a recompute does not compute those that are left out. Backward: each
+    output's gradient is read twice, for A x and for B; the input is read for A, its gradient is
+    written, and each base product adds to it. A and B are joined and cast; the gradients of B are
+    scaled, and both are cast and added up.
     """
     spec, tokens, b = at.workload.adapter, at.workload.num_tokens, at.workload.dtype_bytes
     ranks = [spec.rank_of(linear) for linear in group]
@@ -144,7 +144,7 @@ def _grouped(at: Pricer, group: Sequence[Linear], left_out: Sequence[Linear]) ->
         b * tokens * d_in * num
         + a * (2 * b + cast_bytes + 3 * FP32_BYTES)
         + b_factors * (2 * b + cast_bytes + 5 * FP32_BYTES),
-        num_ops=2 + (num > 1) + is_cast + num * (6 + is_cast),
+        num_ops=2 + is_cast + num * (5 + is_cast),
     )
     backward = sum((work.times(2) for work in (inputs, *outputs)), start=backward)
     backward = sum((one.backward for one in scaled), start=backward)
@@ -172,8 +172,7 @@ def _scaled(at: Pricer, linear: Linear, rank: int) -> Passes:
     rows = min(tokens, sum_rows(d_out, device))
     num_bytes = (2 * b + 2 * FP32_BYTES) * elements + 2 * FP32_BYTES * rows * d_out
     num_bytes += d_out * (12 * FP32_BYTES + rank * (5 * FP32_BYTES + b))
-    # the gradient by A x is not scaled apart; that of the magnitudes is added to those before
-    summed = at.traffic(num_bytes, num_ops=sums + 7)
+    summed = at.traffic(num_bytes, num_ops=sums + 8)  # with that of the magnitudes, to those before
     return Passes(forward=once, recompute=once, backward=once + summed)
 
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from offload.engine.low_rank import VISIT_CACHE, AdaptedLinear, LowRank, apply_linears
+from offload.engine.low_rank import AdaptedLinear, LowRank, apply_linears
+from offload.engine.visit_cache import VISIT_CACHE
 
 SHAPES = ((24, 3), (8, 5), (16, 2))  # of a group: features out, rank
 K = 12
@@ -51,6 +52,21 @@ def written_out(
 
 def factors(linears: list[AdaptedLinear]) -> list[torch.Tensor]:
     return [t for one in linears for low in one.branches for t in (low.a_RK, low.b_MR)]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_branch_is_rounded_before_the_larger_product_adds_to_it(bias: bool) -> None:
+    """In bf16 an output errs by little more than its own rounding: W x was not rounded before."""
+    torch.manual_seed(1)
+    small = LowRank(a_RK=0.1 * torch.randn(4, 256), b_MR=0.1 * torch.randn(320, 4), scaling=1.5)
+    weight_MK, bias_M = torch.randn(320, 256).bfloat16(), 0.1 * torch.randn(320)
+    one = AdaptedLinear(
+        weight_MK=weight_MK, bias_M=bias_M.bfloat16() if bias else None, branches=(small,)
+    )
+    x = torch.randn(1, 300, 256).bfloat16()
+    (y,), (true,) = apply_linears(x, [one]), written_out(x, [one])
+    rounding = (true.bfloat16().double() - true).norm()
+    assert (y.double() - true).norm() <= 1.05 * rounding
 
 
 @pytest.mark.parametrize("num_adapters", [1, 2])
