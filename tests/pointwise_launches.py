@@ -30,6 +30,12 @@ def launches(dtype: torch.dtype, *, hidden: int, head: int, width: int) -> list[
             for rotated in (head, head // 2):
                 angles = empty(2, 512, rotated)
                 launcher.rotate(q, k, angles, angles, is_back)
+        weights, angles = (empty(head), empty(head)), empty(2, 512, head)
+        for is_cast_first in (False, True):
+            *_, of_q, of_k = launcher.norm_rotate(
+                q, k, *weights, angles, angles, 1e-6, 0.0, is_cast_first
+            )
+            launcher.norm_rotate_backward(q, k, q, k, *weights, angles, angles, of_q, of_k, 0.0)
         gate = empty(4096, width)
         for curve in launcher.GATE_NUMBERS:
             launcher.gated(gate, gate, curve)

@@ -204,7 +204,7 @@ class _Group(torch.autograd.Function):
             elif scale is None:
                 outputs.append(_added(x, one, own))
             else:
-                ((low, b_MR, _),) = own
+                low, b_MR = own[0][:2]  # of its one branch
                 outputs.append(_branch(x, low, b_MR, alpha=1.0, bias_M=one.bias_M))
                 before_NM.append(x.flatten(0, -2) @ one.weight_MK.t())
                 scale.add_scaled(outputs[i].flatten(0, -2), before_NM[-1])

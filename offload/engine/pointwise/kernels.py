@@ -4,7 +4,8 @@ Each reads its operands once, computes in fp32 and writes its result once. The m
 several operators, each of which reads and writes all of it, much of it in fp32.
 
 Layout. A norm's program holds whole rows: one long row or several short ones. A rotation's program
-holds one token, whose angles it reads once for all heads of queries and keys. A gate's program
+holds one token, whose angles it reads once for all heads of queries and keys; it norms them first
+where they are normed, and rounds where separate operators would. A gate's program
 holds a part of a row. A cross-entropy's program reads one token's logits in parts, twice: for the
 sum of their exponentials, scaled anew where a higher logit is found, and for the gradient.
 
@@ -109,6 +110,25 @@ def turn(
 
 
 @triton.jit
+def angles(cos, sin, rotated_width, IS_BACK: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Return what each feature of a token is multiplied by, and its partner, and which that is.
+
+    The transpose of a rotation takes the partner's sine with the sign turned.
+    """
+    d = tl.arange(0, BLOCK_D)
+    half = rotated_width // 2
+    is_rotated = d < rotated_width
+    partner = tl.where(is_rotated, tl.where(d < half, d + half, d - half), d)
+    factor = tl.load(cos + d, is_rotated, other=1.0).to(tl.float32)
+    sign = tl.where(d < half, -1.0, 1.0)
+    if IS_BACK:
+        other = -sign * tl.load(sin + partner, is_rotated, other=0.0).to(tl.float32)
+    else:
+        other = sign * tl.load(sin + d, is_rotated, other=0.0).to(tl.float32)
+    return factor, other, partner
+
+
+@triton.jit
 def rotate(
     q,  # (B, H, T, D), any strides but the last
     k,  # (B, fewer H, T, D)
@@ -141,24 +161,12 @@ def rotate(
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Write one token's queries and keys rotated, each half by the other; further features as is.
-
-    The transpose of a rotation takes the partner's sine with the sign turned.
-    """
+    """Write one token's queries and keys rotated, half by half; further features as they are."""
     b = tl.program_id(0).to(tl.int64) // num_t
     t = tl.program_id(0).to(tl.int64) % num_t
-    d = tl.arange(0, BLOCK_D)
-    half = rotated_width // 2
-    is_rotated = d < rotated_width
-    partner = tl.where(is_rotated, tl.where(d < half, d + half, d - half), d)
-    factor = tl.load(cos + b * cos_b + t * cos_t + d, is_rotated, other=1.0).to(tl.float32)
-    sign = tl.where(d < half, -1.0, 1.0)
-    if IS_BACK:
-        other = tl.load(sin + b * sin_b + t * sin_t + partner, is_rotated, other=0.0)
-        other = -sign * other.to(tl.float32)
-    else:
-        other = tl.load(sin + b * sin_b + t * sin_t + d, is_rotated, other=0.0)
-        other = sign * other.to(tl.float32)
+    factor, other, partner = angles(
+        cos + b * cos_b + t * cos_t, sin + b * sin_b + t * sin_t, rotated_width, IS_BACK, BLOCK_D
+    )
     turn(
         q + b * q_b + t * q_t,
         q_out + b * q_out_b + t * q_out_t,
@@ -179,6 +187,270 @@ def rotate(
         width,
         k_h,
         k_out_h,
+        factor,
+        other,
+        partner,
+        BLOCK_H,
+        BLOCK_D,
+    )
+
+
+@triton.jit
+def weighted(value, scale, weight, y, IS_CAST_FIRST: tl.constexpr):
+    """Return features times the scale of their row and their weight, rounded as `norm` does."""
+    normed = value * scale[:, None]
+    if IS_CAST_FIRST:
+        normed = rounded(normed, y).to(tl.float32)
+    return rounded(normed * weight[None, :], y).to(tl.float32)
+
+
+@triton.jit
+def norm_turn(
+    x,  # the first head of a token
+    weight,  # (D,)
+    out,
+    inverse,  # of the token's heads
+    num_heads,
+    width,
+    stride_x,
+    stride_out,
+    eps,
+    offset,
+    factor_D,
+    other_D,
+    partner_D,
+    IS_CAST_FIRST: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Norm each head and turn it as `turn` does."""
+    d = tl.arange(0, BLOCK_D)
+    weight_D = tl.load(weight + d, d < width, other=0.0).to(tl.float32) + offset
+    of_partner_D = tl.load(weight + partner_D, d < width, other=0.0).to(tl.float32) + offset
+    for first in range(0, num_heads, BLOCK_H):
+        head = (first + tl.arange(0, BLOCK_H)).to(tl.int64)
+        is_there = (head < num_heads)[:, None] & (d < width)[None, :]
+        place = x + (head * stride_x)[:, None]
+        value = tl.load(place + d[None, :], is_there, other=0.0).to(tl.float32)
+        partner = tl.load(place + partner_D[None, :], is_there, other=0.0).to(tl.float32)
+        scale = tl.rsqrt(tl.sum(value * value, 1) / width + eps)
+        tl.store(inverse + head, scale, head < num_heads)
+        value = weighted(value, scale, weight_D, out, IS_CAST_FIRST)
+        partner = weighted(partner, scale, of_partner_D, out, IS_CAST_FIRST)
+        result = rounded(value * factor_D[None, :] + partner * other_D[None, :], out)
+        tl.store(out + (head * stride_out)[:, None] + d[None, :], result, is_there)
+
+
+@triton.jit
+def norm_turn_backward(
+    gradient,  # by the first turned head of a token
+    x,
+    weight,
+    inverse,
+    out,
+    num_heads,
+    width,
+    stride_g,
+    stride_x,
+    stride_out,
+    offset,
+    factor_D,
+    other_D,
+    partner_D,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Write the gradient by each head before it was normed and turned."""
+    d = tl.arange(0, BLOCK_D)
+    weight_D = tl.load(weight + d, d < width, other=0.0).to(tl.float32) + offset
+    for first in range(0, num_heads, BLOCK_H):
+        head = (first + tl.arange(0, BLOCK_H)).to(tl.int64)
+        is_there = (head < num_heads)[:, None] & (d < width)[None, :]
+        place = gradient + (head * stride_g)[:, None]
+        given = tl.load(place + d[None, :], is_there, other=0.0).to(tl.float32)
+        partner = tl.load(place + partner_D[None, :], is_there, other=0.0).to(tl.float32)
+        given = rounded(given * factor_D[None, :] + partner * other_D[None, :], out).to(tl.float32)
+        scale = tl.load(inverse + head, head < num_heads, other=0.0)[:, None]
+        normed = tl.load(x + (head * stride_x)[:, None] + d[None, :], is_there, other=0.0)
+        normed = normed.to(tl.float32) * scale
+        given = given * weight_D[None, :]
+        mean = tl.sum(given * normed, 1) / width
+        result = rounded(scale * (given - normed * mean[:, None]), out)
+        tl.store(out + (head * stride_out)[:, None] + d[None, :], result, is_there)
+
+
+@triton.jit
+def norm_rotate(
+    q,  # (B, H, T, D), any strides but the last
+    k,  # (B, fewer H, T, D)
+    q_weight,  # (D,)
+    k_weight,
+    cos,  # (B or 1, T, rotated)
+    sin,
+    q_out,
+    k_out,
+    q_inverse,  # (B, T, H) fp32: one over the root of the mean square
+    k_inverse,
+    num_q,
+    num_k,
+    num_t,
+    width,
+    rotated_width,
+    q_b,
+    q_h,
+    q_t,
+    k_b,
+    k_h,
+    k_t,
+    q_out_b,
+    q_out_h,
+    q_out_t,
+    k_out_b,
+    k_out_h,
+    k_out_t,
+    cos_b,
+    cos_t,
+    sin_b,
+    sin_t,
+    eps,
+    offset,
+    IS_CAST_FIRST: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Write one token's queries and keys normed, each head by itself, and rotated."""
+    b = tl.program_id(0).to(tl.int64) // num_t
+    t = tl.program_id(0).to(tl.int64) % num_t
+    factor, other, partner = angles(
+        cos + b * cos_b + t * cos_t,
+        sin + b * sin_b + t * sin_t,
+        rotated_width,
+        IS_BACK=False,
+        BLOCK_D=BLOCK_D,
+    )
+    norm_turn(
+        q + b * q_b + t * q_t,
+        q_weight,
+        q_out + b * q_out_b + t * q_out_t,
+        q_inverse + (b * num_t + t) * num_q,
+        num_q,
+        width,
+        q_h,
+        q_out_h,
+        eps,
+        offset,
+        factor,
+        other,
+        partner,
+        IS_CAST_FIRST,
+        BLOCK_H,
+        BLOCK_D,
+    )
+    norm_turn(
+        k + b * k_b + t * k_t,
+        k_weight,
+        k_out + b * k_out_b + t * k_out_t,
+        k_inverse + (b * num_t + t) * num_k,
+        num_k,
+        width,
+        k_h,
+        k_out_h,
+        eps,
+        offset,
+        factor,
+        other,
+        partner,
+        IS_CAST_FIRST,
+        BLOCK_H,
+        BLOCK_D,
+    )
+
+
+@triton.jit
+def norm_rotate_backward(
+    of_q,  # (B, H, T, D), any strides but the last
+    of_k,
+    q,
+    k,
+    q_weight,
+    k_weight,
+    cos,
+    sin,
+    q_inverse,
+    k_inverse,
+    q_out,
+    k_out,
+    num_q,
+    num_k,
+    num_t,
+    width,
+    rotated_width,
+    of_q_b,
+    of_q_h,
+    of_q_t,
+    of_k_b,
+    of_k_h,
+    of_k_t,
+    q_b,
+    q_h,
+    q_t,
+    k_b,
+    k_h,
+    k_t,
+    q_out_b,
+    q_out_h,
+    q_out_t,
+    k_out_b,
+    k_out_h,
+    k_out_t,
+    cos_b,
+    cos_t,
+    sin_b,
+    sin_t,
+    offset,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Write the gradients by one token's queries and keys before they were normed and rotated."""
+    b = tl.program_id(0).to(tl.int64) // num_t
+    t = tl.program_id(0).to(tl.int64) % num_t
+    factor, other, partner = angles(
+        cos + b * cos_b + t * cos_t,
+        sin + b * sin_b + t * sin_t,
+        rotated_width,
+        IS_BACK=True,
+        BLOCK_D=BLOCK_D,
+    )
+    norm_turn_backward(
+        of_q + b * of_q_b + t * of_q_t,
+        q + b * q_b + t * q_t,
+        q_weight,
+        q_inverse + (b * num_t + t) * num_q,
+        q_out + b * q_out_b + t * q_out_t,
+        num_q,
+        width,
+        of_q_h,
+        q_h,
+        q_out_h,
+        offset,
+        factor,
+        other,
+        partner,
+        BLOCK_H,
+        BLOCK_D,
+    )
+    norm_turn_backward(
+        of_k + b * of_k_b + t * of_k_t,
+        k + b * k_b + t * k_t,
+        k_weight,
+        k_inverse + (b * num_t + t) * num_k,
+        k_out + b * k_out_b + t * k_out_t,
+        num_k,
+        width,
+        of_k_h,
+        k_h,
+        k_out_h,
+        offset,
         factor,
         other,
         partner,

@@ -4,6 +4,7 @@ The letters are those of kernels.py.
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -83,46 +84,107 @@ def rotate(
     is_back: bool,  # noqa: FBT001  # torch passes an operator's arguments by position
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return queries and keys rotated by their tokens' angles, or by the opposite ones."""
-    tensors = [_with_dense_rows(x) for x in (q_BHTD, k_BHTD, cos_BTD, sin_BTD)]
-    q_BHTD, k_BHTD, cos_BTD, sin_BTD = tensors
-    q_out_BHTD, k_out_BHTD = torch.empty_like(q_BHTD), torch.empty_like(k_BHTD)
-    num_b, num_q, num_t, width = q_BHTD.shape
-    if not q_BHTD.numel() + k_BHTD.numel():
-        return q_out_BHTD, k_out_BHTD
-    strides = {
-        f"{name}_{axis}": x.stride(i)
-        for name, x in {
-            "q": q_BHTD,
-            "k": k_BHTD,
-            "q_out": q_out_BHTD,
-            "k_out": k_out_BHTD,
-        }.items()
-        for i, axis in enumerate("bht")
-    }
-    for name, x in (("cos", cos_BTD), ("sin", sin_BTD)):
-        strides[f"{name}_b"] = x.stride(0) if len(x) > 1 else 0
-        strides[f"{name}_t"] = x.stride(1)
-    block_d = _power_of_2(width)
-    most_heads = _power_of_2(max(num_q, k_BHTD.shape[1]))
-    _kernels().rotate[(num_b * num_t,)](
-        q=q_BHTD,
-        k=k_BHTD,
-        cos=cos_BTD,
-        sin=sin_BTD,
-        q_out=q_out_BHTD,
-        k_out=k_out_BHTD,
-        num_q=num_q,
-        num_k=k_BHTD.shape[1],
-        num_t=num_t,
-        width=width,
-        rotated_width=cos_BTD.shape[-1],
-        IS_BACK=is_back,
-        BLOCK_H=min(most_heads, max(1, ROTARY_BLOCK // block_d)),
-        BLOCK_D=block_d,
-        num_warps=NUM_WARPS,
-        **strides,
-    )
+    q_out_BHTD, k_out_BHTD = _like_dense_rows(q_BHTD), _like_dense_rows(k_BHTD)
+    if q_BHTD.numel() + k_BHTD.numel():
+        heads = {"q": q_BHTD, "k": k_BHTD, "q_out": q_out_BHTD, "k_out": k_out_BHTD}
+        grid, arguments = _rotary(heads, cos_BTD, sin_BTD)
+        _kernels().rotate[grid](IS_BACK=is_back, **arguments)
     return q_out_BHTD, k_out_BHTD
+
+
+def norm_rotate(  # noqa: PLR0913  # as torch's operators take them
+    q_BHTD: torch.Tensor,
+    k_BHTD: torch.Tensor,
+    q_weight_D: torch.Tensor,
+    k_weight_D: torch.Tensor,
+    cos_BTD: torch.Tensor,
+    sin_BTD: torch.Tensor,
+    eps: float,
+    offset: float,
+    is_cast_first: bool,  # noqa: FBT001  # torch passes an operator's arguments by position
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return queries and keys normed and rotated, and the factor of each head."""
+    q_out_BHTD, k_out_BHTD = _like_dense_rows(q_BHTD), _like_dense_rows(k_BHTD)
+    q_inverse_BTH, k_inverse_BTH = (
+        x.new_empty(x.shape[0], x.shape[2], x.shape[1], dtype=torch.float32)
+        for x in (q_BHTD, k_BHTD)
+    )
+    if q_BHTD.numel() + k_BHTD.numel():
+        heads = {"q": q_BHTD, "k": k_BHTD, "q_out": q_out_BHTD, "k_out": k_out_BHTD}
+        grid, arguments = _rotary(heads, cos_BTD, sin_BTD)
+        _kernels().norm_rotate[grid](
+            q_weight=q_weight_D.contiguous(),
+            k_weight=k_weight_D.contiguous(),
+            q_inverse=q_inverse_BTH,
+            k_inverse=k_inverse_BTH,
+            eps=eps,
+            offset=offset,
+            IS_CAST_FIRST=is_cast_first,
+            **arguments,
+        )
+    return q_out_BHTD, k_out_BHTD, q_inverse_BTH, k_inverse_BTH
+
+
+def norm_rotate_backward(  # noqa: PLR0913  # as torch's operators take them
+    of_q_BHTD: torch.Tensor,
+    of_k_BHTD: torch.Tensor,
+    q_BHTD: torch.Tensor,
+    k_BHTD: torch.Tensor,
+    q_weight_D: torch.Tensor,
+    k_weight_D: torch.Tensor,
+    cos_BTD: torch.Tensor,
+    sin_BTD: torch.Tensor,
+    q_inverse_BTH: torch.Tensor,
+    k_inverse_BTH: torch.Tensor,
+    offset: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradients by queries and keys before they were normed."""
+    q_out_BHTD, k_out_BHTD = _like_dense_rows(q_BHTD), _like_dense_rows(k_BHTD)
+    if q_BHTD.numel() + k_BHTD.numel():
+        heads = {"of_q": of_q_BHTD, "of_k": of_k_BHTD, "q": q_BHTD, "k": k_BHTD}
+        heads |= {"q_out": q_out_BHTD, "k_out": k_out_BHTD}
+        grid, arguments = _rotary(heads, cos_BTD, sin_BTD)
+        _kernels().norm_rotate_backward[grid](
+            q_weight=q_weight_D.contiguous(),
+            k_weight=k_weight_D.contiguous(),
+            q_inverse=q_inverse_BTH,
+            k_inverse=k_inverse_BTH,
+            offset=offset,
+            **arguments,
+        )
+    return q_out_BHTD, k_out_BHTD
+
+
+def _rotary(
+    heads: Mapping[str, torch.Tensor], cos_BTD: torch.Tensor, sin_BTD: torch.Tensor
+) -> tuple[tuple[int], dict[str, Any]]:
+    """Return the grid of tokens, and the tensors, sizes and strides of a rotation's kernel.
+
+    Args:
+        heads: What has heads (B, H, T, D), by the kernel's names; `q` and `k` among them.
+        cos_BTD: Cosines (B or 1, T, ...).
+        sin_BTD: Sines.
+    """
+    dense = {name: _with_dense_rows(x) for name, x in heads.items()}
+    arguments: dict[str, Any] = dict(dense)
+    for name, x in dense.items():
+        arguments |= {f"{name}_{axis}": x.stride(i) for i, axis in enumerate("bht")}
+    for name, table in (("cos", cos_BTD), ("sin", sin_BTD)):
+        x = _with_dense_rows(table)
+        strides = {f"{name}_b": x.stride(0) if len(x) > 1 else 0, f"{name}_t": x.stride(1)}
+        arguments |= {name: x, **strides}
+    num_b, num_q, num_t, width = heads["q"].shape
+    num_k, block_d = heads["k"].shape[1], _power_of_2(width)
+    return (num_b * num_t,), arguments | {
+        "num_q": num_q,
+        "num_k": num_k,
+        "num_t": num_t,
+        "width": width,
+        "rotated_width": cos_BTD.shape[-1],
+        "BLOCK_H": min(_power_of_2(max(num_q, num_k)), max(1, ROTARY_BLOCK // block_d)),
+        "BLOCK_D": block_d,
+        "num_warps": NUM_WARPS,
+    }
 
 
 def gated(gate: torch.Tensor, up: torch.Tensor, curve: Curve) -> torch.Tensor:
@@ -224,6 +286,11 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
         return x.view(-1, x.shape[-1]) if x.numel() else x.reshape(0, x.shape[-1])
     except RuntimeError:
         return x.reshape(-1, x.shape[-1])
+
+
+def _like_dense_rows(x: torch.Tensor) -> torch.Tensor:
+    """Return empty memory in the order of a tensor's, whose rows are dense."""
+    return torch.empty_like(x if x.stride(-1) == 1 else x.contiguous())
 
 
 def _with_dense_rows(x: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,8 @@
 A part is replaced on its module while a layer is visited, and the model's own code is back after
 it: nothing of the model or of its library is changed in between, and other models of the same
 class never notice. A function that a module calls by name is replaced in a copy of the module's
-forward, not in its library's file.
+forward, not in its library's file. Norms whose result is only rotated return what they read, and
+the rotation norms it.
 """
 
 from collections import Counter
@@ -35,20 +36,53 @@ NAMES: Mapping[type[Part], FusedPart] = {Norm: "norms", Rotary: "rotary", GatedM
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Fused:
-    """A module of a layer, and what it is known to compute."""
+class FusedModule:
+    """A module of a layer, and what it is known to compute.
+
+    Attributes:
+        module: The module.
+        part: What it computes.
+        normed: Of a rotation: the norms of what it rotates, if it is to compute them too.
+    """
 
     module: nn.Module
     part: Part
+    normed: "HeadNorms | None" = None
+
+    def forwards(self) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
+        """Yield what modules compute in place of their own forward."""
+        if isinstance(self.part, Norm):
+            yield self.module, partial(_norm, self.module, self.part)
+        elif isinstance(self.part, GatedMlp):
+            yield self.module, partial(_gated_mlp, self.module, self.part)
+        else:
+            # What listens to a norm must hear its result.
+            is_joined = self.normed is not None and not any(
+                has_hooks(norm) or "forward" in vars(norm)
+                for norm in (*self.normed.modules, self.module)
+            )
+            yield (
+                self.module,
+                _with_rotary(self.module, self.part, self.normed if is_joined else None),
+            )
+            for norm in self.normed.modules if self.normed is not None and is_joined else ():
+                yield norm, _passed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class HeadNorms:
+    """The norms of queries and keys, of one form."""
+
+    modules: tuple[nn.Module, nn.Module]
+    form: Norm
 
     @property
-    def forward(self) -> Callable[..., Any]:
-        """What the module computes in place of its own forward."""
-        if isinstance(self.part, Norm):
-            return partial(_norm, self.module, self.part)
-        if isinstance(self.part, GatedMlp):
-            return partial(_gated_mlp, self.module, self.part)
-        return _with_rotary(self.module, self.part)
+    def weights(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The weights of both."""
+        q, k = (x for norm in self.modules for x in norm._parameters.values())
+        assert q is not None
+        assert k is not None
+        return q, k
 
 
 class FusedLayers:
@@ -64,46 +98,75 @@ class FusedLayers:
             plain_parts: What the model's own code computes.
         """
         proven = Proven[Part | None](_known)
-        self._parts = [
-            tuple(
-                one for one in _parts_of(layer, proven) if NAMES[type(one.part)] not in plain_parts
-            )
-            for layer in layers
-        ]
+        self._parts = [tuple(_parts_of(layer, proven, plain_parts)) for layer in layers]
         self.has_loss = "loss" not in plain_parts
         """Whether the loss is fused too."""
 
     @contextmanager
     def visited(self, layer: int) -> Iterator[None]:
         """Compute a layer's parts by the fused operators meanwhile."""
-        replaced = [one for one in self._parts[layer] if "forward" not in vars(one.module)]
-        for one in replaced:
-            vars(one.module)["forward"] = one.forward
+        forwards: dict[nn.Module, Callable[..., Any]] = {}
+        for one in self._parts[layer]:
+            for module, forward in one.forwards():  # attention comes before its norms
+                if "forward" not in vars(module):
+                    forwards.setdefault(module, forward)
+        for module, forward in forwards.items():
+            vars(module)["forward"] = forward
         try:
             yield
         finally:
-            for one in replaced:
-                vars(one.module).pop("forward", None)
+            for module in forwards:
+                vars(module).pop("forward", None)
 
-    def parts(self) -> Iterator[tuple[nn.Module, Part]]:
+    def parts(self) -> Iterator[FusedModule]:
         """Yield all modules that are fused, with what each computes."""
         for parts in self._parts:
-            yield from ((one.module, one.part) for one in parts)
+            yield from parts
 
     def counts(self, layer: int) -> Counter[str]:
-        """Return how many norms, rotations and gates of a layer are fused."""
-        return Counter(type(one.part).__name__ for one in self._parts[layer])
+        """Return how many norms, rotations and gates of a layer are fused.
+
+        `HeadNorms` are the norms that a rotation computes.
+        """
+        parts = self._parts[layer]
+        counts = Counter(type(one.part).__name__ for one in parts)
+        counts["HeadNorms"] = sum(len(one.normed.modules) for one in parts if one.normed)
+        return counts
 
 
 _known: dict[object, Part | None] = {}
 """What was proven of modules in this process; see `Proven`."""
 
 
-def _parts_of(layer: nn.Module, proven: Proven[Part | None]) -> Iterator[_Fused]:
-    for module in layer.modules():
-        part = proven.of(module, partial(_part_of, module))
-        if part is not None:
-            yield _Fused(module=module, part=part)
+def _parts_of(
+    layer: nn.Module, proven: Proven[Part | None], plain_parts: frozenset[FusedPart]
+) -> Iterator[FusedModule]:
+    found = {
+        module: part
+        for module in layer.modules()
+        if (part := proven.of(module, partial(_part_of, module))) is not None
+        and NAMES[type(part)] not in plain_parts
+    }
+    for module, part in found.items():
+        yield FusedModule(module=module, part=part, normed=_normed(module, part, found))
+
+
+def _normed(
+    module: nn.Module, part: Part, found: Mapping[nn.Module, Part]
+) -> HeadNorms | None:
+    """Return the norms of what a module rotates, if one operator can compute all of it."""
+    if not isinstance(part, Rotary) or part.norms is None:
+        return None
+    norms = [module._modules.get(name) for name in part.norms]
+    forms = {found.get(norm) if norm is not None else None for norm in norms}
+    if len(forms) != 1 or not isinstance(form := forms.pop(), Norm):
+        return None
+    return HeadNorms(modules=cast("Any", tuple(norms)), form=form)
+
+
+def _passed(x: torch.Tensor) -> torch.Tensor:
+    """Return what a norm reads: the rotation after it norms it."""
+    return x
 
 
 def _part_of(module: nn.Module) -> Part | None:
@@ -131,13 +194,13 @@ def _gated_mlp(module: nn.Module, form: GatedMlp, *args: Any, **kwargs: Any) -> 
     return y
 
 
-def _with_rotary(module: nn.Module, part: Rotary) -> Callable[..., Any]:
+def _with_rotary(module: nn.Module, part: Rotary, normed: HeadNorms | None) -> Callable[..., Any]:
     """Return a module's forward, in which one function is the fused one."""
     forward = cast("FunctionType", type(module).forward)
     own = forward.__globals__[part.name]
     copy = FunctionType(
         forward.__code__,
-        {**forward.__globals__, part.name: partial(_rotate, own, part)},
+        {**forward.__globals__, part.name: partial(_rotate, own, part, normed)},
         forward.__name__,
         forward.__defaults__,
         forward.__closure__,
@@ -146,10 +209,26 @@ def _with_rotary(module: nn.Module, part: Rotary) -> Callable[..., Any]:
     return MethodType(copy, module)
 
 
-def _rotate(own: Callable[..., Any], part: Rotary, *args: Any, **kwargs: Any) -> Any:
-    if len(args) != 4 or kwargs or not _is_as_proven(part, *args):
-        return own(*args, **kwargs)
-    return ops.rotate(*args)
+def _rotate(
+    own: Callable[..., Any], part: Rotary, normed: HeadNorms | None, *args: Any, **kwargs: Any
+) -> Any:
+    is_known = len(args) == 4 and not kwargs and _is_as_proven(part, *args)
+    if normed is None:
+        return ops.rotate(*args) if is_known else own(*args, **kwargs)
+    weights_D, form = normed.weights, normed.form
+    if is_known and all(
+        w.dtype == args[0].dtype and len(w) == args[0].shape[-1] and not w.requires_grad
+        for w in weights_D
+    ):
+        return ops.norm_rotate(
+            *args,
+            weights_D=weights_D,
+            eps=form.eps,
+            offset=form.offset,
+            is_cast_first=form.is_cast_first,
+        )
+    q, k = (_norm(norm, form, x) for norm, x in zip(normed.modules, args[:2], strict=True))
+    return own(q, k, *args[2:], **kwargs)
 
 
 def _is_as_proven(

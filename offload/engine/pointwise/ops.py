@@ -3,7 +3,8 @@
 A trace without values, a mode that counts operations and torch's own tools see one operator with
 its operands. On CUDA its kernel is Triton's, on a CPU plain torch (for tests: runs on a CPU use the
 models' own code). Nothing is written over; a graph keeps of a norm its input and one number per
-row, of a rotation the angles, of a gate its two inputs. A cross-entropy gives its gradient at once.
+row, of a rotation the angles, of norms with a rotation both, of a gate its two inputs. A
+cross-entropy gives its gradient at once.
 """
 
 from typing import Any
@@ -20,6 +21,11 @@ _SCHEMAS = (
     "norm_backward(Tensor gradient, Tensor x, Tensor weight, Tensor inverse, float offset)"
     " -> Tensor",
     "rotate(Tensor q, Tensor k, Tensor cos, Tensor sin, bool is_back) -> (Tensor, Tensor)",
+    "norm_rotate(Tensor q, Tensor k, Tensor q_weight, Tensor k_weight, Tensor cos, Tensor sin,"
+    " float eps, float offset, bool is_cast_first) -> (Tensor, Tensor, Tensor, Tensor)",
+    "norm_rotate_backward(Tensor of_q, Tensor of_k, Tensor q, Tensor k, Tensor q_weight,"
+    " Tensor k_weight, Tensor cos, Tensor sin, Tensor q_inverse, Tensor k_inverse, float offset)"
+    " -> (Tensor, Tensor)",
     "gated(Tensor gate, Tensor up, str curve) -> Tensor",
     "gated_backward(Tensor gradient, Tensor gate, Tensor up, str curve) -> (Tensor, Tensor)",
     "cross_entropy(Tensor logits, Tensor labels, Tensor num_items, bool has_gradient)"
@@ -38,6 +44,22 @@ def _norm_backward_shapes(_: torch.Tensor, x: torch.Tensor, *__: object) -> torc
 
 def _rotate_shapes(
     q_BHTD: torch.Tensor, k_BHTD: torch.Tensor, *_: object
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(q_BHTD), torch.empty_like(k_BHTD)
+
+
+def _norm_rotate_shapes(
+    q_BHTD: torch.Tensor, k_BHTD: torch.Tensor, *_: object
+) -> tuple[torch.Tensor, ...]:
+    dtype = torch.float64 if q_BHTD.dtype == torch.float64 else torch.float32
+    inverses = (
+        x.new_empty(x.shape[0], x.shape[2], x.shape[1], dtype=dtype) for x in (q_BHTD, k_BHTD)
+    )
+    return torch.empty_like(q_BHTD), torch.empty_like(k_BHTD), *inverses
+
+
+def _norm_rotate_backward_shapes(
+    _: torch.Tensor, __: torch.Tensor, q_BHTD: torch.Tensor, k_BHTD: torch.Tensor, *___: object
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(q_BHTD), torch.empty_like(k_BHTD)
 
@@ -67,6 +89,8 @@ _SHAPES: tuple[Any, ...] = (
     _norm_shapes,
     _norm_backward_shapes,
     _rotate_shapes,
+    _norm_rotate_shapes,
+    _norm_rotate_backward_shapes,
     _gated_shapes,
     _gated_backward_shapes,
     _cross_entropy_shapes,
@@ -96,6 +120,27 @@ def rotate(
     """Return rotated queries and keys; see `reference.rotate`."""
     both: tuple[torch.Tensor, torch.Tensor] = _Rotate.apply(  # type: ignore[no-untyped-call]
         q_BHTD, k_BHTD, cos_BTD, sin_BTD
+    )
+    return both
+
+
+def norm_rotate(
+    q_BHTD: torch.Tensor,
+    k_BHTD: torch.Tensor,
+    cos_BTD: torch.Tensor,
+    sin_BTD: torch.Tensor,
+    *,
+    weights_D: tuple[torch.Tensor, torch.Tensor],
+    eps: float,
+    offset: float,
+    is_cast_first: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return queries and keys, each head normed, and rotated; the weights get no gradient.
+
+    Bits are those of `norm` and `rotate` one after the other.
+    """
+    both: tuple[torch.Tensor, torch.Tensor] = _NormRotate.apply(  # type: ignore[no-untyped-call]
+        q_BHTD, k_BHTD, *weights_D, cos_BTD, sin_BTD, eps, offset, is_cast_first
     )
     return both
 
@@ -166,6 +211,21 @@ class _Rotate(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return *torch.ops.sluice.rotate(*gradients, *ctx.saved_tensors, True), None, None  # noqa: FBT003
+
+
+class _NormRotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k, *inverses = torch.ops.sluice.norm_rotate(*given)
+        ctx.offset = given[7]
+        ctx.save_for_backward(*given[:6], *inverses)
+        return q, k
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        back = torch.ops.sluice.norm_rotate_backward(*gradients, *ctx.saved_tensors, ctx.offset)
+        return *back, *(None,) * 7
 
 
 class _Gated(torch.autograd.Function):

@@ -10,8 +10,10 @@ no weight, and takes as little for a model without values. A linear layer's twin
 that was drawn before, and notes what it was handed.
 """
 
+import ast
 import dis
 import inspect
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -56,11 +58,14 @@ class Rotary:
         name: What the module's forward calls it.
         dtypes: Of queries and of angles, for which it was proven.
         is_partial: Whether features without an angle pass through.
+        norms: The children that norm what it rotates, queries first, if nothing else reads their
+            results.
     """
 
     name: str
     dtypes: frozenset[tuple[torch.dtype, torch.dtype]]
     is_partial: bool
+    norms: tuple[str, str] | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,8 +115,93 @@ def find_rotary(module: nn.Module) -> Rotary | None:
         if isinstance(function, FunctionType) and _takes_angles(function):
             found = _proven_rotary(function)
             if found is not None:
-                return Rotary(name=name, dtypes=found[0], is_partial=found[1])
+                norms = _norms_before(forward, name)
+                return Rotary(name=name, dtypes=found[0], is_partial=found[1], norms=norms)
     return None
+
+
+def _norms_before(forward: FunctionType, rotary: str) -> tuple[str, str] | None:
+    """Return the children whose results a function rotates and nothing else reads; None if unsure.
+
+    Known is straight code alone, in the body of a forward itself:
+
+        q = self.one(...).transpose(1, 2)
+        k = self.other(...).transpose(1, 2)
+        q, k = rotary(q, k, ...)
+
+    where the transpositions may be missing, and other assignments may stand between, which name
+    neither q, k, the children nor the function, and write nothing in place.
+    """
+    try:
+        (function,) = ast.parse(textwrap.dedent(inspect.getsource(forward.__code__))).body
+    except (OSError, SyntaxError, ValueError):
+        return None
+    assert isinstance(function, ast.FunctionDef)
+    calls = [x for x in function.body if _rotated_names(x, rotary) is not None]
+    if len(calls) != 1 or _num_named(function, rotary) != 1:
+        return None
+    before = function.body[: function.body.index(calls[0])]
+    norms = []
+    for name in _rotated_names(calls[0], rotary) or ():
+        naming = [i for i, x in enumerate(before) if _num_named(x, name)]
+        child = _normed_by(before[naming[-1]], name) if naming else None
+        if child is None or _num_named(function, child) != 1:
+            return None
+        if any(map(_writes_in_place, before[naming[-1] + 1 :])):
+            return None
+        norms.append(child)
+    return (norms[0], norms[1]) if norms[0] != norms[1] else None
+
+
+def _writes_in_place(statement: ast.stmt) -> bool:
+    """Return whether a statement may change a tensor: it is no assignment to names, or calls x_."""
+    if not isinstance(statement, ast.Assign):
+        return True
+    targets = [x for target in statement.targets for x in ast.walk(target)]
+    attributes = [x.attr for x in ast.walk(statement) if isinstance(x, ast.Attribute)]
+    return any(isinstance(x, (ast.Subscript, ast.Attribute)) for x in targets) or any(
+        name.endswith("_") for name in attributes
+    )
+
+
+def _rotated_names(statement: ast.stmt, rotary: str) -> tuple[str, str] | None:
+    """Return q and k of `q, k = rotary(q, k, ...)`."""
+    match statement:
+        case ast.Assign(
+            targets=[ast.Tuple(elts=[ast.Name(id=to_q), ast.Name(id=to_k)])],
+            value=ast.Call(
+                func=ast.Name(id=function), args=[ast.Name(id=q), ast.Name(id=k), *others]
+            ),
+        ) if (to_q, to_k, function) == (q, k, rotary) and q != k:
+            named = {x.id for one in others for x in ast.walk(one) if isinstance(x, ast.Name)}
+            return None if {q, k} & named else (q, k)
+    return None
+
+
+def _normed_by(statement: ast.stmt, name: str) -> str | None:
+    """Return the child of `name = self.child(...)`, or of that transposed from tokens to heads."""
+    match statement:
+        case ast.Assign(targets=[ast.Name(id=target)], value=ast.Call() as value) if target == name:
+            match value:
+                case ast.Call(
+                    func=ast.Attribute(attr="transpose", value=ast.Call() as normed),
+                    args=[ast.Constant(value=1), ast.Constant(value=2)],
+                    keywords=[],
+                ):
+                    value = normed
+            match value:
+                case ast.Call(
+                    func=ast.Attribute(attr=child, value=ast.Name(id="self")),
+                    args=[_],
+                    keywords=[],
+                ):
+                    return child
+    return None
+
+
+def _num_named(code: ast.AST, name: str) -> int:
+    """Return how often code names a variable or an attribute."""
+    return sum(name in (getattr(x, "id", None), getattr(x, "attr", None)) for x in ast.walk(code))
 
 
 @cache

@@ -90,6 +90,56 @@ def _rotated(
     return torch.cat((turned * cos + other, rest), dim=-1)
 
 
+def norm_rotate(  # noqa: PLR0913  # as torch's operators take them
+    q_BHTD: torch.Tensor,
+    k_BHTD: torch.Tensor,
+    q_weight_D: torch.Tensor,
+    k_weight_D: torch.Tensor,
+    cos_BTD: torch.Tensor,
+    sin_BTD: torch.Tensor,
+    eps: float,
+    offset: float,
+    is_cast_first: bool,  # noqa: FBT001  # torch passes an operator's arguments by position
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return what `rotate` makes of queries and keys that `norm` normed, and each head's factor.
+
+    Factors are (B, T, H): heads lie by tokens.
+    """
+    pairs = ((q_BHTD, q_weight_D), (k_BHTD, k_weight_D))
+    (q, q_inverse), (k, k_inverse) = (
+        norm(x.transpose(1, 2), weight_D, eps, offset, is_cast_first) for x, weight_D in pairs
+    )
+    normed = [torch.empty_like(x).copy_(y.transpose(1, 2)) for x, y in ((q_BHTD, q), (k_BHTD, k))]
+    return *rotate(normed[0], normed[1], cos_BTD, sin_BTD, False), q_inverse, k_inverse  # noqa: FBT003
+
+
+def norm_rotate_backward(  # noqa: PLR0913  # as torch's operators take them
+    of_q_BHTD: torch.Tensor,
+    of_k_BHTD: torch.Tensor,
+    q_BHTD: torch.Tensor,
+    k_BHTD: torch.Tensor,
+    q_weight_D: torch.Tensor,
+    k_weight_D: torch.Tensor,
+    cos_BTD: torch.Tensor,
+    sin_BTD: torch.Tensor,
+    q_inverse_BTH: torch.Tensor,
+    k_inverse_BTH: torch.Tensor,
+    offset: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradients by queries and keys before they were normed."""
+    turned_q, turned_k = rotate(of_q_BHTD, of_k_BHTD, cos_BTD, sin_BTD, True)  # noqa: FBT003
+    back = []
+    for turned, x, weight_D, inverse_BTH in (
+        (turned_q, q_BHTD, q_weight_D, q_inverse_BTH),
+        (turned_k, k_BHTD, k_weight_D, k_inverse_BTH),
+    ):
+        of_x = norm_backward(
+            turned.transpose(1, 2), x.transpose(1, 2), weight_D, inverse_BTH, offset
+        )
+        back.append(torch.empty_like(x).copy_(of_x.transpose(1, 2)))
+    return back[0], back[1]
+
+
 def gated(gate: torch.Tensor, up: torch.Tensor, curve: Curve) -> torch.Tensor:
     """Return the activation of a gate, times up; both (..., N)."""
     return (_curve(_wide(gate), curve) * _wide(up)).to(gate.dtype).contiguous()

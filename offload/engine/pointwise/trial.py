@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from offload.engine.pointwise import ops
-from offload.engine.pointwise.layers import NAMES, FusedLayers, Part
+from offload.engine.pointwise.layers import NAMES, FusedLayers, FusedModule
 from offload.engine.pointwise.recognise import GatedMlp, Norm, Rotary, drawn_mlp, is_close, twin_of
 from offload.engine.streams import release_cached, seconds_of
 from offload.plan.facts.fused import FusedPart
@@ -64,11 +64,11 @@ def try_fused(
     dtype = next(p.dtype for layer in layers for p in layer.parameters())
     trials = [
         _attempted(
-            f"{type(part).__name__} of {type(module).__name__}",
-            NAMES[type(part)],
-            partial(_tried, module, part, dtype, device),
+            f"{type(one.part).__name__} of {type(one.module).__name__}",
+            NAMES[type(one.part)],
+            partial(_tried, one, dtype, device),
         )
-        for module, part in _kinds(FusedLayers(layers))
+        for one in _kinds(FusedLayers(layers))
     ]
     loss = partial(_tried_loss, vocab_size, dtype, device)
     trials.append(_attempted("cross-entropy", "loss", loss))
@@ -91,22 +91,24 @@ class _WrongError(Exception):
     """Results that are not those of the model's code."""
 
 
-def _kinds(fused: FusedLayers) -> Iterator[tuple[nn.Module, Part]]:
+def _kinds(fused: FusedLayers) -> Iterator[FusedModule]:
     seen = set()
-    for module, part in fused.parts():
-        shapes = tuple(tuple(p.shape) for p in module._parameters.values() if p is not None)
-        if (type(module), part, shapes) not in seen:
-            seen.add((type(module), part, shapes))
-            yield module, part
+    for one in fused.parts():
+        parameters = one.module._parameters.values()
+        shapes = tuple(tuple(p.shape) for p in parameters if p is not None)
+        kind = (type(one.module), one.part, one.normed and one.normed.form, shapes)
+        if kind not in seen:
+            seen.add(kind)
+            yield one
 
 
-def _tried(module: nn.Module, part: Part, dtype: torch.dtype, device: torch.device) -> Timed:
-    plain, fused, inputs = _both(module, part, dtype, device)
+def _tried(one: FusedModule, dtype: torch.dtype, device: torch.device) -> Timed:
+    plain, fused, inputs = _both(one, dtype, device)
     forked = [device] if device.type == "cuda" else []
     with torch.enable_grad(), torch.random.fork_rng(devices=forked):
         torch.manual_seed(0)
         leaves = [torch.randn(x.shape, device=device, dtype=dtype) for x in inputs]
-        leaves = [leaf.transpose(1, 2) if isinstance(part, Rotary) else leaf for leaf in leaves]
+        leaves = [leaf.transpose(1, 2) if isinstance(one.part, Rotary) else leaf for leaf in leaves]
         leaves = [leaf.requires_grad_() for leaf in leaves]
         expected = plain(*leaves)
         gradients = [torch.randn_like(y) for y in expected]
@@ -170,16 +172,21 @@ def _compared(
     return statistics.median(times_s[False]), statistics.median(times_s[True])
 
 
+def _frozen_twin(norm: nn.Module, dtype: torch.dtype, device: torch.device) -> Any:
+    """Return a norm of the same code with weights of its own."""
+    ((name, like),) = norm._parameters.items()
+    weight = 1 + 0.1 * torch.randn(cast("torch.Tensor", like).shape, device=device)
+    return twin_of(norm, _parameters={name: nn.Parameter(weight.to(dtype), requires_grad=False)})
+
+
 def _both(
-    module: nn.Module, part: Part, dtype: torch.dtype, device: torch.device
+    one: FusedModule, dtype: torch.dtype, device: torch.device
 ) -> tuple[Compute, Compute, list[torch.Tensor]]:
     """Return the model's own code, the operator, and empty tensors shaped as what both read."""
-    meta = torch.device("meta")
+    meta, module, part, normed = torch.device("meta"), one.module, one.part, one.normed
     if isinstance(part, Norm):
-        ((name, like),) = module._parameters.items()
-        weight = 1 + 0.1 * torch.randn(cast("torch.Tensor", like).shape, device=device)
-        frozen = nn.Parameter(weight.to(dtype), requires_grad=False)
-        twin = twin_of(module, _parameters={name: frozen})
+        twin = _frozen_twin(module, dtype, device)
+        (frozen,) = twin._parameters.values()
         x = torch.empty(1, NUM_TOKENS, len(frozen), device=meta)
         return (
             lambda x: (type(module).forward(twin, x),),
@@ -201,7 +208,29 @@ def _both(
         own: Any = cast("FunctionType", type(module).forward).__globals__[part.name]
         heads = (NUM_HEADS, NUM_KEY_HEADS)
         inputs = [torch.empty(1, NUM_TOKENS, n, width, device=meta) for n in heads]
-        return lambda q, k: own(q, k, cos, sin), lambda q, k: ops.rotate(q, k, cos, sin), inputs
+        if normed is None:
+            return lambda q, k: own(q, k, cos, sin), lambda q, k: ops.rotate(q, k, cos, sin), inputs
+        q_norm, k_norm = (_frozen_twin(norm, dtype, device) for norm in normed.modules)
+        form = normed.form
+
+        def plain_rotation(q: torch.Tensor, k: torch.Tensor) -> Sequence[torch.Tensor]:
+            rotated: Sequence[torch.Tensor] = own(q_norm(q), k_norm(k), cos, sin)
+            return rotated
+
+        def fused_rotation(q: torch.Tensor, k: torch.Tensor) -> Sequence[torch.Tensor]:
+            (q_weight_D,), (k_weight_D,) = q_norm.parameters(), k_norm.parameters()
+            return ops.norm_rotate(
+                q,
+                k,
+                cos,
+                sin,
+                weights_D=(q_weight_D, k_weight_D),
+                eps=form.eps,
+                offset=form.offset,
+                is_cast_first=form.is_cast_first,
+            )
+
+        return plain_rotation, fused_rotation, inputs
     assert isinstance(part, GatedMlp)
     width = cast("Any", module._modules[part.gate]).out_features
     (up,) = set(part.first) - {part.gate}

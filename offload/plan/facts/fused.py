@@ -24,6 +24,8 @@ ROTATES_HALVES = frozenset(
         *("glm4_moe", "olmo", "olmo2", "olmo3"),
     )
 )
+# Of these, whose attention rotates what it normed head by head, and nothing else reads that.
+NORMS_HEADS = frozenset(("qwen3", "qwen3_moe", "gemma3_text"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,11 +35,13 @@ class FusedParts:
     Attributes:
         norms: Norms.
         has_rotary: Whether queries and keys are rotated in one.
+        head_norms: Those of the norms, of queries and keys, that the rotation computes.
         downs: The last linears of MLPs whose gated activation is one.
     """
 
     norms: tuple[Norm, ...] = ()
     has_rotary: bool = False
+    head_norms: tuple[Norm, ...] = ()
     downs: tuple[Linear, ...] = ()
 
     def without(self, plain: frozenset[FusedPart]) -> "FusedParts":
@@ -45,6 +49,7 @@ class FusedParts:
         return FusedParts(
             norms=() if "norms" in plain else self.norms,
             has_rotary=self.has_rotary and "rotary" not in plain,
+            head_norms=() if plain & {"norms", "rotary"} else self.head_norms,
             downs=() if "gates" in plain else self.downs,
         )
 
@@ -59,10 +64,12 @@ def fused_parts(facts: ModelFacts, layer: LayerFacts, spec: AdapterSpec) -> Fuse
     norms = layer.norms
     if isinstance(layer.attention, DeltaAttention):  # its norm is multiplied by a gate
         norms = norms[:-1]
+    fused = tuple(norm for norm in norms if _is_frozen(spec) and _is_rms(norm))
     return FusedParts(
-        norms=tuple(norm for norm in norms if _is_frozen(spec) and _is_rms(norm)),
+        norms=fused,
         has_rotary=isinstance(layer.attention, SoftmaxAttention)
         and facts.model_type in ROTATES_HALVES,
+        head_norms=fused[-2:] if facts.model_type in NORMS_HEADS else (),
         downs=tuple(linear for linear in layer.linears if _is_gated_mlp(layer, linear, spec)),
     )
 

@@ -53,10 +53,11 @@ RESIDUALS = PassCounts(forward=6, backward=6, forward_ops=2, backward_ops=2)
 FUSED_QKV = PassCounts(forward=0, backward=10, forward_ops=0, backward_ops=5)
 FUSED_GATE = PassCounts(forward=0, backward=2, forward_ops=0, backward_ops=1)
 
-# The same as one operator: a norm's backward reads a gradient and the norm's input; a gate's reads
-# a gradient, gate and up, and writes the gradients of both.
+# The same as one operator: the backward of a norm, with a rotation or not, reads a gradient and the
+# norm's input; a gate's reads a gradient, gate and up, and writes the gradients of both.
 FUSED_NORM = PassCounts(forward=2, backward=3, forward_ops=1, backward_ops=1)
 FUSED_ROTARY = PassCounts(forward=2, backward=2, forward_ops=1, backward_ops=1)
+FUSED_NORMS_AND_ROTARY = PassCounts(forward=2, backward=3, forward_ops=1, backward_ops=1)
 FUSED_GATED = PassCounts(forward=3, backward=5, forward_ops=1, backward_ops=1)
 
 
@@ -98,9 +99,11 @@ def pointwise_work(at: Pricer, layer: LayerFacts) -> PointwiseWork:
 def _fused(at: Pricer, layer: LayerFacts, fused: FusedParts) -> Iterator[Part]:
     """Yield what is one operator each."""
     b, kind = at.workload.dtype_bytes, layer.attention
-    yield sum(norm.num_features for norm in fused.norms) * b, len(fused.norms), FUSED_NORM
+    alone = [norm for norm in fused.norms if norm not in fused.head_norms]
+    yield sum(norm.num_features for norm in alone) * b, len(alone), FUSED_NORM
     if fused.has_rotary and isinstance(kind, SoftmaxAttention):
-        yield kind.num_rotated_heads * kind.qk_dim * b, 1, FUSED_ROTARY
+        counts = FUSED_NORMS_AND_ROTARY if fused.head_norms else FUSED_ROTARY
+        yield kind.num_rotated_heads * kind.qk_dim * b, 1, counts
     for down in fused.downs:
         yield down.d_in * b, 1, FUSED_GATED
 

@@ -119,6 +119,36 @@ def test_reorder_a_rotation_is_as_exact_as_plain_code(
     assert [x.stride() for x in found[:2]] == [torch.empty_like(x).stride() for x in (q, k)]
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("ours", FORMS, ids=["kernel", "reference"])
+@pytest.mark.parametrize("dtype", MOST_DTYPES, ids=str)
+@pytest.mark.parametrize("is_cast_first", [True, False], ids=["cast first", "cast last"])
+@pytest.mark.parametrize(("rotated", "num_b"), diagonal([24, 8], [1, 2]))
+def test_norms_with_a_rotation_have_the_bits_of_one_after_the_other(
+    num_b: int, rotated: int, is_cast_first: bool, dtype: torch.dtype, ours: Any
+) -> None:
+    """So they are as exact; also where heads lie by tokens, in a wider tensor, or not."""
+    torch.manual_seed(0)
+    q, k = (torch.randn(2, 7, 3 * heads, 24)[:, :, :heads].transpose(1, 2) for heads in (5, 2))
+    q, k = q.to(dtype), k.to(dtype).contiguous()
+    weights = [(1 + 0.3 * torch.randn(24)).to(dtype) for _ in "qk"]
+    cos, sin = torch.randn(num_b, 7, rotated).to(dtype), torch.randn(num_b, 7, rotated).to(dtype)
+    of_k = torch.randn(2, 7, 2, 24).to(dtype).transpose(1, 2)
+    gradients = (torch.randn(2, 5, 7, 24).to(dtype), of_k)
+    form = (1e-6, 1.0, is_cast_first)
+    found = ours.norm_rotate(q, k, *weights, cos, sin, *form)
+    normed = [ours.norm(x, w, *form) for x, w in zip((q, k), weights, strict=True)]
+    wanted = ours.rotate(normed[0][0], normed[1][0], cos, sin, False)
+    inverses = [inverse.transpose(1, 2) for _, inverse in normed]
+    assert all(map(torch.equal, found, (*wanted, *inverses)))
+    assert [x.stride() for x in found[:2]] == [torch.empty_like(x).stride() for x in (q, k)]
+    back = ours.norm_rotate_backward(*gradients, q, k, *weights, cos, sin, *found[2:], 1.0)
+    turned = ours.rotate(*gradients, cos, sin, True)
+    for of_x, g, x, w, (_, inverse) in zip(back, turned, (q, k), weights, normed, strict=True):
+        assert torch.equal(of_x, ours.norm_backward(g, x, w, inverse, 1.0))
+        assert of_x.stride() == torch.empty_like(x).stride()
+
+
 def plain_gate(curve: Curve) -> Callable[..., torch.Tensor]:
     if curve == "silu":
         return lambda gate, up: F.silu(gate) * up

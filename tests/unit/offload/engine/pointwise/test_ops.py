@@ -21,6 +21,21 @@ def rotate(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return ops.rotate(heads, heads, angles, angles)
 
 
+def norm_rotate(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    heads = x.view(2, 3, 4, 8).transpose(1, 2)
+    angles = torch.ones(1, 3, 8, dtype=x.dtype)
+    return ops.norm_rotate(
+        heads,
+        heads,
+        angles,
+        angles,
+        weights_D=(torch.ones(8, dtype=x.dtype), torch.ones(8, dtype=x.dtype)),
+        eps=1e-6,
+        offset=0.0,
+        is_cast_first=True,
+    )
+
+
 def gated(x: torch.Tensor) -> torch.Tensor:
     gate, up = x.chunk(2, -1)
     return ops.gated(gate, up, "silu")
@@ -35,7 +50,12 @@ def test_a_cross_entropy_passes_torchs_own_checks() -> None:
         )
 
 
-FUNCTIONS: dict[str, Any] = {"norm": norm, "rotate": rotate, "gated": gated}
+FUNCTIONS: dict[str, Any] = {
+    "norm": norm,
+    "rotate": rotate,
+    "norm_rotate": norm_rotate,
+    "gated": gated,
+}
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -47,6 +67,12 @@ def test_an_operator_passes_torchs_own_checks(name: str) -> None:
             *(x.view(2, 3, 4, 8).transpose(1, 2),) * 2,
             *(torch.randn(2, 3, 8),) * 2,
             False,
+        ),
+        "norm_rotate": (
+            *(x.view(2, 3, 4, 8).transpose(1, 2),) * 2,
+            *(torch.randn(8),) * 2,
+            *(torch.randn(2, 3, 8),) * 2,
+            *(1e-6, 0.0, True),
         ),
         "gated": (x, x.clone(), "gelu"),
     }
@@ -89,9 +115,11 @@ def test_each_is_one_operation_forward_and_backward(name: str) -> None:
     back = name if name == "rotate" else f"{name}_backward"
     assert backward.num_ops[back] == 1
     rows = 2 * 3
+    small = 2 * 3 * 8 * 2 + 2 * 8 * 2 + 2 * rows * 4 * 4  # angles, weights, a factor per head
     expected = {
         "norm": (2 * x.nbytes + 32 * 2 + rows * 4, 3 * x.nbytes + 32 * 2 + rows * 4),
         "rotate": (4 * x.nbytes + 2 * 3 * 8 * 2, 4 * x.nbytes + 2 * 3 * 8 * 2),
+        "norm_rotate": (4 * x.nbytes + small, 6 * x.nbytes + small),
         "gated": (3 * x.nbytes // 2, 5 * x.nbytes // 2),
     }
     assert (forward.num_bytes[name], backward.num_bytes[back]) == expected[name]
@@ -120,4 +148,5 @@ def test_a_graph_keeps_what_it_says_and_nothing_is_written_over(name: str) -> No
     own = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in saved}
     own.pop(x.untyped_storage().data_ptr(), None)
     tables = {"norm": 32 * 2 + 2 * 3 * 4, "rotate": 2 * 3 * 8 * 2 // 2, "gated": 0}
+    tables["norm_rotate"] = tables["rotate"] + 2 * 8 * 2 + 2 * 2 * 3 * 4 * 4
     assert sum(own.values()) == tables[name]

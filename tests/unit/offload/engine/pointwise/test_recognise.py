@@ -1,5 +1,6 @@
 """Modules are known by what they compute: those that differ a little keep their own code."""
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from offload.engine.pointwise.recognise import (
     find_norm,
     find_rotary,
 )
+from tests.counted import Counted
 
 D = 16
 
@@ -167,6 +169,129 @@ def test_a_rotation_is_known_by_what_it_computes() -> None:
     assert (torch.bfloat16, torch.bfloat16) in found.dtypes
     assert (torch.bfloat16, torch.float32) not in found.dtypes  # the result would be in float32
     assert find_rotary(Pairs()) is find_rotary(Queries()) is find_rotary(nn.Linear(D, D)) is None
+
+
+class Normed(nn.Module):
+    """Attention that norms queries and keys head by head, up to where it has rotated them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(D, 3 * D, bias=False), nn.Linear(D, D, bias=False)
+        self.one, self.other = PlainNorm(), PlainNorm()
+        for norm in (self.one, self.other):
+            norm.weight.data = 1 + 0.3 * torch.randn(D)
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        q = self.one(self.a(x).unflatten(-1, (-1, D))).transpose(1, 2)
+        k = self.b(x).unflatten(-1, (-1, D)).transpose(1, 2)
+        k = self.other(k)
+        v = self.b(x)
+        q, k = half_rotated(q, k, cos, sin)
+        return q, k, v
+
+
+class ReadBetween(Normed):
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        q, k = self.one(x), self.other(x)
+        q = self.one(x).transpose(1, 2)
+        k = self.other(x).transpose(1, 2)
+        v = q.sum()
+        q, k = half_rotated(q, k, cos, sin)
+        return q, k, v
+
+
+class Sometimes(Normed):
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        q, k = x.transpose(1, 2), x.transpose(1, 2)
+        if self.training:
+            q = self.one(q)
+        k = self.other(k)
+        q, k = half_rotated(q, k, cos, sin)
+        return q, k
+
+
+class OneNorm(Normed):
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        q = self.one(x).transpose(1, 2)
+        k = self.one(x).transpose(1, 2)
+        q, k = half_rotated(q, k, cos, sin)
+        return q, k
+
+
+class Mixed(Normed):
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        q = self.one(x).transpose(2, 3)
+        k = self.other(x).transpose(2, 3)
+        q, k = half_rotated(q, k, cos, sin)
+        return q, k
+
+
+class InPlace(Normed):
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        q = self.one(x).transpose(1, 2)
+        k = self.other(x).transpose(1, 2)
+        v = x.mul_(2)
+        q, k = half_rotated(q, k, cos, sin)
+        return q, k, v
+
+
+class Scaled(Normed):
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        q = self.one(x).transpose(1, 2) * 2
+        k = self.other(x).transpose(1, 2)
+        q, k = half_rotated(q, k, cos, sin)
+        return q, k
+
+
+class Renamed(Normed):
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        q = self.one(x).transpose(1, 2)
+        k = self.other(x).transpose(1, 2)
+        turned, k = half_rotated(q, k, cos, sin)
+        return turned, k, q
+
+
+def test_norms_whose_results_are_only_rotated_are_known_by_the_code_between() -> None:
+    found = find_rotary(Normed())
+    assert found is not None
+    assert found.norms == ("one", "other")
+    for kind in (ReadBetween, Sometimes, OneNorm, Mixed, InPlace, Scaled, Renamed):
+        other = find_rotary(kind())
+        assert other is not None, kind
+        assert other.norms is None, kind
+
+
+def test_norms_are_computed_with_the_rotation_unless_something_listens_to_them() -> None:
+    torch.manual_seed(0)
+    attention = Normed()
+    x, cos, sin = torch.randn(2, 5, D), torch.randn(2, 5, D), torch.randn(2, 5, D)
+    fused = FusedLayers([attention])
+    assert fused.counts(0) == {"Norm": 2, "Rotary": 1, "HeadNorms": 2}
+
+    def visited() -> tuple[Any, Counter[str]]:
+        with Counted() as counted, fused.visited(0), torch.no_grad():
+            return attention(x, cos, sin), counted.num_ops
+
+    with torch.no_grad():
+        own = attention(x, cos, sin)
+    joined, ops = visited()
+    assert ops["norm_rotate"] == 1
+    assert not ops["norm"] + ops["rotate"]
+    heard = []
+    hook = attention.other.register_forward_hook(lambda _, __, y: heard.append(y))
+    apart, ops = visited()
+    hook.remove()
+    assert ops["norm"] == 2
+    assert ops["rotate"] == 1
+    assert all(map(torch.equal, joined, apart))
+    torch.testing.assert_close(joined, own)
+    torch.testing.assert_close(heard[0], attention.other(attention.b(x).unsqueeze(1)))
+    attention.one.weight.requires_grad_()  # the norm's own code computes it, with its gradient
+    with fused.visited(0):
+        q, k, _ = attention(x, cos, sin)
+    torch.testing.assert_close((q, k), own[:2])
+    assert torch.autograd.grad(q.sum(), attention.one.weight)[0].norm() > 0
+    assert not any("forward" in vars(module) for module in attention.modules())
 
 
 @pytest.mark.thorough

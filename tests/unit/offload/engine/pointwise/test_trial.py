@@ -50,8 +50,19 @@ def test_norms_of_two_widths_are_tried_apart_and_equal_ones_once() -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", ["norm", "rotate", "gated", "cross_entropy"])
-def test_an_operator_that_is_wrong_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "kind", "model"),
+    [
+        ("norm", "Norm", "qwen3"),
+        ("rotate", "Rotary", "llama"),
+        ("norm_rotate", "Rotary", "qwen3"),
+        ("gated", "GatedMlp", "qwen3"),
+        ("cross_entropy", "cross-entropy", "qwen3"),
+    ],
+)
+def test_an_operator_that_is_wrong_is_found(
+    name: str, kind: str, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     own = getattr(ops, name)
 
     def wrong(*args: Any, **kwargs: Any) -> Any:
@@ -59,9 +70,8 @@ def test_an_operator_that_is_wrong_is_found(name: str, monkeypatch: pytest.Monke
         return tuple(1.05 * x for x in found) if isinstance(found, tuple) else 1.05 * found
 
     monkeypatch.setattr(ops, name, wrong)
-    reasons = {one.name.split()[0]: one.reason for one in try_fused(layers(), VOCABULARY, CPU)}
-    kinds = {"norm": "Norm", "rotate": "Rotary", "gated": "GatedMlp"}
-    kind = kinds.get(name, "cross-entropy")
+    trials = try_fused(layers(model), VOCABULARY, CPU)
+    reasons = {one.name.split()[0]: one.reason for one in trials}
     assert reasons.pop(kind) == "its results are not those of the model's code"
     assert set(reasons.values()) <= {None, "it is slower"}
 

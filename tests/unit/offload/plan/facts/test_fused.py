@@ -69,6 +69,8 @@ def test_facts_say_what_is_proven(name: str) -> None:
     for number, layer in enumerate(facts.layers):
         found, said = layered.fused.counts(number), fused_parts(facts, layer, lora())
         assert len(said.norms) == found["Norm"]
+        assert len(said.head_norms) == found["HeadNorms"]
+        assert all(x.num_weights == config.head_dim for x in said.head_norms)
         assert len(said.downs) == found["GatedMlp"]
         assert said.has_rotary == bool(found["Rotary"]) or (name in LATENT and not said.has_rotary)
 
