@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from offload.plan.time.expert_passes import LARGE_TILE_ROWS, TILE_ROWS, tile_rows
+
 REGISTERS, MAX_REGISTERS = 65536, 255  # of a multiprocessor, and of a thread, from sm_80 to sm_120
 MAX_SHARED_BYTES = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 120: 99 * 1024}
 
@@ -51,11 +53,11 @@ class Blocks:
 
 INTERPRETED = Blocks(m=16, n=64, k=64, num_warps=1, num_stages=1)
 FP32 = Blocks(m=32, n=32, k=16, num_warps=4, num_stages=2)  # larger ones spill on some GPUs
-LOW = Blocks(m=64, n=128, k=64, num_warps=4, num_stages=3)
+LOW = Blocks(m=TILE_ROWS, n=128, k=64, num_warps=4, num_stages=3)
 TILES = {
     (8, 6): replace(LOW, num_warps=8),
     (8, 9): replace(LOW, num_warps=8),
-    (9, 0): replace(LOW, m=128, num_warps=8),
+    (9, 0): replace(LOW, m=LARGE_TILE_ROWS, num_warps=8),
 }
 
 
@@ -71,6 +73,5 @@ def blocks_for(
     if dtype is torch.float32:  # without tensor cores
         return FP32
     tile = TILES.get(capability, LOW)
-    if 4 * rows_per_expert >= 3 * tile.m:
-        return tile
-    return replace(LOW, m=max(16, min(LOW.m, 1 << (rows_per_expert - 1).bit_length())))
+    rows = tile_rows(rows_per_expert, is_large=tile.m == LARGE_TILE_ROWS)
+    return tile if rows == tile.m else replace(LOW, m=rows)

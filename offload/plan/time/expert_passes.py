@@ -86,7 +86,7 @@ class Way:
         factor_fp32_passes: Likewise in fp32: gradients are cast, put in order, and added up.
         num_calls: Functions of our own, forward as well as backward.
         is_fused: Whether its kernels fuse these passes.
-        tile_rows: Rows that its kernels multiply at a time; 0 where no row is empty.
+        is_tiled: Whether its kernels multiply tiles of rows, some of them empty; see `tile_rows`.
     """
 
     forward: RowPasses
@@ -104,14 +104,22 @@ class Way:
     factor_fp32_passes: int
     num_calls: int
     is_fused: bool
-    tile_rows: int = 0
-
-    def padded(self, rows: float, num_experts: float) -> float:
-        """Return routed rows and the empty ones of tiles: on average half a tile of each expert."""
-        return rows + min(num_experts, rows) * self.tile_rows / 2
+    is_tiled: bool = False
 
 
-TILE_ROWS = 128  # of our Triton kernels on cards
+LARGE_TILE_ROWS, TILE_ROWS, LEAST_TILE_ROWS = 128, 64, 16
+"""Rows of a tile of our Triton kernels: on Hopper, on other cards, and the least."""
+
+
+def tile_rows(rows_per_expert: int, *, is_large: bool) -> int:
+    """Return the rows of a tile: fewer where an expert's rows leave more than a quarter empty."""
+    rows = LARGE_TILE_ROWS if is_large else TILE_ROWS
+    if 4 * rows_per_expert >= 3 * rows:
+        return rows
+    least = 1 << max(0, rows_per_expert - 1).bit_length()
+    return max(LEAST_TILE_ROWS, min(TILE_ROWS, least))
+
+
 _ROUTE = 9  # launches that clamp and sort the choices, and find where each expert's rows end
 # A gate, its product with up, and that with the routing weights, which are gathered; backward the
 # gradients of all, those of gate and up side by side.
@@ -247,7 +255,7 @@ def _fused(*, is_cast: bool) -> Way:
         factor_fp32_passes=4,
         num_calls=1,
         is_fused=True,
-        tile_rows=TILE_ROWS,
+        is_tiled=True,
     )
 
 

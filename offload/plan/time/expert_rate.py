@@ -42,8 +42,8 @@ def with_measured_experts(
     for branch in (expert_branch(at, linear) for linear in adapted):
         others += [branch.recompute, branch.backward]
     rows = workload.num_tokens * layer.experts_per_token
-    padded_frac = at.way.padded(rows, layer.num_experts) / rows
-    flops = 2 * padded_frac * sum(at.experts(linear).flops for linear in experts)
+    tiled_frac = at.tiled(rows, layer.num_experts) / rows
+    flops = 2 * tiled_frac * sum(at.experts(linear).flops for linear in experts)
     flops += sum(work.flops for work in others)
     other_s = sum(work.memory_s for work in others)
     products_s = max(seconds - other_s, flops / machine.gemm_flops_per_s.value)

@@ -6,7 +6,7 @@ from offload.plan.facts.facts import ModelFacts
 from offload.plan.facts.linears import FP32_BYTES, Linear
 from offload.plan.facts.workload import Workload
 from offload.plan.machine.machine import EAGER_FRAC, FUSED_FRAC, MEASURED, Machine
-from offload.plan.time.expert_passes import Way, way_of
+from offload.plan.time.expert_passes import Way, tile_rows, way_of
 from offload.plan.time.roofline import gemm
 from offload.plan.time.work import Work
 
@@ -70,17 +70,25 @@ class Pricer:
         rate = at.host_memory_bytes_per_s if is_mapped else at.memory_bytes_per_s
         return Work(memory_s=num_bytes / rate.value, num_ops=num_ops)
 
-    def experts(self, linear: Linear) -> Work:
-        """Grouped product: each expert's matrix is read once, each routed row uses one matrix.
+    def tiled(self, rows: float, num_experts: float) -> float:
+        """Return routed rows and the empty ones of tiles: on average half a tile of each expert.
 
-        Kernels multiply tiles of rows, whatever part of them is empty.
+        torch has one kernel for grouped products on the cards that have the large tiles.
         """
+        if not self.way.is_tiled:
+            return rows
+        per_expert = round(rows / num_experts)
+        height = tile_rows(per_expert, is_large=self.machine.has_grouped_gemm)
+        return rows + min(num_experts, rows) * height / 2
+
+    def experts(self, linear: Linear) -> Work:
+        """Grouped product: each expert's matrix is read once, each routed row uses one matrix."""
         rows = self.workload.num_tokens * linear.active
         flops = 2.0 * rows * linear.d_in * linear.d_out
         num_bytes = linear.num_weights + rows * (linear.d_in + linear.d_out)
         at = self.machine
         compute_s = flops / at.expert_gemm_flops_per_s.value
-        compute_s *= self.way.padded(rows, linear.num_experts) / rows
+        compute_s *= self.tiled(rows, linear.num_experts) / rows
         is_measured = at.expert_gemm_flops_per_s.source == MEASURED
         if at.loops_over_experts and at.device == "cuda" and not is_measured:
             compute_s *= LOOP_SLOWDOWN

@@ -279,17 +279,19 @@ def test_a_loop_over_experts_multiplies_slower_until_it_is_measured() -> None:
 
 
 def test_triton_multiplies_the_empty_rows_of_tiles_too() -> None:
-    """By counts of tiles: an expert with n rows has ceil(n / 128), half a tile more on average."""
+    """By counts of tiles: an expert with n rows has ceil(n / 64), half a tile more on average."""
     layer = next(layer for layer in QWEN_30B.layers if layer.num_experts)
     up = next(linear for linear in layer.linears if linear.group == "experts")
     generator = torch.Generator().manual_seed(0)
-    for tokens in (2048, 8192):
+    for tokens, card, tile in ((2048, "rtx4090", 64), (8192, "rtx4090", 64), (8192, "h100", 128)):
         chosen = torch.rand(tokens, 128, generator=generator).topk(8).indices.flatten()
-        tiles = (torch.bincount(chosen, minlength=128) + 127) // 128
+        tiles = (torch.bincount(chosen, minlength=128) + tile - 1) // tile
         load = workload(seq_len=tokens)
-        at = Pricer(machine=named_machine("rtx4090"), facts=QWEN_30B, workload=load)
+        triton = Implementation(value="triton", source="given")
+        machine = replace(named_machine(card), experts_implementation=triton)
+        at = Pricer(machine=machine, facts=QWEN_30B, workload=load)
         exact_s = at.experts(up).flops / at.machine.expert_gemm_flops_per_s.value
-        padded = 128 * int(tiles.sum()) / (8 * tokens)
+        padded = tile * int(tiles.sum()) / (8 * tokens)
         assert at.experts(up).compute_s == pytest.approx(padded * exact_s, rel=0.04)
 
 
