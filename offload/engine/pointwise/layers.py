@@ -151,9 +151,7 @@ def _parts_of(
         yield FusedModule(module=module, part=part, normed=_normed(module, part, found))
 
 
-def _normed(
-    module: nn.Module, part: Part, found: Mapping[nn.Module, Part]
-) -> HeadNorms | None:
+def _normed(module: nn.Module, part: Part, found: Mapping[nn.Module, Part]) -> HeadNorms | None:
     """Return the norms of what a module rotates, if one operator can compute all of it."""
     if not isinstance(part, Rotary) or part.norms is None:
         return None

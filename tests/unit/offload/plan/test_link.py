@@ -23,7 +23,7 @@ def test_gradients_of_30b_experts_overlap_with_the_backward_at_less_than_half_a_
     made = plan(qwen3_30b(), named_machine("rtx5090"), asked)
     backward_s = made.predict().phases()["backward"]
     even = made.schedule.network_bytes / backward_s
-    assert even * 8 == pytest.approx(0.45e9, rel=0.05)
+    assert even * 8 == pytest.approx(0.48e9, rel=0.05)
 
     def hidden(bytes_per_s: float) -> float:
         costs = replace(made.costs, network_bytes_per_s=bytes_per_s)

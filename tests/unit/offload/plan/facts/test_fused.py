@@ -100,6 +100,11 @@ def test_a_part_that_is_plain_is_so_by_plan_and_in_the_engine(part: FusedPart, k
     facts = model_facts(config.to_dict() | {"model_type": "qwen3"})
     load = replace(workload(), layer_code="fused", plain_parts=frozenset((part,)))
     said = load.kept_fused(facts, facts.layers[0], "cuda")
+    assert (
+        len(said.head_norms)
+        == layered.fused.counts(0)["HeadNorms"]
+        == 2 * (part in ("gates", "loss"))
+    )
     found = {"norms": bool(said.norms), "rotary": said.has_rotary, "gates": bool(said.downs)}
     assert found | {"loss": load.fuses_loss("cuda")} == {
         name: name != part for name in ("norms", "rotary", "gates", "loss")
