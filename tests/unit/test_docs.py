@@ -293,7 +293,7 @@ PRINTED = {
     "docs/guides/library.md": [
         "13 layers loaded for 248 tokens",
         "10 layers loaded for 248 tokens",
-        "2 slots, 47.1 s per step, 10.7 GiB",
+        "2 slots, 46.1 s per step, 10.7 GiB",
         "3 micro-batches per step",
     ],
 }
