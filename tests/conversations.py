@@ -1,6 +1,6 @@
 """Conversations, and their tokens."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +16,6 @@ from finetune.data.rows import (
     Message,
     RowForm,
     bad_rows,
-    columns_named,
     no_rows,
 )
 from finetune.data.sources import Place, Raw, RowError, open_source
@@ -111,10 +110,8 @@ def read_conversations(
     *,
     path: str,
     data_format: str,
-    prompt_column: str | None,
-    completion_column: str | None,
-    messages_column: str | None,
     system: str | None,
+    columns: Mapping[str, str] | None = None,
     ignored: Sequence[str] = (),
     loss_on: LossOn = "assistant",
 ) -> list[Conversation]:
@@ -123,10 +120,8 @@ def read_conversations(
     Args:
         path: What `open_source` takes.
         data_format: One of `FORMATS` but `text`, or `auto` to detect it from the first row.
-        prompt_column: Column of the prompt in the format prompt_completion; None is `prompt`.
-        completion_column: Column of the completion in that format; None is `completion`.
-        messages_column: Column of the turns; None is `messages`, or `conversations` in sharegpt.
         system: System prompt for the rows that have none of their own.
+        columns: As `data.columns`.
         ignored: Columns, and keys of turns, that are left out on purpose.
         loss_on: What is learned; a turn without a loss may have a weight of 0.
 
@@ -137,15 +132,12 @@ def read_conversations(
         DataError: The data is missing or empty, its format cannot be detected, or rows are bad;
             the first bad rows are named, all are counted.
     """
-    columns = columns_named(
-        {}, prompt=prompt_column, completion=completion_column, messages=messages_column
-    )
     source = open_source(path)
     rows = [(source.name(place), raw) for place, raw in source.rows()]
     form = RowForm(
         path=path,
         data_format=data_format,
-        columns=columns,
+        columns=columns or {},
         system=system,
         ignored=tuple(ignored),
         loss_on=loss_on,

@@ -29,7 +29,6 @@ from finetune.data.rows import (
     Compared,
     Conversation,
     RowForm,
-    columns_named,
     require_nothing_for_turns,
 )
 from finetune.data.sources import open_source
@@ -476,17 +475,11 @@ def source_rows(
     Raises:
         DataError: There is no such source.
     """
-    has_own = source.columns is not None
-    columns = columns_named(
-        data.columns if source.columns is None else source.columns,
-        prompt=None if has_own else data.prompt_column,
-        completion=None if has_own else data.completion_column,
-        messages=None if has_own else data.messages_column,
-    )
+    columns = data.columns if source.columns is None else source.columns
     form = RowForm(
         path=source.path,
         data_format=source.format or data.format,
-        columns=columns,
+        columns={str(name): column for name, column in columns.items()},
         system=source.system or data.system,
         ignored=data.ignored_columns,
         loss_on=data.loss_on,

@@ -31,7 +31,7 @@ from finetune.data.turns import (
 )
 from finetune.data.unread import MEANINGS, find_unread, find_unread_in_turns
 from finetune.errors import DataError
-from finetune.recipe.data_section import FORMAT_COLUMNS, ColumnName, DataSection
+from finetune.recipe.data_section import FORMAT_COLUMNS, DataSection
 from finetune.recipe.objective_section import COMPARED, SUPERVISED
 
 if TYPE_CHECKING:
@@ -356,21 +356,6 @@ class RowForm:
         return tuple(messages)
 
 
-def columns_named(
-    columns: "Mapping[ColumnName, str]",
-    *,
-    prompt: str | None,
-    completion: str | None,
-    messages: str | None,
-) -> dict[str, str]:
-    """Return `data.columns` with those that older recipes name one by one."""
-    single = {"prompt": prompt, "completion": completion}
-    named = {name: column for name, column in single.items() if column is not None}
-    if messages is not None:
-        named |= {"messages": messages, "conversations": messages}
-    return named | {str(name): column for name, column in columns.items()}
-
-
 def no_rows(path: str) -> DataError:
     """Return the error for a source without rows."""
     return DataError(
@@ -420,7 +405,7 @@ def bad_rows(
 def _hint_for_columns(row: Mapping[str, object]) -> str:
     """Return what to do with a row of no known format."""
     known = next((key for key in row if key in MEANINGS), None)
-    named = "for other columns set `data.prompt_column: ...` and `data.completion_column: ...`"
+    named = "for other columns set `data.columns: {prompt: ..., completion: ...}`"
     return named if known is None else f"{named}; {known!r}: {MEANINGS[known]}"
 
 

@@ -131,24 +131,6 @@ class DataSection(Section):
         description="Columns under other names: the format's name, and the file's.",
         examples=[{"instruction": "question", "output": "answer"}],
     )
-    prompt_column: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Column that holds the prompt, for `prompt_completion` rows.",
-        examples=["question"],
-    )
-    completion_column: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Column that holds the completion, for `prompt_completion` rows.",
-        examples=["answer"],
-    )
-    messages_column: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Column that holds the turns, for `messages` and `sharegpt` rows.",
-        examples=["messages"],
-    )
     ignored_columns: Names = Field(
         default=(),
         description="Columns, and keys of turns, whose meaning is left out on purpose.",

@@ -52,7 +52,7 @@ RENAMED: Mapping[str, str] = {
     "val_set_size": "data.eval_frac",
     "val_size": "data.eval_frac",
     "test_size": "data.eval_frac",
-    "field_messages": "data.messages_column",
+    "field_messages": "data.columns",
     "max_samples": "data.max_rows",
     "max_train_samples": "data.max_rows",
     "default_system": "data.system",

@@ -214,7 +214,7 @@ def _broken_source_rules(data: DataSection) -> Iterator[Breach]:
 
 
 def _broken_data_rules(data: DataSection) -> Iterator[Breach]:
-    """One held-out part, and columns that the format reads."""
+    """One held-out part."""
     if data.eval_path is not None and data.eval_frac is not None:
         yield Breach(
             field="data.eval_frac",
@@ -232,53 +232,6 @@ def _broken_data_rules(data: DataSection) -> Iterator[Breach]:
             limit="a row that is held out of one source would be trained in the other",
             hint="name it once with the sum of the weights, or hold out a file by `data.eval_path`",
             reads=("data.mix",),
-        )
-    columns = {
-        "prompt_column": ("auto", "prompt_completion"),
-        "completion_column": ("auto", "prompt_completion"),
-        "messages_column": ("auto", "messages", "sharegpt"),
-    }
-    for name, formats in columns.items():
-        value: str | None = getattr(data, name)
-        if value is not None and data.format not in formats:
-            yield Breach(
-                field=f"data.{name}",
-                what=f"data.{name} is {value} and data.format is {data.format}",
-                limit=f"the setting has an effect with {_either(formats)} only",
-                hint=f"`data.format: {formats[-1]}`, or `data.{name}: null`",
-                reads=("data.format",),
-            )
-    for name in columns:
-        ours = "messages" if name == "messages_column" else name.removesuffix("_column")
-        if getattr(data, name) is not None and ours in data.columns:
-            yield Breach(
-                field=f"data.{name}",
-                what=f"data.{name} is {getattr(data, name)} and data.columns names {ours}",
-                limit="a column has one name",
-                hint=f"leave out `data.{name}`",
-                reads=("data.columns",),
-            )
-    if (data.prompt_column is None) != (data.completion_column is None):
-        given, missing = "prompt_column", "completion_column"
-        if data.prompt_column is None:
-            given, missing = missing, given
-        yield Breach(
-            field=f"data.{given}",
-            what=f"data.{given} is {getattr(data, given)} and data.{missing} is not set",
-            limit="a row needs both columns",
-            hint=f"`data.{missing}: {missing.removesuffix('_column')}`",
-            reads=(f"data.{missing}",),
-        )
-    if data.prompt_column is not None and data.messages_column is not None:
-        yield Breach(
-            field="data.messages_column",
-            what=(
-                f"data.messages_column is {data.messages_column}"
-                f" and data.prompt_column is {data.prompt_column}"
-            ),
-            limit="a row is either turns, or a prompt and its completion",
-            hint="`data.messages_column: null`",
-            reads=("data.prompt_column",),
         )
 
 

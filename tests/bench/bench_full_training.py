@@ -91,7 +91,7 @@ def _train(
             "tokenizer": str(folder / "tokenizer"),
         },
         "data": {"path": str(folder / "rows.jsonl"), "num_workers": 0, "loss_on": "all"}
-        | {"prompt_column": "question", "completion_column": "answer"},
+        | {"columns": {"prompt": "question", "completion": "answer"}},
         "train": {
             "what": "all",
             "seq_len": seq_len,

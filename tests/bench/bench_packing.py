@@ -98,7 +98,7 @@ def rows_of(name: str, data: Path | None) -> ExampleSet:
         pairs = [(ids, np.where(np.arange(len(ids)) < len(ids) // 2, -100, ids)) for ids in texts]
     else:
         files = {"alpaca": "alpaca/alpaca_en_demo.json", "gsm8k": "gsm8k/train.jsonl"}
-        columns = {"prompt_column": "question", "completion_column": "answer"}
+        columns = {"columns": {"prompt": "question", "completion": "answer"}}
         section = {"path": str(data / files[name]), **(columns if name == "gsm8k" else {})}
         values = {**_recipe(Path("none")).model_dump(), "data": section}
         with tempfile.TemporaryDirectory() as cache:

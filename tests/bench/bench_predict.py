@@ -127,8 +127,7 @@ def write_run(folder: Path, c: Configuration, *, device: str, num_steps: int) ->
         "data": {
             "path": str(rows),
             "format": "prompt_completion",
-            "prompt_column": "question",
-            "completion_column": "answer",
+            "columns": {"prompt": "question", "completion": "answer"},
             "num_workers": 0,
         },
         "train": {

@@ -143,8 +143,7 @@ def recipe_writer(folder: Path, model_dir: Path, rows_file: Path) -> RecipeWrite
             "data": {
                 "path": str(rows_file),
                 "format": "prompt_completion",
-                "prompt_column": "question",
-                "completion_column": "answer",
+                "columns": {"prompt": "question", "completion": "answer"},
                 "eval_frac": 0.1,
                 "num_workers": 0,
             },

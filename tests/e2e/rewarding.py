@@ -19,7 +19,7 @@ def write(file: Path, rows: list[dict[str, Any]]) -> str:
 def reward_recipe(write_recipe, tmp_path: Path, model: Path, **sections: Any) -> Path:
     rows = write(tmp_path / "pairs.jsonl", PAIRS[:-4])
     held_out = write(tmp_path / "held.jsonl", [row | {"margin": MARGIN} for row in PAIRS[-4:]])
-    data = {"path": rows, "format": "auto", "prompt_column": None, "completion_column": None}
+    data = {"path": rows, "format": "auto", "columns": {}}
     defaults: dict[str, dict[str, Any]] = {
         "model": {"path": str(model)},
         "objective": {"method": "reward", "beta": WEIGHT},

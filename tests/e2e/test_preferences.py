@@ -95,7 +95,7 @@ def recipe_for(write_recipe, tmp_path: Path, name: str, **sections: dict[str, An
     rows, objective = METHODS[name]
     file = tmp_path / f"{name}.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = {"path": str(file), "format": "auto", "prompt_column": None, "completion_column": None}
+    data = {"path": str(file), "format": "auto", "columns": {}}
     if name == "reward":
         data["too_long"] = "drop"
     defaults: dict[str, dict[str, Any]] = {

@@ -281,7 +281,7 @@ def test_a_run_that_trained_the_base_is_refused_and_its_model_is_scored(
     error = " ".join(capsys.readouterr().err.split())
     assert f"{run_dir} trained the model's own weights (train.what: all)" in error
     assert f"`sluice score {run_dir / 'model'} ROWS`" in error
-    columns = ["data.prompt_column=question", "data.completion_column=answer"]
+    columns = ["data.columns={prompt: question, completion: answer}"]
     words = [run_dir / "model", rows_file, "model.dtype=float32", *columns, *machine]
     found, _ = score(capsys, *words)
     base, _ = score(capsys, recipe, rows_file, *machine)

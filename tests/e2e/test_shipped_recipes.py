@@ -66,7 +66,8 @@ def tiny_model(recipe: Recipe, folder: Path) -> list[str]:
 def written_rows(recipe: Recipe, file: Path) -> Path:
     """Write rows of several lengths, with the recipe's columns."""
     data, rows = recipe.data, list[dict[str, Any]]()
-    asked, answered = data.prompt_column or "prompt", data.completion_column or "completion"
+    asked = data.columns.get("prompt", "prompt")
+    answered = data.columns.get("completion", "completion")
     for number in range(200):
         prompt, more = f"what follows {number}", "more " * (number % 7)
         row: dict[str, Any] = {asked: prompt}

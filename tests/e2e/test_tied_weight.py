@@ -105,7 +105,7 @@ def test_a_run_its_evaluation_its_samples_and_its_answers_are_the_same(
 WAYS: dict[str, dict[str, dict[str, Any]]] = {
     "dpo": {
         "objective": {"method": "dpo"},
-        "data": {"format": "auto", "prompt_column": None, "completion_column": None},
+        "data": {"format": "auto", "columns": {}},
         "train": {"steps": 3},
     },
     "packed": {"data": {"packing": "on"}, "train": {"steps": 3}},

@@ -1,6 +1,5 @@
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -60,8 +59,7 @@ def test_two_runs_of_different_length_rank_and_targets_are_each_what_they_are_al
 def test_three_runs_of_different_kinds_are_each_what_they_are_alone(
     write_recipe: RecipeWriter, pairs_file: Path, machine_file: Path, tmp_path: Path
 ) -> None:
-    names: dict[str, Any] = dict.fromkeys(("prompt_column", "completion_column"))
-    pairs = {"path": str(pairs_file), "format": "preference", **names}
+    pairs = {"path": str(pairs_file), "format": "preference", "columns": {}}
     no_experts = {"experts": False}
     runs: list[Sections] = [
         {"adapter": {"dropout": 0.1, "targets": "all-linear", **no_experts}},

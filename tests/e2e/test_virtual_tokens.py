@@ -94,8 +94,7 @@ def text_recipe(write_recipe: Any, tmp_path: Path, base: Path, method: str) -> P
     recipe: Path = write_recipe(
         model={"path": str(base)},
         adapter={**UNUSED, "method": method, "num_virtual_tokens": NUM},
-        data={"path": str(file), "format": "text", "eval_frac": None}
-        | {"prompt_column": None, "completion_column": None},
+        data={"path": str(file), "format": "text", "eval_frac": None} | {"columns": {}},
         train={"steps": NUM_STEPS, "lr": LR, "seed": SEED, "micro_batch_size": NUM_ROWS}
         | {"grad_accum_steps": 1, "seq_len": SEQ_LEN},
         report={"samples": 0},

@@ -24,9 +24,6 @@ def batches() -> list[dict[str, torch.Tensor]]:
     rows = read_conversations(
         path=str(QUICKSTART / "train.jsonl"),
         data_format="messages",
-        prompt_column=None,
-        completion_column=None,
-        messages_column=None,
         system=None,
     )
     size = MICRO_BATCH_SIZE

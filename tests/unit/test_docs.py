@@ -258,9 +258,6 @@ def test_every_row_that_is_shown_is_read(block: Block, tmp_path: Path) -> None:
     rows = read_conversations(
         path=str(file),
         data_format="auto",
-        prompt_column=None,
-        completion_column=None,
-        messages_column=None,
         system=None,
     )
     roles = [message.role for message in rows[0].messages]

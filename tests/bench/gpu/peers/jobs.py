@@ -180,8 +180,7 @@ def _write_recipe(job: Job, folder: Path, model: Path, *, device: str) -> Path:
         "data": {
             "path": str(rows),
             "format": "prompt_completion",
-            "prompt_column": "question",
-            "completion_column": "answer",
+            "columns": {"prompt": "question", "completion": "answer"},
             "loss_on": "all",
             "num_workers": 0,
         },

@@ -1,7 +1,7 @@
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,7 @@ def read(
     path: Path | str,
     data_format: str = "auto",
     *,
-    prompt_column: str | None = None,
-    completion_column: str | None = None,
-    messages_column: str | None = None,
+    columns: Mapping[str, str] | None = None,
     system: str | None = None,
     ignored: Sequence[str] = (),
     loss_on: LossOn = "assistant",
@@ -28,9 +26,7 @@ def read(
     return read_conversations(
         path=str(path),
         data_format=data_format,
-        prompt_column=prompt_column,
-        completion_column=completion_column,
-        messages_column=messages_column,
+        columns=columns or {},
         system=system,
         ignored=ignored,
         loss_on=loss_on,
@@ -135,7 +131,7 @@ def test_an_alpaca_input_follows_the_instruction_after_a_blank_line(tmp_path: Pa
 
 def test_named_columns_are_used(tmp_path: Path) -> None:
     file = write_jsonl(tmp_path / "rows.jsonl", [{"question": "1+1?", "answer": "2"}])
-    (conversation,) = read(file, prompt_column="question", completion_column="answer")
+    (conversation,) = read(file, columns={"prompt": "question", "completion": "answer"})
     assert turns(conversation) == QA
 
 
@@ -145,7 +141,7 @@ def test_a_named_messages_column_tells_the_two_chats_apart_by_their_turns(
 ) -> None:
     (chat,) = GOOD_ROWS[data_format].values()
     file = write_jsonl(tmp_path / "rows.jsonl", [{"chat": chat}])
-    (conversation,) = read(file, messages_column="chat")
+    (conversation,) = read(file, columns={"messages": "chat", "conversations": "chat"})
     assert turns(conversation) == QA
 
 
@@ -241,7 +237,7 @@ def test_an_unknown_row_names_the_keys_seen_and_the_formats(tmp_path: Path) -> N
     with pytest.raises(
         DataError,
         match=r":1 has the keys question, answer, which fit no format;(.|\n)*alpaca \(instruction,"
-        r" output\)(.|\n)*hint: .*data.prompt_column",
+        r" output\)(.|\n)*hint: .*data.columns",
     ):
         read(file)
 
@@ -370,7 +366,7 @@ def test_config_and_split_of_a_hub_data_set_stand_behind_its_name(
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     for path in ("openai/gsm8k", "openai/gsm8k#main", "openai/gsm8k#main:test"):
-        rows = read(path, prompt_column="question", completion_column="answer")
+        rows = read(path, columns={"prompt": "question", "completion": "answer"})
         assert [row.source for row in rows] == [f"{path}[0]"]
     assert asked == [
         ("openai/gsm8k", None, "train", None),
@@ -528,7 +524,7 @@ def test_a_question_of_no_weight_is_refused_where_the_loss_is_on_all(tmp_path: P
 
 def test_a_column_that_is_named_as_an_answer_is_read(tmp_path: Path) -> None:
     file = write_jsonl(tmp_path / "rows.jsonl", [{"system": "1+1?", "chosen": "2"}])
-    (row,) = read(file, prompt_column="system", completion_column="chosen")
+    (row,) = read(file, columns={"prompt": "system", "completion": "chosen"})
     assert (turns(row), row.unused) == (QA, ())
 
 

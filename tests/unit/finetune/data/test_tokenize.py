@@ -260,9 +260,6 @@ def test_rows_of_files_learn_their_answers_from_the_prompt_to_generate_from(
     rows = read_conversations(
         path=str(file),
         data_format="auto",
-        prompt_column=None,
-        completion_column=None,
-        messages_column=None,
         system=None,
     )
     assert len(rows) >= 12

@@ -449,10 +449,6 @@ def test_a_path_on_the_command_line_replaces_the_mix_of_a_file(folder: Path) -> 
         ),
         ("  format: text\n  loss_on: last\n", "data.loss_on is last and data.format is text"),
         ("  format: text\n  too_long: drop\n", "data.too_long is drop and data.format is text"),
-        (
-            "  prompt_column: q\n  completion_column: a\n  columns: {prompt: x}\n",
-            "data.prompt_column is q and data.columns names prompt",
-        ),
     ],
 )
 def test_data_settings_that_contradict_are_refused(folder: Path, lines: str, what: str) -> None:
