@@ -394,6 +394,7 @@ def _request(
         and not recipe.train.compile
         and has_backward,
         has_sent_graphs=recipe.offload.sent_graphs == "auto"
+        and recipe.train.gradient_checkpointing is not True
         and not recipe.train.compile
         and has_backward,
         objective=_objective_cost(recipe.objective),
@@ -465,6 +466,8 @@ def _num_slots(recipe: Recipe, facts: ModelFacts) -> int | None:
 
 def _num_kept_graphs(recipe: Recipe, facts: ModelFacts) -> int | None:
     wanted: int | Literal["auto", "all"] = recipe.offload.kept_graphs
+    if recipe.train.gradient_checkpointing != "auto":
+        return 0 if recipe.train.gradient_checkpointing else facts.num_layers
     if wanted == "auto":
         return None
     if wanted == "all":

@@ -326,6 +326,13 @@ def broken_head_alone_rules(recipe: Settings) -> Iterator[Breach]:
             "null",
         ),
         (
+            "train.gradient_checkpointing",
+            recipe.train.gradient_checkpointing,
+            recipe.train.gradient_checkpointing == "auto",
+            "no step goes back through the layers",
+            "auto",
+        ),
+        (
             "offload.kept_graphs",
             recipe.offload.kept_graphs,
             recipe.offload.kept_graphs in ("auto", 0),

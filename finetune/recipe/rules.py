@@ -77,6 +77,16 @@ def broken_rules(recipe: Settings) -> Iterator[Breach]:
             hint="leave `output.card_system` out",
             reads=("data.system", "data.mix"),
         )
+    checkpointing, kept = recipe.train.gradient_checkpointing, recipe.offload.kept_graphs
+    if checkpointing != "auto" and kept != "auto":
+        yield Breach(
+            field="offload.kept_graphs",
+            what=f"offload.kept_graphs is {kept} and train.gradient_checkpointing is"
+            f" {str(checkpointing).lower()}",
+            limit="one of them says which layers keep their graph",
+            hint="`offload.kept_graphs: auto`, or `train.gradient_checkpointing: auto`",
+            reads=("train.gradient_checkpointing",),
+        )
     if recipe.train.compile and isinstance(recipe.offload.mlp_chunk, int):
         yield Breach(
             field="offload.mlp_chunk",
@@ -236,7 +246,7 @@ def _broken_data_rules(data: DataSection) -> Iterator[Breach]:
 
 
 def _broken_train_rules(train: TrainSection) -> Iterator[Breach]:
-    """One size of the step, one length of the run, and the checkpointing that visits imply."""
+    """One size of the step, and one length of the run."""
     if (train.grad_accum_steps is None) == (train.tokens_per_step is None):
         yield _not_exactly_one(
             ("train.grad_accum_steps", train.grad_accum_steps, 8),
@@ -256,16 +266,6 @@ def _broken_train_rules(train: TrainSection) -> Iterator[Breach]:
         )
     if (train.steps is None) == (train.epochs is None):
         yield _not_exactly_one(("train.steps", train.steps, 500), ("train.epochs", train.epochs, 1))
-    if not train.gradient_checkpointing:
-        yield Breach(
-            field="train.gradient_checkpointing",
-            what="train.gradient_checkpointing is false",
-            limit=(
-                "it can only be true: weights leave their slot after a layer's forward visit, so"
-                " its backward visit always recomputes the layer from its kept input"
-            ),
-            hint="`train.gradient_checkpointing: true`, or leave the line out",
-        )
 
 
 def _broken_schedule_rules(train: TrainSection) -> Iterator[Breach]:

@@ -399,9 +399,10 @@ class TrainSection(Section):
         default=False,
         description="Let torch compile each kind of layer, in a minute or so at the start.",
     )
-    gradient_checkpointing: bool = Field(
-        default=True,
-        description="Only true: a visit recomputes its layer, so the visit is the checkpoint.",
+    gradient_checkpointing: Literal["auto"] | bool = Field(
+        default="auto",
+        description="Whether the backward computes each layer again (`true`) or none (`false`);"
+        " `auto` decides layer by layer, see `offload.kept_graphs`.",
     )
 
     @property

@@ -58,6 +58,13 @@ def _training(recipe: Settings) -> Iterator[Allowed]:
         "lora",
     )
     yield (
+        "train.gradient_checkpointing",
+        train.gradient_checkpointing,
+        train.gradient_checkpointing is not False,
+        "each layer is checkpointed: its backward gathers it again, and computes it again",
+        "true",
+    )
+    yield (
         "adapter.dora",
         adapter.dora,
         not adapter.dora,

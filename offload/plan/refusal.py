@@ -151,8 +151,8 @@ def _nearest_fit(needs: MemoryNeeds) -> str:
         freely = replace(needs, request=replace(asked, num_kept_graphs=None))
         if not freely.shortages(freely.fewest._replace(num_kept_graphs=0)):
             most = freely.with_graphs(freely.fewest.num_slots)
-            return f"`offload.kept_graphs: {most.num_kept_graphs}`"
-        asked, fewer = replace(asked, num_kept_graphs=0), "`offload.kept_graphs: 0`"
+            return _graphs(needs, most.num_kept_graphs)
+        asked, fewer = replace(asked, num_kept_graphs=0), _graphs(needs, 0)
     for words, request in _changes(asked, moved=_moved(needs, asked)):
         open_request = replace(request, num_slots=None)
         num_slots = MemoryNeeds.of(needs.facts, needs.machine, open_request).most_slots
@@ -295,6 +295,13 @@ def _either_stash(words: str, request: PlanRequest) -> Iterator[tuple[str, PlanR
     other = replace(request, is_stashed=not request.is_stashed, order=Order.LAYER_MAJOR)
     stash = f"`offload.stash: {'host' if other.is_stashed else 'device'}`"
     yield _joined(words, stash), other
+
+
+def _graphs(needs: MemoryNeeds, number: int) -> str:
+    """Return the setting of so many kept graphs, in place of `train.gradient_checkpointing`."""
+    is_all = needs.request.num_kept_graphs == needs.facts.num_layers
+    words = f"`offload.kept_graphs: {number}`"
+    return _joined(words, "`train.gradient_checkpointing: auto`" if is_all else "")
 
 
 def _joined(*words: str) -> str:

@@ -149,6 +149,8 @@ def test_streamed_and_resident_runs_are_equal_to_the_bit(
     streamed = ["offload.num_slots=2", "offload.kept_graphs=1"]
     ways = {way: [*streamed, f"offload.{way}"] for way in ("tier=ram", "tier=disk", "stash=host")}
     ways["resident"] = ["offload.num_slots=all", "offload.kept_graphs=all"]
+    ways["no checkpointing"] = ["train.gradient_checkpointing=false", "offload.num_slots=2"]
+    ways["checkpointing"] = ["train.gradient_checkpointing=true", "offload.num_slots=2"]
     for way, settings in ways.items():
         arguments = [*settings, f"output.dir={tmp_path / way}"]
         assert run("finetune", recipe, "--machine", machine_file, *arguments) == 0

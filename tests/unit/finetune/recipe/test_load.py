@@ -247,12 +247,6 @@ def test_tokens_per_step_that_is_no_multiple_is_given_the_nearest(folder: Path) 
     )
 
 
-def test_gradient_checkpointing_false_is_refused_with_the_reason(folder: Path) -> None:
-    error = refusal(replaced("  steps: 10", "  steps: 10\n  gradient_checkpointing: false"))
-    assert error.what == "r.yaml:11: train.gradient_checkpointing is false"
-    assert "backward visit always recomputes the layer" in error.limit
-
-
 def test_a_rule_is_not_judged_by_a_value_that_is_wrong_by_itself(folder: Path) -> None:
     error = refusal(replaced("  steps: 10", "  steps: ten\n  epochs: 2"))
     assert error.what == 'r.yaml:10: train.steps is "ten"'

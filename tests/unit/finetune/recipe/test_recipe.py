@@ -247,7 +247,10 @@ def test_a_value_on_its_limit_is_accepted(setting: str, value: object) -> None:
             {"output__best_checkpoint": "use", "output__eval_every": 11, "data__eval_frac": 0.1},
             "output.best_checkpoint is use, output.eval_every is 11 and train.steps is 10",
         ),
-        ({"train__gradient_checkpointing": False}, "train.gradient_checkpointing is false; it can"),
+        (
+            {"train__gradient_checkpointing": False, "offload__kept_graphs": 3},
+            "offload.kept_graphs is 3 and train.gradient_checkpointing is false",
+        ),
         ({"output__eval_every": 5}, "output.eval_every is 5 and no rows are held out"),
         ({"report__samples": 3}, "report.samples is 3 and no rows are held out"),
         ({"report__currency": "EUR"}, "report.currency is EUR and there is no price"),
