@@ -56,19 +56,9 @@ def with_each_size(recipe: Recipe, *, num_ranks: int) -> tuple[Recipe, ...]:
     """Return the recipe with each size of micro-batch that it allows, the smallest first.
 
     Each cuts the same sequences into equal micro-batches, at least one for each rank.
-
-    Raises:
-        ConfigError: The size is left open for a model whose loss depends on it.
     """
     if recipe.train.micro_batch_size != "auto":
         return (recipe,)
-    if has_router_loss(recipe) and recipe.train.router_loss_over == "micro_batch":
-        raise ConfigError(
-            "train.micro_batch_size: auto with train.router_loss_over: micro_batch",
-            limit="the router loss is taken over each micro-batch by itself, so their"
-            " size is part of the training",
-            hint="`train.router_loss_over: step`, or a number of sequences",
-        )
     num_sequences = recipe.train.global_batch_size
     sizes = [n for n in range(1, num_sequences // num_ranks + 1) if num_sequences % n == 0]
     return tuple(with_micro_batch_size(recipe, size) for size in sizes)

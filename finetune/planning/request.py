@@ -322,7 +322,7 @@ def _workload(recipe: Recipe, facts: ModelFacts, seq_len: int, *, label_tokens: 
         optimizer=recipe.train.optimizer,
         dtype_bytes=DTYPE_BYTES[recipe.model.dtype],
         codec=recipe.offload.layer_codec,
-        router_loss=recipe.train.router_loss_over if has_router_loss(recipe) else None,
+        has_router_loss=has_router_loss(recipe),
         leaves_out=not recipe.train.compile,  # compiled layers are computed whole
         layer_code=_layer_code(recipe),
         plain_parts=recipe.model.plain_parts,
@@ -402,7 +402,6 @@ def _request(
         probe=Probe(is_alone=recipe.train.is_head_alone) if recipe.train.takes_features else None,
         reduction=Reduction(
             element_bytes=2 if recipe.train.reduce_dtype == "bf16" else FP32_BYTES,
-            is_by_layer=recipe.train.reduce_gradients == "by_layer",
         ),
     )
 

@@ -141,13 +141,6 @@ def broken_full_rules(recipe: Settings) -> Iterator[Breach]:
             "adamw_8bit",
         ),
         (
-            "train.reduce_gradients",
-            recipe.train.reduce_gradients,
-            recipe.train.reduce_gradients == "by_layer",
-            "a layer's gradients leave its buffer before those of others come there",
-            "by_layer",
-        ),
-        (
             "train.compile",
             recipe.train.compile,
             not recipe.train.compile,

@@ -168,18 +168,6 @@ def with_packing(recipe: Recipe, packing: Literal["on", "off"]) -> Recipe:
     return recipe.model_copy(update={"data": data})
 
 
-def with_router_loss_over(recipe: Recipe, over: Literal["step", "micro_batch"]) -> Recipe:
-    """Return the recipe with another scope of its router loss."""
-    train = recipe.train.model_copy(update={"router_loss_over": over})
-    return recipe.model_copy(update={"train": train})
-
-
-def with_reduce_gradients(recipe: Recipe, when: Literal["by_layer", "at_end"]) -> Recipe:
-    """Return the recipe with gradients of several processes added up at another time."""
-    train = recipe.train.model_copy(update={"reduce_gradients": when})
-    return recipe.model_copy(update={"train": train})
-
-
 def with_shares(recipe: Recipe, shares: Literal["auto", "equal"] | tuple[int, ...]) -> Recipe:
     """Return the recipe with other shares of several processes."""
     train = recipe.train.model_copy(update={"shares": shares})

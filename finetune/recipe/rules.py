@@ -44,7 +44,6 @@ def broken_rules(recipe: Settings) -> Iterator[Breach]:
     yield from _broken_data_rules(recipe.data)
     yield from _broken_train_rules(recipe.train)
     yield from _broken_schedule_rules(recipe.train)
-    yield from _broken_reduction_rules(recipe.train)
     yield from _broken_eval_rules(recipe)
     yield from _broken_best_rules(recipe)
     if recipe.train.steps is not None:
@@ -290,17 +289,6 @@ def _broken_schedule_rules(train: TrainSection) -> Iterator[Breach]:
             limit="cosine_with_restarts falls so many times, and no other schedule reads it",
             hint=hint,
             reads=("train.schedule",),
-        )
-
-
-def _broken_reduction_rules(train: TrainSection) -> Iterator[Breach]:
-    if train.reduce_gradients == "at_end" and train.reduce_dtype != "fp32":
-        yield Breach(
-            field="train.reduce_dtype",
-            what=f"train.reduce_dtype is {train.reduce_dtype} and train.reduce_gradients is at_end",
-            limit="at the end gradients are added up as before, in fp32",
-            hint="`train.reduce_gradients: by_layer`, or `train.reduce_dtype: fp32`",
-            reads=("train.reduce_gradients",),
         )
 
 

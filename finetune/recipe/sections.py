@@ -364,16 +364,6 @@ class TrainSection(Section):
         " out, null does as the model's config says.",
         examples=[0.001],
     )
-    router_loss_over: Literal["step", "micro_batch"] = Field(
-        default="step",
-        description="What a router loss counts the tokens of: the whole step, so that its cut does"
-        " not matter, or each micro-batch by itself, as before and in transformers.",
-    )
-    reduce_gradients: Literal["by_layer", "at_end"] = Field(
-        default="by_layer",
-        description="When several processes add up their gradients: a layer's while the layers"
-        " below compute, in the order of the processes, or all after the last, as before.",
-    )
     reduce_dtype: Literal["fp32", "bf16"] = Field(
         default="fp32",
         description="What gradients are sent in between processes: `bf16` halves the bytes, and"

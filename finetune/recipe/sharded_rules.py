@@ -114,13 +114,6 @@ def _training(recipe: Settings) -> Iterator[Allowed]:
         "equal",
     )
     yield (
-        "train.reduce_gradients",
-        train.reduce_gradients,
-        train.reduce_gradients == "by_layer",
-        "gradients are added up as the layers are let go of",
-        "by_layer",
-    )
-    yield (
         "train.reduce_dtype",
         train.reduce_dtype,
         train.reduce_dtype == "fp32",

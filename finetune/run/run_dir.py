@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import re
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -26,8 +25,6 @@ from finetune.recipe.recipe import (
     with_offload,
     with_packing,
     with_parallel,
-    with_reduce_gradients,
-    with_router_loss_over,
     with_shares,
     with_update,
 )
@@ -43,7 +40,6 @@ from offload.plan.machine.machine import ExpertsImplementation
 
 _EXPERTS = "experts.json"
 # In a recipe with DoRA, unless the run was begun before: then peft computes it, in float32.
-_OWN_DORA = "# DoRA is computed at the precision of the weights.\n"
 # Temporary names, which a kill may leave.
 _REPLACED = (
     *("adapter", "model", RUN_METRICS, "measured.json", "predicted", "report.", "samples_"),
@@ -303,24 +299,6 @@ class RunDir:
                 hint="restore it from a copy; if you have changed it on purpose, remove its first"
                 " and its last line",
             )
-        # runs that were begun before there were these settings computed in these ways
-        is_before = re.search(r"^  compute_dtype: ", text, re.MULTILINE) is None
-        if is_before or (recipe.adapter.dora and _OWN_DORA not in text):
-            recipe = with_compute_dtype(recipe, "float32")
-        if re.search(r"^  layer_kernels: ", text, re.MULTILINE) is None:
-            recipe = with_layer_kernels(recipe, "plain")
-        if re.search(r"^  packing: ", text, re.MULTILINE) is None:
-            recipe = with_packing(recipe, "off")
-        if re.search(r"^  router_loss_over: ", text, re.MULTILINE) is None:
-            recipe = with_router_loss_over(recipe, "micro_batch")
-        if re.search(r"^  reduce_gradients: ", text, re.MULTILINE) is None:
-            recipe = with_reduce_gradients(recipe, "at_end")
-        if re.search(r"^  shares:", text, re.MULTILINE) is None:
-            recipe = with_shares(recipe, "equal")
-        if re.search(r"^  mlp_chunk: ", text, re.MULTILINE) is None:
-            recipe = with_offload(recipe, mlp_chunk="whole")
-        if recipe.train.is_full and re.search(r"^  update: ", text, re.MULTILINE) is None:
-            recipe = with_update(recipe, "host")
         return recipe
 
     # ------------------------------------------------------------------------------------ metrics
@@ -362,7 +340,7 @@ class RunDir:
 
 def _recorded(recipe: Recipe) -> str:
     """Return what a run's directory says of its recipe."""
-    return sealed_yaml((_OWN_DORA if recipe.adapter.dora else "") + resolved_yaml(recipe))
+    return sealed_yaml(resolved_yaml(recipe))
 
 
 def require_whole_adapter(adapter: Path) -> tuple[str, ...]:
@@ -442,7 +420,7 @@ def as_begun(recipe: Recipe, begun: Recipe | None, *, num_ranks: int = 1) -> Rec
         recipe = with_update(recipe, begun.train.update)
     is_stored = recipe.offload.states == "auto" and begun.offload.states == "disk"
     recipe = with_offload(recipe, states="disk" if is_stored else None)
-    return _reduced_as_begun(recipe, begun, num_ranks=num_ranks)
+    return _shared_as_begun(recipe, begun, num_ranks=num_ranks)
 
 
 def _placed_as_begun(recipe: Recipe, begun: Recipe, *, num_ranks: int) -> Recipe:
@@ -465,12 +443,8 @@ def _placed_as_begun(recipe: Recipe, begun: Recipe, *, num_ranks: int) -> Recipe
     )
 
 
-def _reduced_as_begun(recipe: Recipe, begun: Recipe, *, num_ranks: int) -> Recipe:
+def _shared_as_begun(recipe: Recipe, begun: Recipe, *, num_ranks: int) -> Recipe:
     """Return the recipe with what concerns several ranks as it was chosen."""
-    if "router_loss_over" not in recipe.train.model_fields_set:
-        recipe = with_router_loss_over(recipe, begun.train.router_loss_over)
-    if "reduce_gradients" not in recipe.train.model_fields_set:
-        recipe = with_reduce_gradients(recipe, begun.train.reduce_gradients)
     shares = begun.train.shares
     if recipe.train.shares == "auto" and (isinstance(shares, str) or len(shares) == num_ranks):
         recipe = with_shares(recipe, shares)

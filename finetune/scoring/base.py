@@ -132,7 +132,7 @@ def _workload(subject: Subject, wave: Sequence[Contender], wanted: PlanRequest) 
         wanted.typical,
         adapter=widest_spec(wave, recipe, subject.facts),
         packed_tokens=None,
-        router_loss=None,
+        has_router_loss=False,
         mlp_chunk_tokens=None,
         layer_code="fused" if recipe.model.kernels == "fused" else "plain",
     )

@@ -487,7 +487,7 @@ class Loop:
             seeding=self.seeding,
             num_label_tokens=share.num_label_tokens,
             micro_batch_ids=share.micro_batch_ids,
-            router_loss=RouterScope(over=self._train.router_loss_over, add_up=self._ranks.add_up),
+            router_loss=RouterScope(add_up=self._ranks.add_up),
             reducer=self._update.reducer,
             loss_scale=1.0 if scaling is None else scaling.factor,
         )

@@ -254,26 +254,20 @@ class ProcessGroup(Ranks):
         with self._heartbeat.following(count):
             yield
 
-    def sum_gradients(
-        self, parameters: Sequence[nn.Parameter], *, dtype: torch.dtype, is_ordered: bool
-    ) -> None:
+    def sum_gradients(self, parameters: Sequence[nn.Parameter], *, dtype: torch.dtype) -> None:
         """Add up the gradients of all ranks, in place."""
         missing = {i for i, parameter in enumerate(parameters) if parameter.grad is None}
         for i in missing:
             parameters[i].grad = torch.zeros_like(parameters[i])
         gradients = [p.grad for p in parameters if p.grad is not None]
-        num_buffers = 2 if is_ordered else 1
-        num_elements = self._bucket_bytes // num_buffers // FP32_BYTES
+        num_elements = self._bucket_bytes // 2 // FP32_BYTES
         num_elements = min(num_elements, sum(gradient.numel() for gradient in gradients))
-        bucket = self._bucket_for(num_buffers * (num_elements + self.num), like=gradients[0])
+        bucket = self._bucket_for(2 * (num_elements + self.num), like=gradients[0])
         # All memory is allocated: from here on no rank can fail alone and leave others waiting.
         gathered = self._exchange(missing, limit_s=self._step_timeout_s())
         with self._connected():
             for part in parts_of(gradients, max_elements=num_elements):
-                if is_ordered:
-                    self._sum_in_order(part, bucket, dtype)
-                else:
-                    self._sum_as_backend(part, bucket)
+                self._sum_in_order(part, bucket, dtype)
         for i in set.intersection(*gathered):
             parameters[i].grad = None
 
@@ -581,13 +575,6 @@ class ProcessGroup(Ranks):
             running.append(collective(*as_bytes, async_op=True))
         while running:
             self._wait(running.popleft(), limit_s=self._step_timeout_s())
-
-    def _sum_as_backend(self, part: Sequence[torch.Tensor], bucket: torch.Tensor) -> None:
-        sizes = [piece.numel() for piece in part]
-        flat = torch.cat(list(part), out=bucket[: sum(sizes)])
-        self._wait(dist.all_reduce(flat, async_op=True), limit_s=self._step_timeout_s())
-        for piece, summed in zip(part, flat.split(sizes), strict=True):
-            piece.copy_(summed)
 
 
 def _rank_error(what: str) -> RankError:

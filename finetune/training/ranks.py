@@ -143,19 +143,15 @@ class Ranks:
         """Take a count that only grows for units of this rank's work, in this context."""
         yield
 
-    def sum_gradients(
-        self, parameters: "Sequence[nn.Parameter]", *, dtype: "torch.dtype", is_ordered: bool
-    ) -> None:
+    def sum_gradients(self, parameters: "Sequence[nn.Parameter]", *, dtype: "torch.dtype") -> None:
         """Add up the gradients of all ranks, in place.
 
         A rank without a gradient counts as zero; if no rank has one, there is none afterwards.
 
         Args:
             parameters: Whose gradients.
-            dtype: That they are sent in; sums are taken in fp32.
-            is_ordered: Whether each sum is taken in the order of the ranks, so that its bits depend
-                on nothing else; otherwise as the backend orders it, which may depend on the place
-                among all gradients.
+            dtype: That they are sent in; sums are taken in fp32, each in the order of the ranks, so
+                that its bits depend on nothing else.
         """
 
     def gather_rows(

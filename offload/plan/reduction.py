@@ -38,8 +38,6 @@ def reduced_of(facts: ModelFacts, request: PlanRequest) -> tuple[Reduced, ...]:
 def _reduced(facts: ModelFacts, run: PlanRequest) -> Reduced:
     spec = run.typical.adapter
     layers = layer_parameters(facts, spec)
-    if not run.reduction.is_by_layer:
-        layers = (0,) * len(layers)
     return Reduced.of(
         layers,
         trained_parameters(facts, spec) - sum(layers) - num_trained_on_host(facts, run.typical),

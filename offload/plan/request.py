@@ -54,13 +54,10 @@ class Reduction:
 
     Attributes:
         element_bytes: Of a gradient's element on the network.
-        is_by_layer: Whether a layer's follow its backward, while others compute; otherwise all
-            follow the last one's.
         sends_update: Whether the main rank's weights are sent to all after its update.
     """
 
     element_bytes: int = FP32_BYTES
-    is_by_layer: bool = True
     sends_update: bool = False
 
 
@@ -311,7 +308,7 @@ def may_go_round(request: PlanRequest) -> bool:
     """
     typical = request.typical
     is_alone = not request.others and request.num_ranks == 1
-    is_whole = typical.adapter.whole is not None or typical.router_loss is not None
+    is_whole = typical.adapter.whole is not None or typical.has_router_loss
     is_whole |= request.objective is not None
     is_in_ram = not (request.is_stashed or request.is_on_disk)
     return is_alone and not is_whole and is_in_ram and request.rank_micro_batches > 1

@@ -375,11 +375,10 @@ def _in_half(request: PlanRequest) -> list[PlanRequest]:
 def _in_larger_micro_batches(chosen: Candidate) -> list[PlanRequest]:
     """Return the same step, or twice its tokens, with fewer launches and reads of the weights.
 
-    None where a GPU's time is its arithmetic, or the size of a micro-batch part of the training.
+    None where a GPU's time is its arithmetic.
     """
     request, machine = chosen.request, chosen.needs.machine
-    is_fixed = request.typical.router_loss == "micro_batch" or request.is_on_features
-    if machine.device == "cpu" or is_fixed or request.others or request.is_sharded:
+    if machine.device == "cpu" or request.is_on_features or request.others or request.is_sharded:
         return []
     if chosen.costs.bound == "compute":
         return []

@@ -1,4 +1,4 @@
-"""Two machines over a slow link: gradients added up by layer against at the end, and the plan.
+"""Two machines over a slow link: how much of their sums overlaps with compute, and by the plan.
 
 `python -m tests.bench.bench_network` makes two machines of this one, as root on Linux: network
 namespaces that a pair of virtual cards connects, with `tc` to limit the rate of each direction. The
@@ -68,21 +68,19 @@ def main() -> None:
     with two_machines() as other:
         bench = Bench(options.folder, other, fixed)
 
-        def row(when: str, factor: float | None, rate_bits_per_s: int | None) -> dict[str, Any]:
-            found = kept.row(when, factor)
+        def row(factor: float | None, rate_bits_per_s: int | None) -> dict[str, Any]:
+            found = kept.row(factor)
             if found is None:
                 load = os.getloadavg()[0]
-                found = bench.measured(when, rate_bits_per_s=rate_bits_per_s)
+                found = bench.measured(rate_bits_per_s=rate_bits_per_s)
                 found = {"factor": factor, "load_before": load} | found
                 kept.add(found)
                 console.print(json.dumps(found), highlight=False)
             return found
 
-        free = row("by_layer", None, None)
+        free = row(None, None)
         even = 8 * free["sent_bytes"] / free["predicted_backward_s"]
-        rows = [free]
-        for factor in FACTORS:
-            rows += [row(when, factor, int(factor * even)) for when in ("by_layer", "at_end")]
+        rows = [free, *(row(factor, int(factor * even)) for factor in FACTORS)]
     console.print(table(rows), highlight=False)
 
 
@@ -100,12 +98,9 @@ class Kept:
         lines = file.read_text().splitlines() if file.exists() else []
         self._rows = [row for row in map(json.loads, lines) if row["settings"] == self._words]
 
-    def row(self, when: str, factor: float | None) -> dict[str, Any] | None:
-        """Return the row of a way to add up and a rate; None if it is not there."""
-        every = ((row["when"], row["factor"]) for row in self._rows)
-        return next(
-            (row for row, key in zip(self._rows, every, strict=True) if key == (when, factor)), None
-        )
+    def row(self, factor: float | None) -> dict[str, Any] | None:
+        """Return the row of a rate; None if it is not there."""
+        return next((row for row in self._rows if row["factor"] == factor), None)
 
     def add(self, row: dict[str, Any]) -> None:
         """Keep a row."""
@@ -115,31 +110,17 @@ class Kept:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the rows as a table in Markdown: each rate with both ways, and what they differ by."""
-    head = (
-        *("limit, Mb/s", "probed, Mb/s", "by layer: predicted, measured, s", "hidden"),
-        *("at the end: predicted, measured, s", "by layer takes: predicted, measured"),
-    )
+    """Return the rows as a table in Markdown, a line for each rate."""
+    head = ("limit, Mb/s", "probed, Mb/s", "predicted, measured, s", "hidden")
     lines: list[Sequence[str]] = [head, ("---",) * len(head)]
-    for factor in dict.fromkeys(row["factor"] for row in rows):
-        by_layer, *at_end = [row for row in rows if row["factor"] == factor]
-        both = [by_layer, *at_end]
-        limit = by_layer["limit_mbit_per_s"]
-        times = [f"{row['predicted_step_s']:.2f}, {row['step_s']:.2f}" for row in both]
-        fracs = [
-            f"{by_layer[name] / other[name]:.2f}"
-            for other in at_end
-            for name in ("predicted_step_s", "step_s")
-        ]
-        hidden = (by_layer["predicted_hidden_frac"], by_layer["hidden_frac"])
+    for row in rows:
+        limit = row["limit_mbit_per_s"]
         lines.append(
             (
                 "none" if limit is None else f"{limit:.0f}",
-                ", ".join(f"{row['probed_mbit_per_s']:.0f}" for row in both),
-                times[0],
-                "{:.0%}, {:.0%}".format(*hidden),
-                times[1] if at_end else "",
-                ", ".join(fracs),
+                f"{row['probed_mbit_per_s']:.0f}",
+                f"{row['predicted_step_s']:.2f}, {row['step_s']:.2f}",
+                f"{row['predicted_hidden_frac']:.0%}, {row['hidden_frac']:.0%}",
             )
         )
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -200,11 +181,11 @@ class Bench:
     other: int
     words: Sequence[str]
 
-    def measured(self, when: str, *, rate_bits_per_s: int | None) -> dict[str, Any]:
+    def measured(self, *, rate_bits_per_s: int | None) -> dict[str, Any]:
         """Train on both machines; return predicted and measured figures of a step."""
         self._limit(rate_bits_per_s)
-        name = f"{when}-{rate_bits_per_s}"
-        ranks = [self._start(rank, name, f"train.reduce_gradients={when}") for rank in (0, 1)]
+        name = f"rate-{rate_bits_per_s}"
+        ranks = [self._start(rank, name) for rank in (0, 1)]
         codes = [rank.wait() for rank in ranks]
         assert codes == [0, 0], (self.folder / f"{name}-0.txt").read_text()
         run_dir = self.folder / name / "0"
@@ -217,7 +198,6 @@ class Bench:
         }
         network = plan["network"]
         return {
-            "when": when,
             "limit_mbit_per_s": None if rate_bits_per_s is None else rate_bits_per_s / 1e6,
             "probed_mbit_per_s": network["bytes_per_s"] * 8 / 1e6,
             "probed_latency_ms": network["latency_s"] * 1e3,

@@ -10,9 +10,8 @@ from tests.bench.bench_network import Kept, table
 pytestmark = pytest.mark.bench
 
 
-def row(when: str, factor: float | None, **figures: float | None) -> dict[str, Any]:
+def row(factor: float | None, **figures: float | None) -> dict[str, Any]:
     return {
-        "when": when,
         "factor": factor,
         "limit_mbit_per_s": 46.0 if factor else None,
         "probed_mbit_per_s": 37.6,
@@ -25,21 +24,18 @@ def row(when: str, factor: float | None, **figures: float | None) -> dict[str, A
 
 def test_rows_of_the_same_settings_are_found_again(tmp_path: Path) -> None:
     file, settings = tmp_path / "rows.jsonl", ("train.steps=10",)
-    first = row("by_layer", 0.5)
+    first = row(0.5)
     Kept(file, settings).add(first)
-    found = Kept(file, settings).row("by_layer", 0.5)
+    found = Kept(file, settings).row(0.5)
     assert found is not None
     assert found.items() > first.items()
-    assert Kept(file, settings).row("at_end", 0.5) is None
-    assert Kept(file, settings).row("by_layer", None) is None
-    assert Kept(file, ("train.steps=3",)).row("by_layer", 0.5) is None
+    assert Kept(file, settings).row(None) is None
+    assert Kept(file, ("train.steps=3",)).row(0.5) is None
 
 
-def test_each_rate_is_a_line_with_what_both_ways_differ_by() -> None:
-    free = row("by_layer", None, predicted_step_s=3.0, step_s=3.25)
-    by_layer = row("by_layer", 0.5)
-    at_end = row("at_end", 0.5, probed_mbit_per_s=38.0, predicted_step_s=16.0, step_s=10.0)
-    assert table([free, by_layer, at_end]).splitlines()[2:] == [
-        "| none | 38 | 3.00, 3.25 | 25%, 50% |  |  |",
-        "| 46 | 38, 38 | 8.00, 9.00 | 25%, 50% | 16.00, 10.00 | 0.50, 0.90 |",
+def test_each_rate_is_a_line() -> None:
+    free = row(None, predicted_step_s=3.0, step_s=3.25)
+    assert table([free, row(0.5)]).splitlines()[2:] == [
+        "| none | 38 | 3.00, 3.25 | 25%, 50% |",
+        "| 46 | 38 | 8.00, 9.00 | 25%, 50% |",
     ]

@@ -40,7 +40,7 @@ def _recipe(
     method: str,
     sections: dict[str, Any],
 ) -> Path:
-    data = {"format": "auto", "columns": {}}
+    data: dict[str, Any] = {"format": "auto", "columns": {}}
     data |= {"too_long": "drop", "eval_frac": None}
     data |= {"path": write(tmp_path / "rows.jsonl", rows[:NUM_TRAINED])}
     data |= {"eval_path": write(tmp_path / "held.jsonl", rows[NUM_TRAINED:])}

@@ -44,7 +44,7 @@ def sums() -> None:
         parameters[1].grad = torch.arange(7.0) if me else None
         parameters[2].grad = torch.full((1,), 0.5) if me == 0 else None
         assert ranks.sum_losses(1.0 + me) == 3.0
-        ranks.sum_gradients(parameters, dtype=torch.float32, is_ordered=True)
+        ranks.sum_gradients(parameters, dtype=torch.float32)
         expected = [torch.full((2, 3), 3.0), torch.arange(7.0), torch.full((1,), 0.5), None]
         for parameter, gradient in zip(parameters, expected, strict=True):
             assert (parameter.grad is None) == (gradient is None)
@@ -124,22 +124,6 @@ def one_run_fails() -> None:
         assert ranks.exchange(ranks.index) == (0, 1)
 
 
-def sums_of_runs() -> None:
-    """A run's gradients have the same sum whatever larger or smaller runs came before."""
-    sizes, found = (23, 5, 23), []
-    with ProcessGroup(launch(), bucket_bytes=4 * 7) as ranks:
-        for size in sizes:
-            parameter = nn.Parameter(torch.zeros(size))
-            parameter.grad = torch.randn(size, generator=torch.Generator().manual_seed(ranks.index))
-            ranks.sum_gradients([parameter], dtype=torch.float32, is_ordered=False)
-            found.append(parameter.grad)
-    first, second = (
-        torch.randn(23, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1)
-    )
-    assert torch.equal(found[0], first + second)
-    assert torch.equal(found[0], found[2])
-
-
 def sums_in_order() -> None:
     """Each sum is taken in the order of the ranks, whatever it is sent with, and in what pieces."""
     sizes = (23, 5, 1, 40)
@@ -153,7 +137,7 @@ def sums_in_order() -> None:
         for parameter, gradient in zip(parameters, gradients(ranks.index), strict=True):
             parameter.grad = gradient
         for part in [[one] for one in parameters] if each_alone else [parameters]:
-            ranks.sum_gradients(part, dtype=dtype, is_ordered=True)
+            ranks.sum_gradients(part, dtype=dtype)
         return [parameter.grad for parameter in parameters]
 
     with ProcessGroup(launch(), bucket_bytes=4 * 26) as ranks:

@@ -1,5 +1,6 @@
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -59,7 +60,7 @@ def test_two_runs_of_different_length_rank_and_targets_are_each_what_they_are_al
 def test_three_runs_of_different_kinds_are_each_what_they_are_alone(
     write_recipe: RecipeWriter, pairs_file: Path, machine_file: Path, tmp_path: Path
 ) -> None:
-    pairs = {"path": str(pairs_file), "format": "preference", "columns": {}}
+    pairs: dict[str, Any] = {"path": str(pairs_file), "format": "preference", "columns": {}}
     no_experts = {"experts": False}
     runs: list[Sections] = [
         {"adapter": {"dropout": 0.1, "targets": "all-linear", **no_experts}},

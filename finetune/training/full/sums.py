@@ -42,7 +42,7 @@ class WeightSums:
             if layer is None
             else self._updates.gradients_of(layer)
         )
-        self._ranks.sum_gradients(summed, dtype=self._dtype, is_ordered=True)
+        self._ranks.sum_gradients(summed, dtype=self._dtype)
 
 
 class RowGradients:

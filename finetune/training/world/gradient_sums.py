@@ -1,4 +1,4 @@
-"""The sums of a run's gradients over its ranks: of each layer while others compute, or all last."""
+"""The sums of a run's gradients over its ranks: of each layer while others compute."""
 
 from collections.abc import Collection, Mapping, Sequence
 
@@ -31,9 +31,8 @@ class GradientSums:
             train: How they are added up.
             ranks: The processes that share each step.
         """
-        self._is_by_layer = train.reduce_gradients == "by_layer"
         self._dtype, self._ranks = DTYPES[train.reduce_dtype], ranks
-        own = [set(names) if self._is_by_layer else set() for names in layers]
+        own = [set(names) for names in layers]
         self._layers = [[weights[name] for name in weights if name in names] for names in own]
         alone = {name for names in own for name in names}
         self._rest = [weight for name, weight in weights.items() if name not in alone]
@@ -51,7 +50,7 @@ class GradientSums:
     def reduce(self, layer: int | None) -> None:
         """Replace gradients by their sums; waits for the other ranks."""
         weights = self._rest if layer is None else self._layers[layer]
-        self._ranks.sum_gradients(weights, dtype=self._dtype, is_ordered=self._is_by_layer)
+        self._ranks.sum_gradients(weights, dtype=self._dtype)
 
 
 def _num_elements(weights: Sequence[nn.Parameter]) -> int:

@@ -58,7 +58,7 @@ def _sum_s(ranks: Ranks, num_elements: int, device: torch.device, *, seconds: fl
 
     def timed_s() -> float:
         start_s = time.perf_counter()
-        ranks.sum_gradients([parameter], dtype=torch.float32, is_ordered=True)
+        ranks.sum_gradients([parameter], dtype=torch.float32)
         return time.perf_counter() - start_s
 
     timed_s()  # connections are opened, and memory is allocated

@@ -201,7 +201,7 @@ class RouterLoss:
             raise UnsupportedModelError(
                 f"the `{_FUNCTION}` of {self._name} is not that of sums over tokens",
                 limit="only such a router loss can be taken over a whole step",
-                hint="`train.router_loss_over: micro_batch`, or"
+                hint="`train.router_loss_coef: null`, or in Python"
                 ' `forward_backward(..., router_loss=RouterScope(over="micro_batch"))`',
             )
 

@@ -39,8 +39,7 @@ class Workload:
         optimizer: The optimizer.
         dtype_bytes: Bytes of a weight in the compute dtype, and of an activation.
         codec: The codec in which the layers' matrices are stored.
-        router_loss: What a router loss is taken over, if there is one. Router logits wait until
-            all layers have computed where it is each micro-batch by itself.
+        has_router_loss: Whether there is a router loss, over the step.
         leaves_out: Whether recomputes leave out products whose values nothing reads.
         layer_code: What computes norms, rotary embedding and gated activations.
         plain_parts: Of these and the loss, what the model's own code computes although others are
@@ -62,7 +61,7 @@ class Workload:
     optimizer: Optimizer
     dtype_bytes: int
     codec: CodecName
-    router_loss: Literal["step", "micro_batch"] | None = None
+    has_router_loss: bool = False
     leaves_out: bool = True
     layer_code: LayerCode = "plain"
     plain_parts: frozenset[FusedPart] = frozenset()

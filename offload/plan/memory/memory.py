@@ -411,9 +411,7 @@ def device_needs(
     widest = max(visits.values(), key=lambda visit: visit.beside_saved)
     is_cuda = machine.device == "cuda"
     outputs = {x: workload.output_bytes(x, is_cuda=is_cuda) for x in kinds}
-    routers = dict.fromkeys(kinds, 0)  # where it is each micro-batch, all logits wait anyway
-    if workload.router_loss == "step":
-        routers = {x: router_bytes(x, workload) for x in kinds}
+    routers = {x: router_bytes(x, workload) for x in kinds}
     beside = replace(widest, saved=0, scores=0, adapter_inputs=0, factors=0)
     is_fused = workload.fuses_loss(machine.device)
     cublas = MemoryTerm(name=CUBLAS, num_bytes=CUBLAS_BYTES if is_cuda else 0)
@@ -536,8 +534,8 @@ def _kept_terms(
         ),
         MemoryTerm(name=RECORDED, num_bytes=int(num_micro_batches * recorded)),
         MemoryTerm(
-            name=ROUTER_LOGITS if workload.router_loss == "micro_batch" else ROUTER_LOSS,
-            num_bytes=int(router_loss_bytes(facts, workload, num_micro_batches)),
+            name=ROUTER_LOSS,
+            num_bytes=int(router_loss_bytes(facts, workload)),
         ),
     )
 

@@ -151,7 +151,7 @@ def _is_offered(request: PlanRequest) -> bool:
     """Return whether a run could be sharded; `finetune.recipe.sharded_rules` says why not."""
     typical, spec = request.typical, request.typical.adapter
     is_lora = not (spec.experts or spec.is_dora or spec.modules or spec.method)
-    return is_lora and typical.optimizer in ("adamw", "sgd") and typical.router_loss is None
+    return is_lora and typical.optimizer in ("adamw", "sgd") and not typical.has_router_loss
 
 
 def _split(cards: _Cards) -> Option:

@@ -163,19 +163,6 @@ def test_a_router_loss_of_each_micro_batch_does_not_leave_the_cut_open(tmp_path)
         update={"model": asked.model.model_copy(update={"config": str(config)})}
     )
     assert len(with_each_size(asked, num_ranks=1)) > 1
-    each = with_train(asked, router_loss_over="micro_batch")
-    with pytest.raises(ConfigError, match="the router loss is taken over each micro"):
-        with_each_size(each, num_ranks=1)
-    assert with_each_size(with_train(each, router_loss_coef=0.0), num_ranks=1)
-
-
-def test_a_router_loss_that_a_recipe_asks_for_does_not_either() -> None:
-    asked = open_recipe()
-    assert with_each_size(asked, num_ranks=1)
-    on = with_train(asked, router_loss_coef=0.01, router_loss_over="micro_batch")
-    what = r"train\.micro_batch_size: auto with train\.router_loss_over: micro_batch"
-    with pytest.raises(ConfigError, match=what):
-        with_each_size(on, num_ranks=1)
 
 
 def test_rounding_is_suggested_only_where_the_run_could_have_it() -> None:
@@ -266,9 +253,6 @@ def test_a_resumed_run_keeps_its_tiles(tmp_path: Path) -> None:
     run.recipe_file.write_text(resolved_yaml(with_offload(recipe(), mlp_chunk=512)))
     assert as_begun(recipe(), run.begun()).offload.mlp_chunk == 512
     assert as_begun(recipe(offload__mlp_chunk=64), run.begun()).offload.mlp_chunk == 64
-    before = resolved_yaml(recipe()).replace("  mlp_chunk: auto\n", "")
-    run.recipe_file.write_text(before)  # of a run that knew no such setting
-    assert as_begun(recipe(), run.begun()).offload.mlp_chunk == "whole"
 
 
 def test_tiles_of_compiled_layers_are_refused() -> None:

@@ -36,7 +36,6 @@ def test_a_plain_recipe_breaks_none() -> None:
         ("offload", "codec", "bf16_packed", "`offload.codec: native`"),
         ("offload", "tier", "disk", "`offload.tier: ram`"),
         ("train", "optimizer", "paged_adamw_8bit", "`train.optimizer: adamw_8bit`"),
-        ("train", "reduce_gradients", "at_end", "`train.reduce_gradients: by_layer`"),
         ("train", "compile", True, "`train.compile: false`"),
         ("model", "experts_implementation", "triton", "`model.experts_implementation: grouped_mm`"),
         ("model", "layer_kernels", "fused", "`model.layer_kernels: plain`"),

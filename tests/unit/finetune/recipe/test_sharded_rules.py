@@ -51,7 +51,6 @@ def test_a_plain_recipe_breaks_none() -> None:
         ("adapter", "experts", True, "false"),
         ("adapter", "modules_to_save", ["norms"], "[]"),
         ("train", "optimizer", "adamw_8bit", "adamw"),
-        ("train", "reduce_gradients", "at_end", "by_layer"),
         ("train", "reduce_dtype", "bf16", "fp32"),
         ("train", "compile", True, "false"),
         ("train", "router_loss_coef", 0.1, "0"),

@@ -62,7 +62,7 @@ def test_one_process_is_told_its_own_words() -> None:
         with ranks.first_here_first():
             pass
         parameter = torch.nn.Parameter(torch.zeros(2))
-        ranks.sum_gradients([parameter], dtype=torch.float32, is_ordered=True)
+        ranks.sum_gradients([parameter], dtype=torch.float32)
         assert ranks.sum_losses(0.5) == 0.5
         assert parameter.grad is None
         ranks.require_same("nothing", lambda: pytest.fail("this costs time for nothing"))

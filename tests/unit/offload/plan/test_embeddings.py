@@ -321,7 +321,7 @@ def test_rows_of_ranks_are_added_up_last_and_no_gradient_of_it_is_sent_whole() -
 
 
 def test_rows_that_are_sent_in_bf16_are_half_as_large() -> None:
-    _, host = both_over(2, reduction=Reduction(element_bytes=2, is_by_layer=True))
+    _, host = both_over(2, reduction=Reduction(element_bytes=2))
     (added,) = (op for op in host.schedule.ops if op.kind is Kind.REDUCE_ROWS)
     assert added.num_bytes == 8 + 4096 * (8 + 4096 * 2)
 

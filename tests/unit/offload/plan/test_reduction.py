@@ -48,17 +48,11 @@ def test_each_layer_sends_its_share_of_an_all_reduce(num_ranks, element_bytes) -
     ]
 
 
-def test_at_the_end_all_is_one_sum_after_the_last_visit() -> None:
-    asked = request(num_ranks=2)
-    by_layer, at_end = (
-        planned(replace(asked, reduction=Reduction(is_by_layer=one))) for one in (True, False)
-    )
-    assert sums_of(at_end) == [(None, 0, by_layer.schedule.network_bytes)]
-    assert at_end.network_hidden_frac == 0
-    assert by_layer.network_hidden_frac > 0.9
-    assert by_layer.step_s < at_end.step_s
-    slower = by_layer.step_s - planned(request(num_micro_batches=4)).step_s
-    last = by_layer.predict().spans[-1]
+def test_all_but_the_sum_of_the_first_layer_overlaps_with_compute() -> None:
+    made = planned(request(num_ranks=2))
+    assert made.network_hidden_frac > 0.9
+    slower = made.step_s - planned(request(num_micro_batches=4)).step_s
+    last = made.predict().spans[-1]
     assert slower == pytest.approx(last.duration_s, rel=0.01)  # that of layer 0 hides nowhere
 
 

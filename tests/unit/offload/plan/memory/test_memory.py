@@ -1,5 +1,5 @@
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 from weakref import WeakSet
 
 import pytest
@@ -191,23 +191,22 @@ def test_a_router_loss_of_each_micro_batch_keeps_the_logits_of_all_layers() -> N
     }
     facts = model_facts(config)
 
-    def router_logits(over: Literal["step", "micro_batch"] | None) -> dict[str, int]:
+    def router_logits(*, has_loss: bool) -> dict[str, int]:
         terms = device_terms(
             facts,
             named_machine("rtx4090"),
-            replace(WORKLOAD, router_loss=over),
+            replace(WORKLOAD, has_router_loss=has_loss),
             num_slots=2,
             num_micro_batches=3,
             num_ranks=1,
-            is_padded=over is not None,
+            is_padded=has_loss,
             is_stashed=False,
         )
         return {term.name: term.num_bytes for term in terms if "router" in term.name}
 
     one_bytes = 4096 * 8 * 2  # tokens, experts, bf16
-    assert router_logits("micro_batch") == {"router logits": 5 * (3 + 2) * one_bytes}
-    assert router_logits("step") == {"a layer's router loss": (2 + 3 * 2) * one_bytes}
-    assert router_logits(None) == {}
+    assert router_logits(has_loss=True) == {"a layer's router loss": (2 + 3 * 2) * one_bytes}
+    assert router_logits(has_loss=False) == {}
 
 
 def test_slots_take_the_largest_layer_each() -> None:
