@@ -179,7 +179,7 @@ WINDOWS = {
             case="tests",
             limit_s=45.0,
             decides="which of the tests for a card that failed still fail, by name",
-            parts=(  # of 11 failures these files hold what the causes in LOG.md point to
+            parts=(  # of 11 failures these files hold what the causes in LOG_ARCHIVE.md point to
                 "tests/unit/offload/engine/experts/test_autotune.py",
                 "tests/parity/test_fused_experts.py",
                 "tests/e2e/test_experts_implementation.py",
