@@ -28,7 +28,6 @@ from finetune.planning.compare import (
     fitting,
     machine_names,
     machine_rows,
-    notes_on_disk,
     slowest_card,
     trained_models,
 )
@@ -48,7 +47,6 @@ from finetune.report.plan import gpus_json, plan_json, plan_tables, ranks_json, 
 from finetune.report.runs import runs_json, runs_tables
 from finetune.report.summary import plan_summary
 from finetune.report.what_if import what_if_json, what_if_table
-from offload.plan.endurance import DiskWrites
 from offload.plan.machine.cards import CARDS
 from offload.plan.machine.interconnect import with_interconnect
 from offload.plan.machine.machine import (
@@ -216,9 +214,6 @@ def _one_plan(
         recipe = with_parallel(recipe, ways.faster.name)
     choice = chooser(recipe)(facts, here, full_requests(recipe, facts, num_ranks=num))
     made = choice.plan
-    writes = DiskWrites.of(made)
-    if writes is not None:
-        writes.require_endurance(is_allowed=recipe.offload.allow_disk_writes)
     others = what_if(made, num_cards=NUM_CARDS) if wants_ways else None
     if form == "json":
         figures = plan_json(made) | choice_report.choice_json(choice)
@@ -372,7 +367,7 @@ def _by_machine(
     rows = machine_rows(found)
     dtype = subject.recipe.model.dtype
     of_cards = (note for machine in machines for note in machine_notes(machine, dtype=dtype))
-    notes = (*subject.notes, *of_cards, *notes_on_disk(found), *shared_by(num))
+    notes = (*subject.notes, *of_cards, *shared_by(num))
     more = _asked_gpus(num_gpus)
     return _shown(title, MACHINE_COLUMNS, rows, found, form, notes=notes, more=more)
 

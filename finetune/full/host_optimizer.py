@@ -7,7 +7,7 @@ as the host's memory. So everything else that an update does (scaling of gradien
 masters together and taking them apart) is done on the same piece while it is in the cache.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -80,13 +80,12 @@ class HostOptimizer:
             )
         }
 
-    def forget(self, *, is_zero: Callable[[torch.Tensor], bool]) -> None:
-        """Set the number of updates to zero, and all states but those that are zero already."""
+    def forget(self) -> None:
+        """Set the number of updates and all states to zero."""
         self.num_updates = 0
         for states in self._states.values():
             for state in states.values():
-                if not is_zero(state):
-                    state.zero_()
+                state.zero_()
 
     @torch.no_grad()
     def update(

@@ -19,7 +19,7 @@ from offload.plan.facts.codec import CodecName
 from offload.plan.facts.embedding import why_on_device
 from offload.plan.facts.facts import ModelFacts
 from offload.plan.facts.head import why_head_on_device
-from offload.plan.facts.optimizer import UpdatePlace, moved_state_bytes
+from offload.plan.facts.optimizer import UpdatePlace
 from offload.plan.machine.machine import Machine
 from offload.plan.plan import Plan
 from offload.plan.request import (
@@ -34,7 +34,6 @@ from offload.plan.request import (
     with_head,
     with_head_chunk,
     with_mlp_chunk,
-    with_states_on_disk,
     with_tied,
     with_updates_on,
 )
@@ -208,15 +207,14 @@ def in_forms(requests: Sequence[PlanRequest], machine: Machine) -> list[list[Pla
     Where layers compute in host memory, an embedding or a head that is there too saves nothing.
     """
     first = requests[0].typical
-    groups: dict[tuple[bool, str, str, int | None, int, bool], list[PlanRequest]] = {}
+    groups: dict[tuple[str, str, int | None, int, bool], list[PlanRequest]] = {}
     for request in requests:
         typical = request.typical
         places = typical.embeddings, typical.head
         if machine.device == "cpu" and places != (first.embeddings, first.head):
             continue
         sizes = typical.mlp_chunk_tokens, typical.head_chunk_tokens
-        is_stored = typical.are_states_on_disk
-        key = (is_stored, *places, *sizes, typical.codec == first.codec)
+        key = (*places, *sizes, typical.codec == first.codec)
         groups.setdefault(key, []).append(request)
     return list(groups.values())
 
@@ -226,19 +224,18 @@ def _all_ways(
 ) -> list[PlanRequest]:
     """Return each cut of the step in each form and place, the plainest first.
 
-    That is: states in RAM, the output head on the device, the input embedding too, whole MLPs,
+    That is: the output head on the device, the input embedding too, whole MLPs,
     large head chunks, layer by layer, native weights, updates on the host, inputs on the device,
     small micro-batches, in this order.
     """
     may_tile = recipes[0].offload.mlp_chunk == "auto" and all(map(_may_tile, recipes))
-    ways = with_forms(
+    return with_forms(
         facts,
         _ways(recipes, cut),
         may_tile=may_tile,
         may_move_embeddings=recipes[0].offload.embeddings == "auto",
         may_move_head=recipes[0].offload.head == "auto",
     )
-    return _with_states(recipes[0], ways) if recipes[0].train.is_full else ways
 
 
 def with_forms(
@@ -321,23 +318,6 @@ def _ways(recipes: Sequence[Recipe], cut: Sequence[PlanRequest]) -> list[PlanReq
         for request in cut
     ]
     return [*ways, *(replace(x, order=Order.MICRO_BATCH_MAJOR) for x in ways if may_go_round(x))]
-
-
-def _with_states(recipe: Recipe, requests: Sequence[PlanRequest]) -> list[PlanRequest]:
-    """Return the requests with optimizer states where a recipe has them, or may have them."""
-    asked, may_write = recipe.offload.states, recipe.offload.allow_disk_writes
-    on_host = [one for one in requests if one.typical.updates == "host"]
-    alone = [one for one in on_host if one.num_ranks == 1]  # see `require_owners`
-    stored = [with_states_on_disk(one) for one in alone if has_states_on_disk(one)]
-    if asked == "disk":
-        return stored
-    may_write &= asked == "auto" and not recipe.train.is_sharded
-    return [*requests, *(stored if may_write else ())]
-
-
-def has_states_on_disk(request: PlanRequest) -> bool:
-    """Return whether an optimizer has anything that may wait on disk."""
-    return moved_state_bytes(request.typical.dtype_bytes, request.typical.optimizer) > 0
 
 
 def _codecs(recipe: Recipe) -> tuple[CodecName, ...]:

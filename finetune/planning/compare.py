@@ -16,7 +16,6 @@ from finetune.recipe.rules import broken_rules
 from finetune.recipe.shipped import shipped_shapes
 from finetune.report.format import shown_break_even, shown_gib, table_of
 from offload.errors import DoesNotFitError
-from offload.plan.endurance import DRIVE_ENDURANCE_BYTES, DiskWrites
 from offload.plan.facts.codec import CodecName
 from offload.plan.facts.facts import ModelFacts
 from offload.plan.facts.workload import WeightPlace
@@ -56,7 +55,6 @@ class Comparison:
         ram_bytes: The same of host memory, of all cards together.
         break_even_tokens: Tokens per step from which streaming is free, in micro-batches of the
             plan's size; None if they are more than any step should have.
-        states_bytes: Optimizer states that a step writes to a disk, and reads; 0 if none are there.
         longest_seq_len: Of multiples of 1,024, the longest sequence that fits, within the model's
             own limit, with layer inputs where they have to be and MLPs in tiles if need be; None if
             it was not requested.
@@ -78,7 +76,6 @@ class Comparison:
     vram_bytes: int
     ram_bytes: int
     break_even_tokens: int | None
-    states_bytes: int = 0
     longest_seq_len: int | None = None
     longest_limit: str | None = None
 
@@ -95,9 +92,6 @@ def compare_on_cards(
         subject: What is planned.
         machines: Each with so many of its card.
         num_ranks: Cards that share a step, in one machine.
-
-    Raises:
-        OffloadError: So many steps would write more optimizer states to a disk than a run may.
     """
     return [
         compared
@@ -231,9 +225,7 @@ def _comparison(
     made = chosen_plan(facts, here, requests)
     if made is None:
         made, short = plan_anyway(facts, here, nearest_request(facts, here, requests))
-    request, writes = made.request, DiskWrites.of(made)
-    if writes is not None and not short:
-        writes.require_endurance(is_allowed=recipe.offload.allow_disk_writes)
+    request = made.request
     return Comparison(
         model=subject.name,
         machine=machine.name,
@@ -250,7 +242,6 @@ def _comparison(
         vram_bytes=made.peak_bytes,
         ram_bytes=made.host_bytes,
         break_even_tokens=made.break_even_tokens,
-        states_bytes=0 if writes is None else writes.step_bytes,
     )
 
 
@@ -355,19 +346,6 @@ def fit_rows(comparisons: Sequence[Comparison]) -> list[list[str]]:
             compared.longest_limit or "",
         ]
         for compared in comparisons
-    ]
-
-
-def notes_on_disk(comparisons: Sequence[Comparison]) -> list[str]:
-    """Return the notes on optimizer states that some of them have on a disk."""
-    names = list(dict.fromkeys(one.machine for one in comparisons if one.states_bytes))
-    if not names:
-        return []
-    step_bytes = max(one.states_bytes for one in comparisons)
-    return [
-        f"optimizer states on disk with {', '.join(names)}: {step_bytes / 1e9:,.1f} GB read per"
-        f" step and as much written; a drive rated for {DRIVE_ENDURANCE_BYTES / 1e12:.0f} TB lasts"
-        f" {DRIVE_ENDURANCE_BYTES // step_bytes:,} steps"
     ]
 
 

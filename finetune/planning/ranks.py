@@ -98,7 +98,7 @@ def require_owners(recipe: Recipe, *, num_ranks: int) -> None:
     Raises:
         ConfigError: Updates or states are to be where one process has them for itself.
     """
-    train, offload = recipe.train, recipe.offload
+    train = recipe.train
     if num_ranks == 1 or not train.is_full or train.parallel != "stream":
         return
     why = "a layer is updated by one process for all of its machine, in memory that they share"
@@ -114,12 +114,6 @@ def require_owners(recipe: Recipe, *, num_ranks: int) -> None:
             train.optimizer == "muon",
             f"{why}; Muon updates on a device",
             "`train.optimizer: adamw`",
-        ),
-        (
-            "offload.states: disk",
-            offload.states == "disk",
-            f"{why}; a file of states is read by one process alone",
-            "`offload.states: ram`",
         ),
         (
             "model.init: random",

@@ -3,30 +3,15 @@
 from collections.abc import Iterator
 
 from finetune.recipe.breach import Breach, breaches
-from finetune.recipe.offload_section import OffloadSection
 from finetune.recipe.sections import AdapterSection, Settings, TrainSection
-from offload.plan.facts.optimizer import HOST_ONLY, moved_state_bytes
-from offload.plan.machine.machine import DTYPE_BYTES
+from offload.plan.facts.optimizer import HOST_ONLY
 
 _WHAT = ("train.what",)
 _ON_DEVICE = {"adamw_bf16": "adamw", "lion_bf16": "lion", "muon": "adamw"}
 
 
-def broken_frozen_rules(train: TrainSection, offload: OffloadSection) -> Iterator[Breach]:
+def broken_frozen_rules(train: TrainSection) -> Iterator[Breach]:
     """Yield what is set for weights of the model where an adapter or a new head trains."""
-    for name, is_set in (
-        ("states", offload.states == "disk"),
-        ("allow_disk_writes", offload.allow_disk_writes),
-    ):
-        if is_set:
-            yield Breach(
-                field=f"offload.{name}",
-                what=f"offload.{name} is {str(getattr(offload, name)).lower()} and train.what is"
-                f" {train.what}",
-                limit="optimizer states of an adapter are few bytes, and on the device",
-                hint=f"leave `offload.{name}` out, or `train.what: all`",
-                reads=_WHAT,
-            )
     if train.optimizer in HOST_ONLY:
         yield Breach(
             field="train.optimizer",
@@ -43,37 +28,6 @@ def broken_frozen_rules(train: TrainSection, offload: OffloadSection) -> Iterato
             hint="leave `train.update` out, or `train.what: all`",
             reads=_WHAT,
         )
-
-
-def broken_state_rules(train: TrainSection, offload: OffloadSection) -> Iterator[Breach]:
-    """Yield what cannot be where optimizer states of the model's own weights wait on disk."""
-    if offload.allow_disk_writes and offload.states == "ram":
-        yield Breach(
-            field="offload.allow_disk_writes",
-            what="offload.allow_disk_writes is true and offload.states is ram",
-            limit="states in RAM are not written",
-            hint="leave `offload.allow_disk_writes` out, or `offload.states: disk`",
-            reads=("offload.states",),
-        )
-    if offload.states != "disk":
-        return
-    rules = (
-        (
-            "train.update",
-            train.update,
-            train.update != "device",
-            "states on disk come to RAM, and the host updates",
-            "host",
-        ),
-        (
-            "train.optimizer",
-            train.optimizer,
-            train.optimizer != "muon",
-            "Muon updates on the device, and states on disk come to RAM",
-            "adamw",
-        ),
-    )
-    yield from breaches(rules, setting="offload.states", value="disk", instead="ram")
 
 
 def broken_full_rules(recipe: Settings) -> Iterator[Breach]:
@@ -95,18 +49,6 @@ def broken_full_rules(recipe: Settings) -> Iterator[Breach]:
             hint="`train.update: device`, or `train.optimizer: adamw`",
             reads=("train.optimizer",),
         )
-    if recipe.offload.states == "disk" and not moved_state_bytes(
-        DTYPE_BYTES[recipe.model.dtype], recipe.train.optimizer
-    ):
-        yield Breach(
-            field="offload.states",
-            what=f"offload.states is disk and train.optimizer is {recipe.train.optimizer} in"
-            f" {recipe.model.dtype}",
-            limit="it has no states, and masters are the weights themselves",
-            hint="`offload.states: ram`",
-            reads=("train.optimizer", "model.dtype"),
-        )
-    yield from broken_state_rules(recipe.train, recipe.offload)
     none = AdapterSection()
     for name in AdapterSection.model_fields:
         value = getattr(recipe.adapter, name)

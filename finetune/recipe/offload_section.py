@@ -63,17 +63,6 @@ class OffloadSection(Section):
         default="auto",
         description="Device memory that the plan may use, in GiB; `auto` takes what is free.",
     )
-    states: Literal["auto", "ram", "disk"] = Field(
-        default="auto",
-        description="Where optimizer states of the layers' own weights wait, if these train: `ram`,"
-        " or a scratch file on `disk`; `auto` takes RAM, or with `allow_disk_writes` the disk where"
-        " they do not fit.",
-    )
-    allow_disk_writes: bool = Field(
-        default=False,
-        description="Whether a run may write more than 60 TB of such states to a disk, and `auto`"
-        " put them there.",
-    )
     embeddings: Literal["auto", "device", "host"] = Field(
         default="auto",
         description="Where the input embedding waits; from `host`, each micro-batch brings the rows"

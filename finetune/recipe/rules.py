@@ -55,7 +55,7 @@ def broken_rules(recipe: Settings) -> Iterator[Breach]:
     if recipe.train.is_full:
         yield from broken_full_rules(recipe)
     else:
-        yield from broken_frozen_rules(recipe.train, recipe.offload)
+        yield from broken_frozen_rules(recipe.train)
     if recipe.train.is_sharded:
         yield from broken_sharded_rules(recipe)
     yield from broken_objective_rules(recipe)

@@ -167,20 +167,6 @@ def _holding(recipe: Settings) -> Iterator[Allowed]:
         "each process holds its part of all layers, and no layer waits",
         "auto",
     )
-    yield (
-        "offload.states",
-        offload.states,
-        offload.states != "disk",
-        "each process keeps the states of its part on its device",
-        "auto",
-    )
-    yield (
-        "offload.allow_disk_writes",
-        offload.allow_disk_writes,
-        not offload.allow_disk_writes,
-        "no states are on disk",
-        "false",
-    )
     for names, limit in (
         (_OF_SLOTS, "nothing is streamed: each process holds its part of all layers"),
         (_OF_CHUNKS, "each micro-batch passes through the model's own head and MLPs whole"),

@@ -172,8 +172,6 @@ def place_of_updates(choice: Choice) -> str:
     place = _words(chosen)["updates"].removeprefix("updates ")
     now = chosen.request.typical.updates
     others = [one for one in choice.candidates if one.request.typical.updates != now]
-    if chosen.request.typical.are_states_on_disk:
-        return f"{place}, as states on disk come to RAM"
     if not others:
         is_only = chosen.request.typical.optimizer == "muon"
         return f"{place}, the only one with muon" if is_only else f"{place}, as the recipe says"

@@ -28,8 +28,6 @@ COLOURS = {
     Kind.AWAIT: "#d7b5a6",
     Kind.STATES: "#e6ab02",
     Kind.UPDATED: "#bf812d",
-    Kind.STATES_READ: "#a1887f",
-    Kind.STATES_WRITE: "#6d4c41",
     Kind.LOAD: "#fc8d62",
     Kind.DECODE: "#e5c494",
     Kind.FORWARD: "#66c2a5",

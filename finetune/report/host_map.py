@@ -6,7 +6,6 @@ from rich.padding import Padding
 from rich.panel import Panel
 
 from finetune.report.format import shown_gib
-from offload.plan.endurance import DiskWrites
 from offload.plan.machine.machine import Machine, Node, Rate
 from offload.plan.plan import Plan
 
@@ -57,9 +56,6 @@ def _planned(plan: Plan) -> tuple[str, str, str]:
     layers = f"{shown_gib(sum(cargo))} of layers"
     is_on_disk = plan.request.is_on_disk
     on_disk = f"planned: {layers}" if is_on_disk else "nothing of this plan"
-    writes = DiskWrites.of(plan)
-    if writes is not None:
-        on_disk = f"planned: {shown_gib(writes.step_bytes)} of optimizer states, written each step"
     return (
         f"planned: {shown_gib(plan.peak_bytes)}, {slots} in it",
         f"planned: {shown_gib(plan.host_bytes)}" + ("" if is_on_disk else f", {layers} in it"),

@@ -16,7 +16,6 @@ from finetune.report.format import (
     table_of,
 )
 from offload.plan.embedding_cost import EmbeddingCost
-from offload.plan.endurance import DRIVE_ENDURANCE_BYTES, DiskWrites
 from offload.plan.facts.facts import WholeWeights
 from offload.plan.facts.linears import FP32_BYTES
 from offload.plan.facts.optimizer import HOST_STATES, LOW_HALVES, host_update_bytes
@@ -144,7 +143,6 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         **({} if plan.network is None else {"network": _network_json(plan, plan.network)}),
         "objective": _objective_json(plan),
         **_probe_json(plan),
-        **_states_json(plan),
         "energy": plan_energy(plan),
         "predicted": {
             "step_s": phases["step"],
@@ -265,37 +263,6 @@ def gpus_lines(plan: Plan) -> list[str]:
 def _probe_json(plan: Plan) -> dict[str, Any]:
     cost = feature_pass(plan, plan.request)
     return {} if cost is None else {"probe": asdict(cost) | {"pass_s": cost.pass_s}}
-
-
-def _states_json(plan: Plan) -> dict[str, Any]:
-    writes = DiskWrites.of(plan)
-    if writes is None:
-        return {}
-    read_bytes_per_s, write_bytes_per_s = plan.costs.disk_bytes_per_s
-    return {
-        "states_on_disk": {
-            "read_bytes_per_step": writes.step_bytes,
-            "written_bytes_per_step": writes.step_bytes,
-            "num_steps": writes.num_steps,
-            "written_bytes": writes.run_bytes,
-            "read_bytes_per_s": read_bytes_per_s,
-            "write_bytes_per_s": write_bytes_per_s,
-            "drive_endurance_bytes": DRIVE_ENDURANCE_BYTES,
-            "drive_steps": writes.drive_steps,
-            "drive_s": writes.drive_s,
-        }
-    }
-
-
-def states_line(plan: Plan, writes: DiskWrites) -> str:
-    """Return what moves to and from a drive in each step and in the run, and how long it lasts."""
-    read, write = (rate / 1e9 for rate in plan.costs.disk_bytes_per_s)
-    run = f", {writes.run_bytes / 1e12:,.2f} TB in all" if writes.run_bytes is not None else ""
-    return (
-        f"on disk: {writes.step_bytes / 1e9:,.1f} GB read per step at {read:,.1f} GB/s and as much"
-        f" written at {write:,.1f}{run}; a drive rated for {DRIVE_ENDURANCE_BYTES / 1e12:.0f} TB"
-        f" lasts {writes.drive_steps:,} steps, {writes.drive_s / DAY_S:,.1f} days of them"
-    )
 
 
 def _objective_json(plan: Plan) -> dict[str, Any] | None:
@@ -432,12 +399,8 @@ def _whole_line(plan: Plan, whole: WholeWeights) -> str:
             f" rank updates its part by {workload.optimizer}"
         )
     sizes = host_update_bytes(workload.dtype_bytes, workload.optimizer, whole.low_bytes)
-    on_disk = STATES if workload.are_states_on_disk else ()
-    in_ram = {name: size for name, size in sizes.items() if name not in on_disk}
     words = {LOW_HALVES: "fp32 masters"} if whole.low_bytes else {}
-    parts = ", ".join(f"{size:.3g} {words.get(n, n)}" for n, size in in_ram.items() if size)
-    moved = sum(sizes.values()) - sum(in_ram.values())
-    disk = f" and {moved:.3g} on disk, of those in layers" if moved else ""
+    parts = ", ".join(f"{size:.3g} {words.get(n, n)}" for n, size in sizes.items() if size)
     timeline = plan.predict()
     kinds = Kind.UPDATE, Kind.AWAIT  # each rank's own, and those that it waits for meanwhile
     update_s = max(timeline.busy_s(kind) for kind in kinds)
@@ -450,7 +413,7 @@ def _whole_line(plan: Plan, whole: WholeWeights) -> str:
     return (
         f"no adapter: {shown_count(whole.num_parameters)} of"
         f" {shown_count(plan.facts.num_parameters)} weights trained,"
-        f" {sum(in_ram.values()):.3g} bytes each in RAM ({parts}){once}{disk}; updated {where} by"
+        f" {sum(sizes.values()):.3g} bytes each in RAM ({parts}){once}; updated {where} by"
         f" {workload.optimizer}, each layer{by_one} {when} its next load: {shown_time(update_s)},"
         f" {exposed}"
     )
@@ -521,7 +484,6 @@ def _time_table(plan: Plan) -> Table:
         ("d2h", "d2h: layer inputs and gradients, during compute"),
         ("reads", "host: reads into page-locked buffers, during compute"),
         ("updates", updates),
-        ("disk", "disk: reads and writes of optimizer states, during compute"),
         ("network", "network: what ranks send each other, during compute"),
         ("exposed network", "network: the part with nothing to compute"),
         ("awaited updates", "network: waits for updates by other ranks, during compute"),

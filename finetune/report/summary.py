@@ -44,10 +44,8 @@ from finetune.report.plan import (
     predicted_phases,
     probe_line,
     sharded_line,
-    states_line,
 )
 from offload.plan.embedding_cost import EmbeddingCost
-from offload.plan.endurance import DiskWrites
 from offload.plan.facts.codec import ROUNDING
 from offload.plan.facts.fused import FusedPart
 from offload.plan.feature_pass import feature_pass
@@ -113,8 +111,6 @@ def _plan_rows(choice: Choice, prices: ReportSection) -> Iterator[tuple[str, Seq
     adapters = [adapter_line(replace(plan, request=run)) for run in plan.request.runs]
     yield "weights" if is_full else "adapter", list(dict.fromkeys(adapters))
     yield "updates", [place_of_updates(choice)] if is_full else []
-    writes = DiskWrites.of(plan)
-    yield "states", [] if writes is None else [states_line(plan, writes)]
     yield "layers", [_layers_line(plan)]
     yield "layer inputs", [STASHED] if plan.request.is_stashed else []
     embedding = EmbeddingCost.of(plan)
@@ -171,8 +167,6 @@ def _limit_line(plan: Plan) -> str:
         if share >= LEAST_SHARE_FRAC
     )
     copies = "reads from disk" if plan.request.is_on_disk else "copies from RAM"
-    if plan.request.typical.are_states_on_disk:
-        copies = "copies from RAM, after reads and writes of optimizer states on disk"
     copy_s = max(phases["h2d"], phases["reads"])
     wait_frac = phases["stall"] / phases["step"]
     if wait_frac >= LEAST_WAIT_FRAC and plan.request.is_sharded:

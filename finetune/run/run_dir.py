@@ -368,13 +368,7 @@ def require_whole_adapter(adapter: Path) -> tuple[str, ...]:
 
 
 HOW = ("train.parallel:", "train.update:", "offload.")
-FREE = (
-    HOW[0],
-    "offload.states:",
-    "offload.allow_disk_writes:",
-    "offload.embeddings:",
-    "offload.head:",
-)
+FREE = (HOW[0], "offload.embeddings:", "offload.head:")
 PLACE = ("output.name:", "output.dir:")
 WHAT = ("offload.codec:", "offload.device:")
 
@@ -418,8 +412,6 @@ def as_begun(recipe: Recipe, begun: Recipe | None, *, num_ranks: int = 1) -> Rec
         recipe = with_layer_kernels(recipe, begun.model.layer_kernels)
     if recipe.train.update == "auto" and begun.train.update != "auto":
         recipe = with_update(recipe, begun.train.update)
-    is_stored = recipe.offload.states == "auto" and begun.offload.states == "disk"
-    recipe = with_offload(recipe, states="disk" if is_stored else None)
     return _shared_as_begun(recipe, begun, num_ranks=num_ranks)
 
 

@@ -1,7 +1,7 @@
 """A run's expert backend: the one it began with, the configured one, or the fastest here.
 
 Backends differ in their last bits, so a run keeps the one that it began with. Nothing is timed
-where there is no choice: on a CPU the loop is the fastest (measured, tests/bench/LOG_ARCHIVE.md) and gives
+where there is no choice: on a CPU the loop is the fastest (tests/bench/LOG_ARCHIVE.md) and gives
 the same bits at every start. A recipe's setting takes precedence over that of `--machine`; either
 is used as it is, if it can compute the model's experts here.
 

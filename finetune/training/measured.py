@@ -156,9 +156,7 @@ def memory_terms(session: "Session") -> list[MeasuredTerm]:
     trained = [*session.loop.weights.items()]
     trained += [(name, p) for name, p in named.items() if p.requires_grad]
     if session.run.recipe.train.is_full:
-        weights, file = session.loop.weights, session.engine.updates.file
-        in_memory = {n: w for n, w in weights.items() if file is None or not file.holds(w)}
-        return [*terms, *_full_terms(in_memory, alone)]
+        return [*terms, *_full_terms(session.loop.weights, alone)]
     states = [
         value
         for state in session.loop.optimizer.state_dict()["state"].values()

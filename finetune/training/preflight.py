@@ -21,7 +21,6 @@ from finetune.report.format import shown_gib, shown_time
 from finetune.run.run_dir import RunDir
 from finetune.training.ranks import Ranks
 from offload.errors import DoesNotFitError
-from offload.plan.endurance import DiskWrites
 from offload.plan.facts.facts import ModelFacts
 from offload.plan.facts.linears import FP32_BYTES
 from offload.plan.facts.optimizer import (
@@ -115,16 +114,12 @@ def require_same_machine(machine: Machine, *, device: str, dtype: str) -> None:
         )
 
 
-def require_within_run(recipe: Recipe, *, num_steps: int, plan: Plan) -> None:
+def require_within_run(recipe: Recipe, *, num_steps: int) -> None:
     """Refuse settings that cannot take effect in a run of so many steps, once that is known.
 
     Raises:
         ConfigError: Such as a warm-up that never ends, or a profile that is never taken.
-        OffloadError: So many steps would write more to a disk than a run may.
     """
-    writes = DiskWrites.of(plan, num_steps=num_steps)
-    if writes is not None:
-        writes.require_endurance(is_allowed=recipe.offload.allow_disk_writes)
     breach = next(broken_length_rules(recipe, num_steps=num_steps), None)
     if breach is not None:
         raise ConfigError(breach.what, limit=breach.limit, hint=breach.hint)

@@ -218,8 +218,7 @@ def measure(run: Run, facts: ModelFacts, machine_file: Path | None) -> tuple[Mac
     if machine_file is None:
         run.screen.note("Measuring this machine ...")
         machine = probe(device=device.type, seconds=PROBE_S, dtype=dtype)
-        may_store = recipe.offload.states == "disk" or recipe.offload.allow_disk_writes
-        if recipe.offload.load_tier == "disk" or may_store:
+        if recipe.offload.load_tier == "disk":
             rate = disk_rate(stores_dir(), seconds=PROBE_DISK_S, file_bytes=RUN_FILE_BYTES)
             machine = replace(machine, disk_bytes_per_s=rate)
     else:
@@ -340,7 +339,7 @@ def plan_steps(run: Run, facts: ModelFacts, data: Data, cards: Cards) -> Planned
         recipe = with_shares(recipe, shares.micro_batches)
         steps = steps_of(recipe, shares.micro_batches)
         requests = shares.of(ranks.index)
-    preflight.require_within_run(recipe, num_steps=steps.num, plan=choice.plan)
+    preflight.require_within_run(recipe, num_steps=steps.num)
     preflight.require_last_step(steps, num_ranks=ranks.num)
     run.screen.note(shown_steps(steps))
     size = choice.plan.request.typical.micro_batch_size
@@ -367,7 +366,6 @@ def plan_steps(run: Run, facts: ModelFacts, data: Data, cards: Cards) -> Planned
             and one.typical.head_chunk_tokens == typical.head_chunk_tokens
             and one.typical.mlp_chunk_tokens == typical.mlp_chunk_tokens
             and one.typical.updates == typical.updates
-            and one.typical.are_states_on_disk == typical.are_states_on_disk
             and one.typical.embeddings == typical.embeddings
             and one.typical.head == typical.head
         ),
@@ -415,7 +413,6 @@ def with_chosen(recipe: Recipe, plan: Plan) -> Recipe:
         recipe,
         head_chunk=chosen.head_chunk_tokens,
         mlp_chunk=chosen.mlp_chunk_tokens or "whole",
-        states="disk" if chosen.are_states_on_disk else None,
         embeddings=_chosen_place(recipe.offload.embeddings, chosen.embeddings),
         head=_chosen_place(recipe.offload.head, chosen.head),
     )

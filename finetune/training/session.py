@@ -16,7 +16,6 @@ from finetune.adapter.virtual_tokens import add_virtual_tokens
 from finetune.data.dataset import Rows
 from finetune.data.steps import Steps
 from finetune.data.stops import Stops
-from finetune.env import stores_dir
 from finetune.errors import FinetuneError, TrialDoesNotFitError
 from finetune.full.chosen_weights import choose_weights
 from finetune.full.matrices import matrices_of
@@ -469,13 +468,11 @@ def _update(run: Run, model: "PeftModel | PreTrainedModel", engine: StepEngine) 
         )
     if recipe.train.is_full:
         matrices = matrices_of(model) if recipe.train.optimizer == "muon" else {}
-        states_dir = stores_dir() if recipe.offload.states == "disk" else None
         return FullUpdate(
             engine,
             train=recipe.train,
             ranks=run.ranks,
             matrices=matrices,
-            states_dir=states_dir,
         )
     tensors, own_layers = trained(model, run.adapter), engine.own_layers
     is_rounded = recipe.adapter.dtype == "bfloat16"

@@ -12,7 +12,7 @@ Of an input embedding on the host gradients come back by the rows of each micro-
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -21,11 +21,9 @@ from torch import nn
 from offload.engine.host.embedding import left_over
 from offload.engine.host.layer_layout import Field, Record, lay_out
 from offload.engine.host.stash import Allocate
-from offload.engine.host.state_file import StateFile
 from offload.engine.memory_meter import Arena
 from offload.errors import OffloadError
 from offload.plan.facts.optimizer import HOST_GRADIENTS
-from offload.plan.memory.host import STATE_RING
 from offload.plan.memory.memory import LAYER_GRADIENTS
 from offload.plan.schedule.updates import NUM_GRADIENT_BUFFERS
 
@@ -253,8 +251,6 @@ class LateUpdates:
         layer_of: The layer of each master, by its name.
         owned: The layers that this process updates; None for all.
         norms: Of the newest step's gradients, fp32 scalars by name.
-        file: Where states wait that are read for an update on the host and written back after it;
-            None if they are in memory.
     """
 
     def __init__(self, gradients: HostGradients) -> None:
@@ -268,7 +264,6 @@ class LateUpdates:
         self._layers: set[int] = set()
         self._begun: set[int] = set()
         self._on_device: Callable[[], None] | None = None
-        self.file: StateFile | None = None
 
     @property
     def states(self) -> tuple[torch.Tensor, ...]:
@@ -284,12 +279,6 @@ class LateUpdates:
         """
         self._gradients.add_states(state_bytes)
         self._on_device = make_all
-
-    def keep_on_disk(self, file: StateFile) -> None:
-        """Read states from a file from here on, for updates on the host."""
-        assert self._on_device is None
-        self.file = file
-        self._gradients.arenas += (Arena(name=STATE_RING, blocks=file.buffers),)
 
     def share_with(self, others: OtherOwners) -> None:
         """Tell other processes of updates from here on, and wait for theirs."""
@@ -318,14 +307,9 @@ class LateUpdates:
         self._number += 1
 
     def run(self, layer: int) -> None:
-        """Update a layer on the host; its states are in memory, or were read."""
+        """Update a layer on the host."""
         assert self._update is not None
-        one = self._gradients.on_host(layer)
-        if self.file is not None:
-            one = replace(one, states=self.file.memory(layer))
-        self._update(one)
-        if self.file is not None:
-            self.file.changed(layer)
+        self._update(self._gradients.on_host(layer))
         if self._others is not None:
             self._others.note_updated(layer, self._number)
         self._layers.remove(layer)
@@ -365,20 +349,11 @@ class LateUpdates:
         """Update all layers that are left, in order; on this thread if it is on the host.
 
         Then wait for those of other processes.
-
-        Raises:
-            TransferError: States cannot be read from a file, or written to it; what was updated is.
         """
         if self._layers and self._on_device is not None:
             self._on_device()
-        if self.file is not None:
-            self.file.settle()
         for layer in sorted(filter(self._is_own, self._layers)):
-            if self.file is not None:
-                self.file.read(layer, 0)
             self.run(layer)
-            if self.file is not None:
-                self.file.write(layer)
         for layer in sorted(self._layers):
             self.wait_for(layer)
 

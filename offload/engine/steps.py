@@ -48,7 +48,6 @@ class Steps:
             self._bound.sizes,
             updated=updates.layers,
             state_bytes=self._bound.host_gradients.state_bytes,
-            disk_bytes=updates.file.layer_bytes if updates.file is not None else (),
         )
 
     def schedule(self, parts: Sequence[Part], *, ring: Ring, order: Order) -> Schedule:

@@ -196,7 +196,7 @@ class CudaDevice:
         }
         self._base = torch.cuda.Event(enable_timing=True)
         self._start_s = time.perf_counter()
-        loading = (Lane.HOST, Lane.H2D, Lane.DISK) if is_staged else ()
+        loading = (Lane.HOST, Lane.H2D) if is_staged else ()
         returning = (Lane.D2H,) if returns_sums else ()
         self._issued_by_thread = (*loading, *returning, Lane.NETWORK)
         self._workers = Workers(
@@ -216,7 +216,7 @@ class CudaDevice:
 
     def submit(self, lane: Lane, waits: Sequence[Event], body: Callable[[], None]) -> Event:
         """Issue `body` on the lane's stream; the host waits only for what a thread has to issue."""
-        if lane in (Lane.HOST, Lane.DISK):
+        if lane is Lane.HOST:
             return self._submit_to_host(lane, waits, body)
         event = _CudaEvent(self._base)
         job = Job(

@@ -348,10 +348,6 @@ def calibrate(
             _rate(measured, Kind.RETURN, _rate(measured, Kind.HEAD, costs.fetch_bytes_per_s)),
         ),
         read_bytes_per_s=_rate(measured, Kind.READ, costs.read_bytes_per_s),
-        disk_bytes_per_s=(
-            _rate(measured, Kind.STATES_READ, costs.disk_bytes_per_s[0]),
-            _rate(measured, Kind.STATES_WRITE, costs.disk_bytes_per_s[1]),
-        ),
         look_up_bytes_per_s=_rate(measured, Kind.LOOK_UP, costs.look_up_bytes_per_s),
         add_rows_bytes_per_s=_rate(measured, Kind.ADD_ROWS, costs.add_rows_bytes_per_s),
     )

@@ -7,7 +7,6 @@ from offload.errors import DoesNotFitError
 from offload.plan.facts.codec import EXACT_CODECS, ROUNDING, CodecName
 from offload.plan.facts.embedding import why_on_device
 from offload.plan.facts.head import head_room_bytes, why_head_on_device
-from offload.plan.facts.optimizer import moved_state_bytes
 from offload.plan.facts.trainable import EMBEDDING, HEAD, NORMS, ROUTER, SCORE
 from offload.plan.fit import DEVICE, RAM, MemoryNeeds, Shortage
 from offload.plan.machine.machine import GIB
@@ -19,7 +18,6 @@ from offload.plan.memory.memory import (
     INPUTS_IN_RAM,
     MICRO_BATCH,
     ON_DISK,
-    ON_DRIVE,
     RANK,
     ROUNDED_LAYERS,
     SHRINKS,
@@ -37,7 +35,6 @@ from offload.plan.request import (
     with_codec,
     with_embeddings,
     with_head,
-    with_states_on_disk,
     with_tied,
     with_updates_on,
 )
@@ -110,7 +107,6 @@ def _effective(term: MemoryTerm, needs: MemoryNeeds) -> list[str]:
         HEAD_IN_RAM: is_tied or not _may_move_head(needs),
         TIED_IN_RAM: not is_tied or not _may_move_head(needs),
         UPDATES_IN_RAM: largest.updates == "host",
-        ON_DRIVE: not _states_on_disk(request),
         SMALLER_TILES: (largest.mlp_chunk_tokens or 0) <= MLP_CHUNKS[-1],
         SMALLER_CHUNK: largest.head_chunk_tokens <= FEWEST_CHUNK_TOKENS,
     }
@@ -184,7 +180,7 @@ def _changes(
     for num_ranks in range(request.num_ranks - 1, 0, -1) if is_alone else ():
         yield f"`--num_processes {num_ranks}`", replace(request, num_ranks=num_ranks)
     yield from _all_cut(exact)
-    stored = [*_on_disk(exact), *_states_on_disk(request)]
+    stored = _on_disk(exact)
     for words, placed in stored:
         yield from _either_stash(words, placed)
     yield from _all_cut(stored)
@@ -250,18 +246,6 @@ def _updated_in_ram(request: PlanRequest) -> list[tuple[str, PlanRequest]]:
     if request.largest.updates == "host":
         return []
     return [(UPDATES_IN_RAM, with_updates_on(request, "host"))]
-
-
-def _states_on_disk(request: PlanRequest) -> list[tuple[str, PlanRequest]]:
-    """Return the request with optimizer states in a file, if they are in RAM and can be there."""
-    load = request.largest
-    is_possible = load.adapter.whole is not None and request.num_ranks == 1
-    is_possible &= load.optimizer != "muon" and not load.are_states_on_disk
-    if not is_possible or not moved_state_bytes(load.dtype_bytes, load.optimizer):
-        return []
-    words = "" if load.updates == "host" else UPDATES_IN_RAM
-    on_host = with_states_on_disk(with_updates_on(request, "host"))
-    return [(_joined(words, ON_DRIVE), on_host)]
 
 
 def _is_frozen(request: PlanRequest) -> bool:

@@ -376,11 +376,6 @@ def with_mlp_chunk(request: PlanRequest, num_tokens: int | None) -> PlanRequest:
     return _with_workload(request, mlp_chunk_tokens=num_tokens)
 
 
-def with_states_on_disk(request: PlanRequest) -> PlanRequest:
-    """Return the same request with the states of the layers' own weights in a file."""
-    return _with_workload(request, are_states_on_disk=True)
-
-
 def with_embeddings(request: PlanRequest, place: WeightPlace) -> PlanRequest:
     """Return the same request with the input embedding in this place."""
     return _with_workload(request, embeddings=place)

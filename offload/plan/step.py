@@ -80,7 +80,6 @@ def schedule_of(
             if request.num_ranks > 1 and not request.is_sharded
             else None,
             state_bytes=_state_bytes(typical, trained),
-            disk_bytes=_disk_bytes(typical, trained),
         )
     if is_draft:
         sizes = replace(sizes, piece_bytes=max(sizes.layer_bytes))
@@ -137,15 +136,6 @@ def _state_bytes(typical: Workload, trained: Sequence[int]) -> tuple[int, ...] |
     return tuple(math.ceil(each * number) for number in trained)
 
 
-def _disk_bytes(typical: Workload, trained: Sequence[int]) -> tuple[int, ...]:
-    """Return what an update of each layer reads from a file and writes; none if it is in memory."""
-    whole = typical.adapter.whole
-    low_bytes = None if whole is None else whole.low_bytes
-    each = moved_state_bytes(typical.dtype_bytes, typical.optimizer, low_bytes)
-    is_on_disk = typical.are_states_on_disk
-    return tuple(math.ceil(each * number) for number in trained) if is_on_disk else ()
-
-
 def stashed_bytes(facts: ModelFacts, request: PlanRequest) -> int:
     """Return the size of a typical layer input that is stashed, the mean of all; 0 if none is."""
     if not request.is_stashed:
@@ -184,8 +174,6 @@ def _duration_of(costs: Costs) -> Callable[[Op], float]:
         Kind.FRONT_BACKWARD: costs.front_backward_s,
     }
     rates = {
-        Kind.STATES_READ: costs.disk_bytes_per_s[0],
-        Kind.STATES_WRITE: costs.disk_bytes_per_s[1],
         Kind.LOOK_UP: costs.look_up_bytes_per_s,
         Kind.ADD_ROWS: costs.add_rows_bytes_per_s,
     }

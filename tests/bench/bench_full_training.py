@@ -24,7 +24,6 @@ import yaml
 from rich.console import Console
 
 from offload.plan.facts.optimizer import LOW_HALVES
-from offload.plan.memory.host import STATE_RING
 from tests.doubles import tiny_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -45,28 +44,19 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "fp32, 1 x 64 tokens": {"dtype": "float32", "grad_accum_steps": 1, "seq_len": 64},
     "bf16, 2 x 64 tokens": {"dtype": "bfloat16", "grad_accum_steps": 2, "seq_len": 64},
 }
-WIDE = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 12}
-OF_STATES: dict[str, dict[str, Any]] = {
-    f"states in {states}, {turn}": {"dtype": "bfloat16", "grad_accum_steps": 2, "seq_len": 64}
-    | {"states": states}
-    for turn in ("first", "again")
-    for states in ("ram", "disk")
-}
 
 
 def main() -> None:
     """Run the configurations and print a row of each."""
-    is_of_states = sys.argv[1:] == ["states"]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         tokenizer = tiny_tokenizer()
         tokenizer.save_pretrained(folder / "tokenizer")
-        shape = SHAPE | (WIDE if is_of_states else {}) | {"vocab_size": len(tokenizer)}
+        shape = SHAPE | {"vocab_size": len(tokenizer)}
         (folder / "config.json").write_text(json.dumps(shape))
         row = json.dumps({"question": "what follows " * 40, "answer": "this " * 40})
         (folder / "rows.jsonl").write_text(f"{row}\n" * 64)
-        configurations = OF_STATES if is_of_states else CONFIGURATIONS
-        for number, (words, configuration) in enumerate(configurations.items()):
+        for number, (words, configuration) in enumerate(CONFIGURATIONS.items()):
             run_dir = folder / f"run-{number}"
             held = _train(folder, run_dir, **configuration) / 2**20
             shown = f"{words}: {_shown(run_dir)}; held at most {held:.0f} MiB"
@@ -80,7 +70,6 @@ def _train(
     dtype: str,
     grad_accum_steps: int,
     seq_len: int,
-    states: str = "ram",
 ) -> int:
     """Train, and return the most memory that the process held, file pages left out."""
     recipe = {
@@ -99,7 +88,7 @@ def _train(
             "steps": STEPS,
             "lr": 1e-4,
         },
-        "offload": {"device": "cpu", "num_slots": 3, "kept_graphs": 0, "states": states},
+        "offload": {"device": "cpu", "num_slots": 3, "kept_graphs": 0},
         "output": {"name": "bench", "dir": str(run_dir)},
     }
     file = folder / "recipe.yaml"
@@ -125,9 +114,6 @@ def _shown(run_dir: Path) -> str:
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     phases = [json.loads(line)["phases_s"] for line in lines[2:]]
     times = [one["exposed updates"] for one in phases]
-    disk = [one["disk"] for one in phases if "disk" in one]
-    moved = predicted["calibrated"]["predicted"]["phases_s"].get("disk", 0.0)
-    on_disk = f"; disk {moved:.3f} -> {statistics.mean(disk):.3f} s" if disk else ""
     exposed = predicted["calibrated"]["predicted"]["phases_s"]["exposed updates"]
     num_weights = predicted["calibrated"]["model"]["num_module_parameters"]
     memory = {row["name"]: row for row in report["memory"]}
@@ -135,9 +121,7 @@ def _shown(run_dir: Path) -> str:
     terms = "; ".join(
         f"{name} {row['predicted'] / num_weights:.2f} -> {row['measured'] / num_weights:.2f}"
         for name, row in memory.items()
-        if row["predicted"]
-        and row["measured"]
-        and ("RAM" in name or name in ("slab", LOW_HALVES, STATE_RING))
+        if row["predicted"] and row["measured"] and ("RAM" in name or name in ("slab", LOW_HALVES))
     )
     peak = memory["peak memory"]
     return (
@@ -146,7 +130,7 @@ def _shown(run_dir: Path) -> str:
         f" (p20 {step['p20']:.3f}, p80 {step['p80']:.3f}); updates {updates['predicted']:.3f} ->"
         f" {updates['measured']:.3f} s, exposed {exposed:.3f} ->"
         f" {statistics.mean(times):.3f} s; peak of memory {peak['predicted'] / 2**20:.0f} ->"
-        f" {peak['measured'] / 2**20:.0f} MiB; bytes per weight: {terms}{on_disk}"
+        f" {peak['measured'] / 2**20:.0f} MiB; bytes per weight: {terms}"
     )
 
 

@@ -15,10 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune.recipe.recipe import shipped_recipe
 from offload.engine.host_gradients import LateUpdates
-from offload.plan import endurance
-from offload.plan.facts.optimizer import HOST_STATES
 from offload.plan.machine.machine import Machine
-from offload.plan.memory.host import STATE_RING
 from tests.e2e.full_runs import assert_same_runs, full_recipe
 from tests.e2e.runs import losses, rows_of, run
 from tests.tiers import mostly_slow
@@ -80,9 +77,8 @@ def test_plain_transformers_loads_what_a_run_leaves(
             ("muon", "device"),
             *((name, "host") for name in ("adamw", "adamw_8bit", "adafactor", "lion", "sgd")),
             ("adamw_bf16", "host"),
-            ("adamw", "disk"),
         ],
-        *(("adamw", "device"), ("adamw_bf16", "host"), ("adamw", "disk")),
+        *(("adamw", "device"), ("adamw_bf16", "host")),
     ),
 )
 def test_a_run_that_ends_between_backward_and_update_resumes_to_the_bit(
@@ -90,9 +86,8 @@ def test_a_run_that_ends_between_backward_and_update_resumes_to_the_bit(
 ) -> None:
     recipe, whole = full_recipe(write_recipe, what=["model.layers.*"]), tmp_path / "whole"
     machine: tuple[object, ...] = ("--machine", machine_file, f"train.optimizer={optimizer}")
-    in_memory = f"train.update={'host' if place == 'disk' else place}"
-    assert run("finetune", recipe, *machine, in_memory, f"output.dir={whole}") == 0
-    machine += ("offload.states=disk" if place == "disk" else in_memory,)
+    machine += (f"train.update={place}",)
+    assert run("finetune", recipe, *machine, f"output.dir={whole}") == 0
     name = "run_on_device" if place == "device" else "run"
     num_updated, update = 0, getattr(LateUpdates, name)
 
@@ -113,16 +108,14 @@ def test_a_run_that_ends_between_backward_and_update_resumes_to_the_bit(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("seed", "settings"), [*((seed, ()) for seed in range(3)), (0, ("offload.states=disk",))]
-)
+@pytest.mark.parametrize("seed", range(3))
 def test_a_killed_run_resumes_to_the_bit(
-    seed, settings, tmp_path, write_recipe, machine_file, forked, cache
+    seed, tmp_path, write_recipe, machine_file, forked, cache
 ) -> None:
     recipe, whole = full_recipe(write_recipe), tmp_path / "whole"
     assert run("finetune", recipe, "--machine", machine_file, f"output.dir={whole}") == 0
     metrics, chance = tmp_path / "run" / "metrics.jsonl", random.Random(seed)
-    words: tuple[object, ...] = ("finetune", recipe, "--machine", machine_file, *settings)
+    words: tuple[object, ...] = ("finetune", recipe, "--machine", machine_file)
     process = forked.start(*words)
     goal = chance.randrange(2, 6)
     process.wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= goal)
@@ -130,7 +123,6 @@ def test_a_killed_run_resumes_to_the_bit(
     assert process.end(signal.SIGKILL) == -signal.SIGKILL
     process = forked.start(*words, "--resume")
     assert process.end() == 0, process.shown
-    assert not list(cache.rglob("states-*"))  # what held states is gone with the processes
     assert_same_runs(tmp_path / "run", whole)
 
 
@@ -159,31 +151,6 @@ def test_only_what_patterns_and_groups_name_trains(
     numbers = predicted["calibrated"]["model"]
     assert numbers["num_adapter_parameters"] == 0
     assert numbers["num_module_parameters"] == sum(before[n].numel() for n in changed)
-
-
-def test_a_run_says_what_it_writes_and_is_refused_where_that_is_too_much(
-    tmp_path, write_recipe, machine_file, capsys, monkeypatch
-) -> None:
-    recipe = full_recipe(write_recipe)
-    words = ("finetune", recipe, "--machine", machine_file, "offload.states=disk")
-    with monkeypatch.context() as patch:
-        patch.setattr(endurance, "MOST_RUN_BYTES", 10**6)
-        assert run(*words) == 1
-        shown = capsys.readouterr().err
-        assert "6 steps would write" in shown
-        assert "`offload.allow_disk_writes: true` on a drive with the endurance for it" in shown
-        assert run("plan", recipe, "--machine", machine_file, "offload.states=disk") == 1
-        assert "6 steps would write" in capsys.readouterr().err
-        assert run(*words, "offload.allow_disk_writes=true") == 0
-    assert "a drive rated for 600 TB lasts" in " ".join(capsys.readouterr().out.split())
-    measured = json.loads((tmp_path / "run" / "measured.json").read_text())
-    terms = {term["name"]: term["num_bytes"] for term in measured["memory"]}
-    predicted = json.loads((tmp_path / "run" / "predicted.json").read_text())["calibrated"]
-    in_ram = predicted["predicted"]["host_memory"]
-    for name in (HOST_STATES, STATE_RING):
-        assert terms[name] == pytest.approx(in_ram[name], rel=0.05)
-    assert predicted["states_on_disk"]["written_bytes_per_step"] > 0
-    assert predicted["predicted"]["phases_s"]["disk"] > 0
 
 
 def test_a_pattern_that_matches_nothing_is_refused(write_recipe, machine_file, capsys) -> None:

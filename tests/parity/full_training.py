@@ -1,7 +1,6 @@
 """Loops of full training on the host, for tests of what they compute."""
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -73,7 +72,6 @@ def loop_of(
     optimizer: Optimizer = "adamw",
     lr: float = LR,
     update: Literal["host", "device"] = "host",
-    states_dir: Path | None = None,
     **options: Any,
 ) -> Loop:
     train = TrainSection(
@@ -92,9 +90,7 @@ def loop_of(
     return Loop(
         model=model,
         engine=engine,
-        update=FullUpdate(
-            engine, train=train, ranks=Ranks(), matrices=matrices, states_dir=states_dir
-        ),
+        update=FullUpdate(engine, train=train, ranks=Ranks(), matrices=matrices),
         train=train,
         num_steps=1000,
         ranks=Ranks(),

@@ -4,7 +4,6 @@ import copy
 import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -310,18 +309,6 @@ def test_move_training_of_other_models_is_that_on_the_device(kind: str) -> None:
     host, device = (loop_of(made(kind), embeddings=place) for place in ("host", "device"))
     assert losses_of(host) == losses_of(device)
     assert_same(values_of(host), values_of(device))
-
-
-@pytest.mark.thorough
-def test_move_states_on_disk_change_no_bit(tmp_path: Path) -> None:
-    found = []
-    for place in ("host", "device"):
-        loop = loop_of(made("padded"), embeddings=place, states_dir=tmp_path)
-        losses = losses_of(loop)
-        found.append(values_of(loop))
-        assert losses[-1] < losses[0]
-        engine_of(loop).close()
-    assert_same(*found)
 
 
 @pytest.mark.thorough

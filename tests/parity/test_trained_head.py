@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, Literal
 from unittest import mock
 
@@ -197,18 +196,6 @@ def test_move_layers_under_the_gradient_alone_are_loaded_again(num_slots: int) -
         found.append((run(loop, range(3)), values_of(loop)))
     assert found[0][0] == found[1][0]
     assert_same(found[0][1], found[1][1])
-
-
-@pytest.mark.thorough
-def test_move_states_on_disk_change_no_bit(tmp_path: Path) -> None:
-    found = []
-    for place in ("host", "device"):
-        loop = loop_of(made("qwen3"), head=place, states_dir=tmp_path)
-        losses = run(loop, range(3))
-        found.append(values_of(loop))
-        assert losses[-1] < losses[0]
-        engine_of(loop).close()
-    assert_same(*found)
 
 
 @pytest.mark.thorough

@@ -60,18 +60,8 @@ class Accesses:
     def _updating(self, op: Op, layer: int) -> list[Access]:
         if op.kind is Kind.AWAIT:
             return [("write", ("weights", layer), "updated")]
-        if op.kind is Kind.STATES_READ:
-            return [("write", ("states", op.buffer), ("in a file", layer))]
-        if op.kind is Kind.STATES_WRITE:
-            return [("read", ("states", op.buffer), ("updated", layer))]
         if op.kind is Kind.UPDATE:
-            states = (("in a file", layer), ("updated", layer))
-            changed: list[Access] = [("change", ("states", op.buffer), states)]
-            return [
-                ("read", ("sink", layer), None),
-                ("write", ("weights", layer), "updated"),
-                *(changed if op.buffer is not None else []),
-            ]
+            return [("read", ("sink", layer), None), ("write", ("weights", layer), "updated")]
         if op.kind is Kind.STATES:
             arrived: Access = ("add", ("gradient", op.buffer), ("brought", layer))
             return [("read", ("sink", layer), None), arrived]
@@ -109,7 +99,7 @@ class Accesses:
         if op.kind in SUMS:
             return self._reduced(op, layer)
         updating = (Kind.UPDATE, Kind.AWAIT, Kind.STATES, Kind.UPDATED)
-        if op.lane is Lane.DISK or op.kind in updating:
+        if op.kind in updating:
             return self._updating(op, layer)
         if op.kind in (Kind.LOOK_UP, Kind.ROWS, Kind.ROW_GRADIENTS, Kind.ADD_ROWS):
             return self._looked_up(op, m)

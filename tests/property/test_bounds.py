@@ -63,14 +63,12 @@ class Step:
             num_staging=NUM_STAGING if self.is_staged else 0,
         )
         updated = {number for number, layer in enumerate(self.costs.layers) if layer.update_s}
-        stored = tuple(layer.disk_bytes for layer in self.costs.layers)
         return replace(
             frozen,
             head_bytes=self.costs.head_bytes,
             head_gradient_bytes=self.costs.head_gradient_bytes,
             gradient_bytes=tuple(INPUT_BYTES * (number in updated) for number in range(len(sizes))),
             updated=frozenset(updated),
-            disk_bytes=stored if any(stored) else (),
         )
 
     def simulated_s(self, ring: Ring | None = None) -> float:
@@ -171,57 +169,6 @@ def steps(
         num_kept_outputs=draw(st.integers(0, num_layers)),
         num_sent_outputs=draw(st.integers(0, num_layers)) if may_send else 0,
     )
-
-
-@st.composite
-def steps_from_disk(draw: st.DrawFn, *, are_alike: bool = False) -> Step:
-    """Draw steps whose layers, all or some, are updated on the host with states from a file."""
-    step = draw(steps(are_alike=are_alike, may_send=not are_alike))
-    layers = [
-        replace(layer, update_s=draw(seconds), disk_bytes=draw(st.sampled_from([1, 10, 70])))
-        if are_alike or draw(st.integers(0, 4))
-        else layer
-        for layer in (replace(layer, decode_s=0.0) for layer in step.costs.layers)
-    ]
-    rates = draw(st.sampled_from([1.0, 10.0, 1e9])), draw(st.sampled_from([0.3, 3.0, 1e9]))
-    costs = replace(step.costs, layers=tuple(layers), disk_bytes_per_s=rates)
-    return replace(step, costs=costs, is_encoded=False)
-
-
-@settings(max_examples=200)
-@given(steps_from_disk())
-def test_no_step_with_states_on_disk_is_simulated_below_r3(step: Step) -> None:
-    assert step.simulated_s() >= step.bound_s() * (1 - 1e-9)
-
-
-@settings(max_examples=60)
-@given(steps_from_disk(are_alike=True))
-def test_where_a_drive_is_the_slowest_the_bound_is_its_time_and_what_follows(step: Step) -> None:
-    """All else is so fast that the last layer's visit and the way down take next to no time."""
-    quick = [
-        replace(layer, forward_s=0.0, backward_s=0.0, recompute_s=0.0, attention_s=0.0, pack_s=0.0)
-        for layer in step.costs.layers
-    ]
-    step = replace(
-        step,
-        is_stashed=False,
-        is_staged=False,
-        num_kept_graphs=0,
-        costs=replace(
-            step.costs,
-            layers=tuple(quick),
-            front_s=0.0,
-            tail_s=0.0,
-            front_backward_s=0.0,
-            h2d_latency_s=0.0,
-            h2d_bytes_per_s=1e15,
-            d2h_bytes_per_s=1e15,
-        ),
-    )
-    assert step.simulated_s() == pytest.approx(step.bound_s(), rel=1e-5)
-    in_memory = [replace(layer, disk_bytes=0) for layer in quick]
-    costs = replace(step.costs, layers=tuple(in_memory))
-    assert replace(step, costs=costs).bound_s() <= step.bound_s()
 
 
 @settings(max_examples=60)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from pathlib import Path
 from types import MappingProxyType
 
 import torch
@@ -20,8 +19,6 @@ from finetune.training.ranks import Ranks
 from finetune.training.world.gradient_sums import DTYPES
 from offload.engine.engine import Engine
 from offload.engine.host.embedding import RowSums
-from offload.engine.host.mapping import aligned_empty
-from offload.engine.host.state_file import StateFile
 from offload.engine.host_gradients import LayerUpdate
 from offload.engine.passes.head_gradient import HeadGradient
 from offload.plan.owners import owned_around
@@ -52,7 +49,6 @@ class FullUpdate:
         train: TrainSection,
         ranks: Ranks,
         matrices: Mapping[str, Matrices] = MappingProxyType({}),
-        states_dir: Path | None = None,
     ) -> None:
         """Make fresh states.
 
@@ -61,11 +57,8 @@ class FullUpdate:
             train: Settings of training.
             ranks: The processes that share each step.
             matrices: Of the layers' weights that Muon updates, the matrices in them.
-            states_dir: Where the states of layers and the low halves of their masters wait in a
-                file; None for memory.
 
         Raises:
-            TransferError: The disk is too full for the file.
             FinetuneError: There are several ranks on this machine, which can share no memory.
         """
         assert train.optimizer != "muon" or train.update == "device", "a rule of recipes"
@@ -95,13 +88,6 @@ class FullUpdate:
             self._layouts = self._laid_out(train, matrices)
             engine.update_on_device([layout.num_bytes for layout in self._layouts])
             for layout, memory in zip(self._layouts, engine.updates.states, strict=True):
-                states |= layout.views(memory)
-        elif states_dir is not None:
-            self._layouts = self._laid_out(train, matrices)
-            sizes = [layout.num_bytes for layout in self._layouts]
-            file = StateFile(states_dir, sizes, allocate=aligned_empty)
-            engine.updates.keep_on_disk(file)
-            for layout, memory in zip(self._layouts, file.mapped(), strict=True):
                 states |= layout.views(memory)
         on_host = {name: master.detach() for name, master in self._layers.items()}
         on_host |= {name: one.on_host for name, one in self._around.items()}
@@ -340,10 +326,7 @@ class FullUpdate:
 
         def undo() -> None:
             self._engine.updates.flush()
-            file = self._engine.updates.file
-            if file is not None:
-                file.clear()
-            self._optimizer.forget(is_zero=file.holds if file is not None else lambda _: False)
+            self._optimizer.forget()
 
         return undo
 

@@ -54,8 +54,6 @@ class Transfers:
             Kind.AWAIT: lambda op: self._updates.wait_for(op.layer_index),
             Kind.STATES: self._bring_states,
             Kind.UPDATED: self._take_back,
-            Kind.STATES_READ: self._read_states,
-            Kind.STATES_WRITE: self._write_states,
         }
 
     def _read(self, op: Op) -> None:
@@ -116,14 +114,6 @@ class Transfers:
         else:
             memory = self._slots.memory(op.slot)
             self._updates.run_on_device(op.layer_index, op.buffer_index, memory)
-
-    def _read_states(self, op: Op) -> None:
-        assert self._updates.file is not None
-        self._updates.file.read(op.layer_index, op.buffer_index)
-
-    def _write_states(self, op: Op) -> None:
-        assert self._updates.file is not None
-        self._updates.file.write(op.layer_index)
 
     def _bring_states(self, op: Op) -> None:
         for target, source in self._host_gradients.arriving(

@@ -47,8 +47,6 @@ class Workload:
         mlp_chunk_tokens: Tokens that an MLP computes at a time; None for the whole micro-batch.
         packed_tokens: Tokens of a micro-batch whose rows are packed; None where they are not.
         updates: Where the layers' own weights are updated, if they train.
-        are_states_on_disk: Whether their optimizer states and low halves wait in a file; the host
-            updates then.
         embeddings: Where the input embedding's weight is; on the host, a step brings rows of it.
         head: Where the output head's weight is; on the host, it is copied to the slots once a step.
     """
@@ -68,7 +66,6 @@ class Workload:
     mlp_chunk_tokens: int | None = None
     packed_tokens: int | None = None
     updates: UpdatePlace = "host"
-    are_states_on_disk: bool = False
     embeddings: WeightPlace = "device"
     head: WeightPlace = "device"
 

@@ -48,9 +48,7 @@ from offload.plan.memory.memory import (
 )
 from offload.plan.owners import owned_around, owned_by
 from offload.plan.schedule.schedule import NUM_STAGING, PIECE_BYTES
-from offload.plan.schedule.updates import NUM_STATE_BUFFERS
 
-STATE_RING = "buffers of optimizer states on disk"
 FEATURES = "features of a linear probe"
 LOADING_LAYERS = 2
 WORKER_BYTES = 256 * MIB
@@ -246,14 +244,9 @@ def _whole_host_terms(
     temporaries = ADAFACTOR_COPIES * FP32_BYTES * largest
     num = whole.num_parameters
     outer = host_update_bytes(b, outer_optimizer(workload.optimizer), low_bytes)
-    states, ring = each[HOST_STATES] * sum(whole.layers), 0.0
-    if workload.are_states_on_disk:
-        ring = NUM_STATE_BUFFERS * max(whole.layers) * (each[LOW_HALVES] + each[HOST_STATES])
-        num, states = whole.num_outer, 0.0
-    states += outer[HOST_STATES] * whole.num_outer
+    states = each[HOST_STATES] * sum(whole.layers) + outer[HOST_STATES] * whole.num_outer
     return (
         MemoryTerm(name=LOW_HALVES, num_bytes=math.ceil(each[LOW_HALVES] * num)),
-        MemoryTerm(name=STATE_RING, num_bytes=math.ceil(ring)),
         MemoryTerm(name=HOST_GRADIENTS, num_bytes=math.ceil(gradients)),
         MemoryTerm(name=HOST_STATES, num_bytes=math.ceil(states)),
         MemoryTerm(

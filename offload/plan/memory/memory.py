@@ -104,7 +104,7 @@ ON_DISK, INPUTS_IN_RAM = "`offload.tier: disk`", "`offload.stash: host`"
 SMALLER_CHUNK, SMALLER_TILES = "a smaller `offload.head_chunk`", "a smaller `offload.mlp_chunk`"
 EMBEDDINGS_IN_RAM, HEAD_IN_RAM = "`offload.embeddings: host`", "`offload.head: host`"
 TIED_IN_RAM = f"{EMBEDDINGS_IN_RAM} and {HEAD_IN_RAM}"
-NO_OUTPUTS, ON_DRIVE = "`offload.attention_outputs: none`", "`offload.states: disk`"
+NO_OUTPUTS = "`offload.attention_outputs: none`"
 NO_SENT_GRAPHS = "`offload.sent_graphs: none`"
 SHRINKS: Mapping[str, tuple[str, ...]] = {
     OUTER: (EMBEDDINGS_IN_RAM, HEAD_IN_RAM, TIED_IN_RAM),
@@ -133,9 +133,9 @@ SHRINKS: Mapping[str, tuple[str, ...]] = {
     "one visit: adapters on whole weights": ("`adapter.method: lora`",),
     "one visit: adapter factors": (RANK,),
     SLAB: (ON_DISK, ROUNDED_LAYERS),
-    LOW_HALVES: (ON_DRIVE, FEWER_WEIGHTS),
+    LOW_HALVES: (FEWER_WEIGHTS,),
     HOST_GRADIENTS: (FEWER_WEIGHTS,),
-    HOST_STATES: ("`train.optimizer: lion`, `adamw_8bit` or `adafactor`", ON_DRIVE, FEWER_WEIGHTS),
+    HOST_STATES: ("`train.optimizer: lion`, `adamw_8bit` or `adafactor`", FEWER_WEIGHTS),
     STASH: (TOKENS, "`offload.stash: device`"),
     SENT: (NO_SENT_GRAPHS, NO_OUTPUTS, TOKENS),
     DATA_WORKERS: ("fewer `data.num_workers`",),

@@ -12,7 +12,6 @@ class Lane(StrEnum):
     D2H = "d2h"
     HOST = "host"
     NETWORK = "network"
-    DISK = "disk"
 
 
 class Kind(StrEnum):
@@ -28,8 +27,6 @@ class Kind(StrEnum):
     STATES: copy a piece of a layer's gradients and optimizer states to the device (h2d).
     UPDATED: copy a piece of a layer back that was updated on the device: of its weights, from their
         slot, or of its states, from a buffer (d2h).
-    STATES_READ: read a layer's optimizer states from a file, ahead of its update (disk).
-    STATES_WRITE: write them back after its update (disk).
     READ: read a piece of a layer from disk or pageable memory into a staging buffer (host).
     LOAD: copy a piece of a layer into its slot (h2d).
     DECODE: decode a layer from its slot into the buffer that it computes from, once per visit.
@@ -65,8 +62,6 @@ class Kind(StrEnum):
     AWAIT = "await"
     STATES = "states"
     UPDATED = "updated"
-    STATES_READ = "states_read"
-    STATES_WRITE = "states_write"
     READ = "read"
     LOAD = "load"
     DECODE = "decode"
@@ -111,9 +106,9 @@ class Op(NamedTuple):
             before it reads.
         buffer: For READ and LOAD the staging buffer, for FETCH and BACKWARD the buffer of the
             fetched layer input, for GRADIENT the buffer that is copied to the host, for STATES,
-            UPDATE and UPDATED that of gradients and states, for STATES_READ and STATES_WRITE that
-            of states in host memory, for LOOK_UP, ROWS, FRONT, FRONT_BACKWARD, ROW_GRADIENTS and
-            ADD_ROWS that of the embedding's rows, or of gradients by them.
+            UPDATE and UPDATED that of gradients and states, for LOOK_UP, ROWS, FRONT,
+            FRONT_BACKWARD, ROW_GRADIENTS and ADD_ROWS that of the embedding's rows, or of gradients
+            by them.
         offset: First byte of a piece within its layer, the head, or its gradient.
         num_bytes: Bytes that are moved; for DECODE, bytes that are written; for GATHER and
             REDUCE, bytes that this rank sends; for REDUCE_ROWS, bytes that a rank which updates

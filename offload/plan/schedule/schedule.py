@@ -122,7 +122,6 @@ class TransferSizes:
             that share the layers' memory update the others. None for all.
         state_bytes: Of what an update on the device brings along and takes back, by layer; None if
             layers are updated on the host.
-        disk_bytes: Of states in a file that an update on the host moves, by layer; none in memory.
         reduced: What of each run's gradients crosses the network; none with a single rank.
         row_bytes: Of the input embedding's rows, by pass; empty if the device has all of them.
         row_gradient_bytes: Of gradients by these rows, by pass; empty if none go to the host.
@@ -139,7 +138,6 @@ class TransferSizes:
     updated: frozenset[int] = frozenset()
     state_bytes: tuple[int, ...] | None = None
     reduced: tuple[Reduced, ...] = ()
-    disk_bytes: tuple[int, ...] = ()
     row_bytes: tuple[int, ...] = ()
     row_gradient_bytes: tuple[int, ...] = ()
     row_sum_bytes: int = 0
@@ -521,7 +519,7 @@ class _Program:
             if is_due and not self.sizes.is_owned(layer):
                 self.lines.append(awaited_update(layer))
             elif is_due and self.sizes.state_bytes is None:
-                self.lines += host_update(layer, self.sizes)
+                self.lines.append(host_update(layer, self.sizes))
             self.lines += self._copies(layer, slot)
             if is_due and self.sizes.state_bytes is not None:  # of a single rank
                 self.lines += self._device_update(layer, slot, self.sizes.state_bytes[layer])

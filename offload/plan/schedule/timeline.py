@@ -105,7 +105,7 @@ class Timeline:
         the part of `updates` in which nothing else is computed. With several ranks there are
         `network`, what they gather and their sums of gradients, with the waits for other ranks, and
         `exposed network`; where they update layers for each other, the waits for that are `awaited
-        updates`. With optimizer states in a file there is `disk`.
+        updates`.
         """
         phases = {
             "step": self.step_s,
@@ -131,8 +131,6 @@ class Timeline:
         if any(span.kind is Kind.AWAIT for span in self.spans):
             phases["awaited updates"] = self.busy_s(Kind.AWAIT)
             phases["exposed awaited updates"] = self.exposed_s(Kind.AWAIT)
-        if any(span.lane is Lane.DISK for span in self.spans):
-            phases["disk"] = self.busy_s(Kind.STATES_READ, Kind.STATES_WRITE)
         return phases
 
     def to_json(self) -> str:

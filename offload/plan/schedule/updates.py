@@ -9,9 +9,6 @@ buffers: while one is updated and leaves, the next layer's gradients and states 
 Ranks of a machine share the layers' weights. Each layer has one owner among them, which alone gets
 its gradients, summed over the ranks, and updates it; the others load it once that has happened.
 
-States may wait in a file instead of in host memory, if the host updates. Then there are two buffers
-of states in host memory: one is updated and written back, while the next layer's are read.
-
 Source: of optimizer states on the host that pass through the device, arXiv:2101.06840, where the
 CPU updates; here either place takes the same gradients, norm and learning rate: those of the step
 that has ended.
@@ -27,7 +24,6 @@ if TYPE_CHECKING:
     from offload.plan.schedule.schedule import TransferSizes
 
 NUM_GRADIENT_BUFFERS = 2  # layers whose gradients are on the device: one fills, one leaves
-NUM_STATE_BUFFERS = 2  # layers whose states are in host memory, if they wait in a file
 
 
 def leaving_gradients(layer: int, sizes: "TransferSizes") -> Iterator[Line]:
@@ -52,37 +48,16 @@ def gradients_of(layer: int | None, sizes: "TransferSizes") -> tuple[Resource, .
     return (gradients_on_device(layer % NUM_GRADIENT_BUFFERS),)
 
 
-def host_update(layer: int, sizes: "TransferSizes") -> Iterator[Line]:
-    """Yield the update of a layer in host memory, with reads and writes of states in a file.
-
-    The states of the next layer are read ahead of it, and so are its own if it is the first.
+def host_update(layer: int, sizes: "TransferSizes") -> Line:
+    """Return the update of a layer in host memory.
 
     Args:
         layer: Which layer.
         sizes: Of all layers.
     """
-    num_bytes, disk_bytes = sizes.gradient_bytes[layer], sizes.disk_bytes
+    num_bytes = sizes.gradient_bytes[layer]
     op = Op(lane=Lane.HOST, kind=Kind.UPDATE, layer=layer, num_bytes=num_bytes)
-    line = Line(ops=(op,), reads=(gradients_on_host(layer),), writes=(weights_on_host(layer),))
-    if not disk_bytes:
-        yield line
-        return
-    order = sorted(sizes.updated)
-    place = order.index(layer)
-
-    def moved(kind: Kind, place: int) -> Line:
-        buffer, of = place % NUM_STATE_BUFFERS, order[place]
-        op = Op(lane=Lane.DISK, kind=kind, layer=of, buffer=buffer, num_bytes=disk_bytes[of])
-        memory = (states_on_host(buffer),)
-        is_read = kind is Kind.STATES_READ
-        return Line(ops=(op,), reads=() if is_read else memory, writes=memory if is_read else ())
-
-    arriving = (0, 1) if place == 0 else (place + 1,)
-    yield from (moved(Kind.STATES_READ, i) for i in arriving if i < len(order))
-    buffer = place % NUM_STATE_BUFFERS
-    writes = (*line.writes, states_on_host(buffer))
-    yield line._replace(ops=(op._replace(buffer=buffer),), writes=writes)
-    yield moved(Kind.STATES_WRITE, place)
+    return Line(ops=(op,), reads=(gradients_on_host(layer),), writes=(weights_on_host(layer),))
 
 
 def awaited_update(layer: int) -> Line:
@@ -132,11 +107,6 @@ def weights_on_host(layer: int) -> Resource:
 def gradients_on_host(layer: int) -> Resource:
     """Return the sums of a layer's gradients in host memory."""
     return ("gradients on the host", layer, 0)
-
-
-def states_on_host(buffer: int) -> Resource:
-    """Return a buffer in host memory of states that wait in a file."""
-    return ("states on the host", buffer, 0)
 
 
 def gradients_on_device(buffer: int) -> Resource:

@@ -96,9 +96,6 @@ class StepBound:
         host_updates_s: Of updating them on the host.
         first_loads_s: Seconds on the link, by layer, with what its update on the device needs.
         fetch_s: Of copying one micro-batch's input back to the device.
-        updated_s: When each layer is updated on the host at the earliest, if states wait in a file;
-            empty if they are in memory.
-        stored_s: When the last states are in the file again.
     """
 
     costs: Costs
@@ -114,8 +111,6 @@ class StepBound:
     host_updates_s: tuple[float, ...]
     first_loads_s: tuple[float, ...]
     fetch_s: float
-    updated_s: tuple[float, ...]
-    stored_s: float
 
     @property
     def tails_s(self) -> float:
@@ -127,7 +122,6 @@ class StepBound:
         cls, costs: Costs, *, num_micro_batches: int, stashed_bytes: int, is_staged: bool
     ) -> "StepBound":
         """Compute what steps at these costs share."""
-        updated_s, stored_s = _updates_from_disk(costs)
         return cls(
             costs=costs,
             num_micro_batches=num_micro_batches,
@@ -148,8 +142,6 @@ class StepBound:
             ),
             first_loads_s=tuple(_first_load_s(costs, layer) for layer in range(len(costs.layers))),
             fetch_s=costs.h2d_latency_s + stashed_bytes / costs.fetch_bytes_per_s,
-            updated_s=updated_s,
-            stored_s=stored_s,
         )
 
     def bound_s(
@@ -164,7 +156,7 @@ class StepBound:
         end_s = sweeps.end_s(up_s, turn_s, num_slots, head)
         left_s = turn_s + self.tails_s + head.leaving_s if head.gradient else 0.0
         end_s += self.num_micro_batches * costs.front_backward_s
-        return max(end_s, left_s, self.stored_s)
+        return max(end_s, left_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -260,8 +252,6 @@ class _Sweeps:
         updated_s = latest_s = 0.0
         for layer in missing:  # updates follow one another, each ahead of its load
             updated_s += step.host_updates_s[layer]
-            if step.updated_s:
-                updated_s = max(updated_s, step.updated_s[layer])
             loaded_s = updated_s + step.loads_s[layer]
             if loaded_s > latest_s:  # or one with more visits after it was loaded as late
                 latest_s = loaded_s
@@ -427,29 +417,6 @@ def _first_load_s(costs: Costs, layer: int) -> float:
         return _load_s(costs, layer)
     brought_s = costs.h2d_latency_s + num_bytes / costs.h2d_bytes_per_s
     return _load_s(costs, layer) + brought_s
-
-
-def _updates_from_disk(costs: Costs) -> tuple[tuple[float, ...], float]:
-    """Return when each layer is updated with states from a file, and when the last are written.
-
-    The drive does one thing at a time. It reads the states of the next layer before it writes those
-    of the layer that is updated, and those of the one after that once their buffer is written.
-    """
-    read_rate, write_rate = costs.disk_bytes_per_s
-    stored = [number for number, layer in enumerate(costs.layers) if layer.disk_bytes]
-    if not stored:
-        return (), 0.0
-    reads_s = [costs.layers[number].disk_bytes / read_rate for number in stored]
-    updated_s, one_s = [0.0] * len(costs.layers), 0.0
-    free_s = arrived_s = reads_s[0]
-    for place, number in enumerate(stored):
-        is_last = place + 1 == len(stored)
-        next_s = free_s if is_last else free_s + reads_s[place + 1]
-        one_s = max(one_s, arrived_s) + costs.layers[number].update_s
-        updated_s[number] = one_s
-        free_s = max(next_s, one_s) + costs.layers[number].disk_bytes / write_rate
-        arrived_s = next_s
-    return tuple(updated_s), free_s
 
 
 def _ring_between_steps(costs: Costs, num_slots: int) -> Ring:

@@ -77,7 +77,6 @@ class LayerCost:
         update_s: Updating its weights, once per step; 0 if they are frozen.
         await_s: Waiting for another rank's update, after the wait before; None if it is made here.
         brought_bytes: Gradients and states that come to the device for that; 0 if none do.
-        disk_bytes: States that it reads from a file, and writes; 0 if they are in memory.
         decode_s: Decoding: once per visit, whatever the number of micro-batches.
         weight_bytes: What one load moves.
         forward_flops: Of the forward.
@@ -102,7 +101,6 @@ class LayerCost:
     update_s: float = 0.0
     await_s: float | None = None
     brought_bytes: int = 0
-    disk_bytes: int = 0
     reference_s: float = 0.0
 
     @property
@@ -152,7 +150,6 @@ class Costs:
         num_references: Micro-batches that a reference scores, for each that is trained on.
         network_latency_s: Fixed time of adding up gradients over ranks.
         network_bytes_per_s: Rate at which each rank sends meanwhile.
-        disk_bytes_per_s: Rates at which optimizer states are read from a file, and written to it.
         runs: Of each run of a shared step, of which the rest is then the mean; none for one run.
     """
 
@@ -175,7 +172,6 @@ class Costs:
     num_references: float = 0.0
     network_latency_s: float = 0.0
     network_bytes_per_s: float = math.inf
-    disk_bytes_per_s: tuple[float, float] = (math.inf, math.inf)
     look_up_bytes_per_s: float = math.inf
     add_rows_bytes_per_s: float = math.inf
     row_sums_bytes_per_s: float = math.inf

@@ -9,19 +9,15 @@ from offload.plan.facts.optimizer import (
     BF16_BYTES,
     DEVICE_PIECE_ELEMENTS,
     brought_bytes,
-    moved_state_bytes,
 )
 from offload.plan.facts.workload import Workload
-from offload.plan.machine.machine import NVME_BYTES_PER_S, Machine
+from offload.plan.machine.machine import Machine
 from offload.plan.time.costs import Costs
 from offload.plan.time.optimizer import DEVICE_OPS, device_bytes_per_weight, host_update_s
 from offload.plan.time.roofline import gemm
 from offload.plan.time.work import Work
 
 NS_STEPS = 5  # as torch.optim.Muon
-# Of the rate of reads, once a drive's cache of fast cells is full: a Samsung 980 PRO of 1 TB reads
-# 7.0 GB/s, and was filled at 1.9 (techpowerup.com/review/samsung-980-pro-1-tb-ssd/6.html).
-SUSTAINED_WRITE_FRAC = 0.27
 
 
 def with_updates(costs: Costs, facts: ModelFacts, machine: Machine, workload: Workload) -> Costs:
@@ -34,9 +30,6 @@ def with_updates(costs: Costs, facts: ModelFacts, machine: Machine, workload: Wo
     if whole is None:
         return costs
     optimizer, on_device = workload.optimizer, workload.updates == "device"
-    on_disk = 0.0
-    if workload.are_states_on_disk:
-        on_disk = moved_state_bytes(b, optimizer, whole.low_bytes)
     layers = []
     for cost, layer, number in zip(costs.layers, facts.layers, whole.layers, strict=True):
         update_s = host_update_s(
@@ -46,14 +39,8 @@ def with_updates(costs: Costs, facts: ModelFacts, machine: Machine, workload: Wo
             update_s = _device_update(machine, layer, number, workload).seconds(machine)
         each = brought_bytes(b, optimizer, whole.low_bytes) if on_device else 0
         brought = math.ceil(number * each)
-        stored = math.ceil(number * on_disk)
-        layers.append(replace(cost, update_s=update_s, brought_bytes=brought, disk_bytes=stored))
-    costs = replace(costs, layers=tuple(layers))
-    if not workload.are_states_on_disk:
-        return costs
-    drive = machine.disk_bytes_per_s
-    read = NVME_BYTES_PER_S if drive is None else drive.value
-    return replace(costs, grade="spec", disk_bytes_per_s=(read, SUSTAINED_WRITE_FRAC * read))
+        layers.append(replace(cost, update_s=update_s, brought_bytes=brought))
+    return replace(costs, layers=tuple(layers))
 
 
 def _device_update(machine: Machine, layer: LayerFacts, number: int, workload: Workload) -> Work:

@@ -141,7 +141,7 @@ def test_forgetting_makes_it_new() -> None:
     used, new = optimizer_of(drawn(0), weight_decay=0.0), optimizer_of(drawn(0), weight_decay=0.0)
     used.update(drawn(1), num_updates=1, lr=0.0, scale=1.0)
     used.num_updates = 1
-    used.forget(is_zero=lambda _: False)
+    used.forget()
     assert used.num_updates == 0
     assert all(torch.equal(value, new.tensors[name]) for name, value in used.tensors.items())
 

@@ -286,33 +286,6 @@ def full_8b(**offload: Any) -> Recipe:
     return Recipe.model_validate(values)
 
 
-def test_auto_puts_states_on_disk_only_where_it_may_and_they_do_not_fit() -> None:
-    facts = model_facts(load_shape("qwen3-8b"))
-    roomy, small = (replace(CARD, ram_bytes=number * GIB) for number in (192, 64))
-    may, asked = full_8b(allow_disk_writes=True), full_8b(states="disk")
-
-    def is_on_disk(recipe: Recipe, machine: Machine) -> bool:
-        chosen = choose(facts, machine, full_requests(recipe, facts, num_ranks=1)).plan
-        return chosen.request.typical.are_states_on_disk
-
-    assert not is_on_disk(full_8b(), roomy)
-    assert not is_on_disk(may, roomy)
-    assert is_on_disk(may, small)
-    assert is_on_disk(asked, roomy)
-    with pytest.raises(DoesNotFitError, match="of RAM is there"):
-        is_on_disk(full_8b(), small)
-    for recipe in (may, asked):
-        for one in full_requests(recipe, facts, num_ranks=1):
-            assert not one.typical.are_states_on_disk or one.typical.updates == "host"
-
-
-def test_a_resumed_run_keeps_states_where_they_were_put_and_may_move_them() -> None:
-    begun = with_offload(full_8b(allow_disk_writes=True), states="disk")
-    assert as_begun(full_8b(), begun).offload.states == "disk"
-    assert as_begun(full_8b(states="ram"), begun).offload.states == "ram"
-    assert as_begun(full_8b(), full_8b()).offload.states == "auto"
-
-
 # ------------------------------------------------------------------------------------ embeddings
 
 

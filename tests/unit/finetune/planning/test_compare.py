@@ -336,25 +336,3 @@ def test_fit_without_a_budget_or_with_too_large_a_one_is_refused(capsys) -> None
     assert "hint: `--machine h200` takes a server's rates" in err
     with pytest.raises(ConfigError, match=r"--vram 24, but rtx3060 has 12\.00 GiB"):
         budgeted(named_machine("rtx3060"), vram_gib=24)
-
-
-@pytest.mark.thorough
-def test_a_table_of_machines_says_what_states_on_disk_write_and_refuses_too_much(capsys) -> None:
-    asked, few, many = "qwen3_8b_full_4090", "train.steps=100", "train.steps=100000"
-    words = ("plan", asked, "--machine", "rtx4090", "--ram", 64, "offload.states=disk")
-    table = (*words[:2], "--machines", *words[3:])
-    (row,) = printed(capsys, *table, few)
-    states = printed(capsys, *words, few)["states_on_disk"]
-    assert row["states_bytes"] == states["written_bytes_per_step"] > 0
-    assert run(*table, few) == 0
-    shown = " ".join(capsys.readouterr().out.split())
-    assert f"on disk with rtx4090: {row['states_bytes'] / 1e9:,.1f} GB read per step" in shown
-    assert run(*table, many) != 0
-    refused = capsys.readouterr().err
-    assert "100,000 steps would write" in refused
-    assert run(*words, many) != 0
-    assert capsys.readouterr().err == refused
-    assert run(*table, many, "offload.allow_disk_writes=true") == 0
-    capsys.readouterr()
-    (row,) = printed(capsys, *table[:-1])
-    assert row["states_bytes"] == 0

@@ -50,7 +50,6 @@ def test_gpus_that_cannot_share_a_step_are_refused_with_the_flag_that_asked_for_
     [
         ("train.update=device", "train.update: device", "`train.update: host`"),
         ("train.optimizer=muon", "train.optimizer: muon", "`train.optimizer: adamw`"),
-        ("offload.states=disk", "offload.states: disk", "`offload.states: ram`"),
         ("model.init=random", "model.init: random", "`model.init: pretrained`"),
     ],
 )

@@ -72,6 +72,6 @@ def test_what_fails_last_on_a_lane_is_raised_too(device: CpuDevice) -> None:
 def test_the_lanes_end_when_the_device_is_closed() -> None:
     before = threading.active_count()
     device = CpuDevice()
-    assert threading.active_count() == before + 5
+    assert threading.active_count() == before + 4
     device.close()
     assert threading.active_count() == before
