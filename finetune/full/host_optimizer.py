@@ -1,7 +1,5 @@
 """Weights on the host, their optimizer's states, and their update, a piece at a time.
 
-The same update is made of copies on a device, which brings them there and takes them back.
-
 An update reads and writes a weight, its gradient and states, and little arithmetic: it is as fast
 as the host's memory. So everything else that an update does (scaling of gradients, putting split
 masters together and taking them apart) is done on the same piece while it is in the cache.
@@ -13,10 +11,9 @@ from typing import Any
 
 import torch
 
-from finetune.full.matrices import Matrices
 from finetune.full.split_master import joined, low_type, split_into
 from finetune.full.update_rules import RULES, SCALES, States, Step, rule_of
-from offload.plan.facts.optimizer import BLOCK_8BIT, DEVICE_PIECE_ELEMENTS, Optimizer
+from offload.plan.facts.optimizer import BLOCK_8BIT, Optimizer
 
 # For each core, 1 MiB of fp32: its temporaries stay in a cache. Whole blocks of states in 8 bits.
 PIECE_ELEMENTS = 2**18
@@ -39,7 +36,6 @@ class HostOptimizer:
         name: Optimizer,
         weight_decay: float,
         states: Mapping[str, States] = MappingProxyType({}),
-        matrices: Mapping[str, Matrices] = MappingProxyType({}),
     ) -> None:
         """Make states, which are zero, and the rest of weights in 16 bits, as if just rounded.
 
@@ -48,14 +44,11 @@ class HostOptimizer:
             name: The optimizer.
             weight_decay: Of tensors of two dimensions or more.
             states: Those of weights whose states have memory already, zeros.
-            matrices: Of weights that Muon updates, the matrices in them.
         """
         self._weights, self._name, self._weight_decay = dict(weights), name, weight_decay
-        self._matrices = matrices
-        self._rules = {n: rule_of(name, w, is_matrix=n in matrices) for n, w in weights.items()}
+        self._rules = {n: rule_of(name, w) for n, w in weights.items()}
         self._states = {
-            n: states[n] if n in states else fresh_states(name, w, is_matrix=n in matrices)
-            for n, w in weights.items()
+            n: states[n] if n in states else fresh_states(name, w) for n, w in weights.items()
         }
         self.num_updates = 0
 
@@ -95,8 +88,6 @@ class HostOptimizer:
         num_updates: int,
         lr: float,
         scale: float,
-        weights: Mapping[str, torch.Tensor] | None = None,
-        states: Mapping[str, States] | None = None,
     ) -> None:
         """Update weights and their states in place by their gradients, which are left unchanged.
 
@@ -105,16 +96,12 @@ class HostOptimizer:
             num_updates: This one's number, counted from 1.
             lr: Learning rate.
             scale: Factor of the gradients.
-            weights: Copies to update on the device of the gradients; None for its own.
-            states: Copies of their states; None for its own.
         """
-        weights = self._weights if weights is None else weights
-        states = self._states if states is None else states
         for name, gradient in gradients.items():
             rule = self._rules[name]
             decay = self._weight_decay if gradient.dim() > 1 else 0.0
             step = Step(number=num_updates, lr=lr, weight_decay=decay)
-            for weight, piece, of_piece in self._parts(name, weights[name], gradient, states[name]):
+            for weight, piece, of_piece in self._parts(name, gradient):
                 low = of_piece.get(LOW)
                 master = weight if low is None else joined(weight, low)
                 rule.update(master, piece.float() * scale, of_piece, step)
@@ -122,16 +109,12 @@ class HostOptimizer:
                     split_into(master, weight, low)
 
     def _parts(
-        self, name: str, weight: torch.Tensor, gradient: torch.Tensor, states: States
+        self, name: str, gradient: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, States]]:
-        """Yield what is updated at a time: pieces, matrices, or all of a weight."""
+        """Yield what is updated at a time: pieces, or all of a weight."""
+        weight, states = self._weights[name], self._states[name]
         if self._rules[name].is_elementwise:
             yield from _pieces(weight, gradient, states)
-        elif name in self._matrices:
-            views = self._matrices[name].views
-            of_states = zip(*(views(value) for value in states.values()), strict=True)
-            for one, piece, values in zip(views(weight), views(gradient), of_states, strict=True):
-                yield one, piece, dict(zip(states, values, strict=True))
         else:
             yield weight, gradient, states
 
@@ -148,23 +131,18 @@ class HostOptimizer:
         self.num_updates = int(content["state"][0]["step"])
 
 
-def fresh_states(
-    name: Optimizer, weight: torch.Tensor, *, is_matrix: bool = False
-) -> dict[str, torch.Tensor]:
+def fresh_states(name: Optimizer, weight: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return the states of a weight on the default device, zeros, and the rest of its master."""
     dtype = low_type(weight.dtype)
     low = {} if dtype is None else {LOW: torch.zeros(weight.shape, dtype=dtype)}
-    return low | rule_of(name, weight, is_matrix=is_matrix).states(weight.shape)
+    return low | rule_of(name, weight).states(weight.shape)
 
 
 def _pieces(
     weight: torch.Tensor, gradient: torch.Tensor, states: States
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, States]]:
     """Cut a weight, its gradient and its states alike."""
-    is_on_host = weight.device.type == "cpu"
-    num_elements = DEVICE_PIECE_ELEMENTS
-    if is_on_host:
-        num_elements = PIECE_ELEMENTS * torch.get_num_threads()
+    num_elements = PIECE_ELEMENTS * torch.get_num_threads()
     for first in range(0, weight.numel(), num_elements):
         part = slice(first, first + num_elements)
         blocks = slice(part.start // BLOCK_8BIT, part.stop // BLOCK_8BIT)

@@ -1,10 +1,10 @@
-"""How one weight is updated by its gradient, on the host or a device, and the states of this.
+"""How one weight is updated by its gradient on the host, and the states of this.
 
 A rule that treats each element by itself is given pieces of a weight that fit a cache. States have
 an element for each of the weight's, or for each block of it.
 
 Sources: AdamW arXiv:1711.05101, in 8 bits arXiv:2110.02861; Lion arXiv:2302.06675; Adafactor
-arXiv:1804.04235; Muon kellerjordan.github.io/posts/muon, its rate arXiv:2502.16982.
+arXiv:1804.04235.
 """
 
 from collections.abc import Mapping
@@ -14,8 +14,6 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 from torch.optim._adafactor import adafactor
-from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, DEFAULT_NS_STEPS, muon
-from torch.optim._muon import EPS as MUON_EPS
 from torch.optim.adamw import adamw
 
 from offload.plan.facts.optimizer import BLOCK_8BIT, MIN_8BIT_ELEMENTS, Optimizer
@@ -25,7 +23,6 @@ SCALES = (MEAN_SCALE, SQUARE_SCALE)  # of a block each
 ROWS, COLUMNS = "rows", "columns"
 BETAS, EPS = (0.9, 0.999), 1e-8  # as torch.optim.AdamW
 LION_BETAS = (0.9, 0.99)
-MUON_MOMENTUM = 0.95
 States = Mapping[str, torch.Tensor]
 
 
@@ -216,45 +213,6 @@ class Adafactor:
         )
 
 
-class Muon:
-    """torch's Muon of one matrix: a mean of gradients, made orthogonal by products in bf16.
-
-    Its step is as long as AdamW's at the same learning rate (torch's `match_rms_adamw`), so that
-    one rate is that of all weights.
-    """
-
-    settings: ClassVar[Mapping[str, Any]] = {
-        **AdamW.settings,  # of norms, biases, embeddings and head
-        "momentum": MUON_MOMENTUM,
-        "ns_steps": DEFAULT_NS_STEPS,
-        "adjust_lr_fn": "match_rms_adamw",
-    }
-    is_elementwise: ClassVar[bool] = False
-
-    def states(self, shape: torch.Size) -> dict[str, torch.Tensor]:
-        """See `UpdateRule`."""
-        return {MEAN: torch.zeros(shape)}
-
-    def update(
-        self, weight: torch.Tensor, gradient: torch.Tensor, states: States, step: Step
-    ) -> None:
-        """See `UpdateRule`."""
-        muon(
-            [weight],
-            [gradient],
-            [states[MEAN]],
-            lr=step.lr,
-            weight_decay=step.weight_decay,
-            momentum=MUON_MOMENTUM,
-            nesterov=True,
-            ns_coefficients=(DEFAULT_A, DEFAULT_B, DEFAULT_C),
-            ns_steps=DEFAULT_NS_STEPS,
-            eps=MUON_EPS,
-            adjust_lr_fn="match_rms_adamw",
-            has_complex=False,
-        )
-
-
 class MeanInBf16:
     """Another rule, whose mean of gradients is rounded to the nearest bf16 after each update.
 
@@ -291,18 +249,13 @@ RULES: Mapping[str, UpdateRule] = {
     "lion": Lion(),
     "lion_bf16": MeanInBf16(Lion()),
     "sgd": Sgd(),
-    "muon": Muon(),
 }
 
 
-def rule_of(optimizer: Optimizer, weight: torch.Tensor, *, is_matrix: bool = False) -> UpdateRule:
-    """Return how an optimizer updates a weight.
-
-    Small ones keep fp32 states, as in bitsandbytes; what is no matrix of a layer has no Muon.
-    """
+def rule_of(optimizer: Optimizer, weight: torch.Tensor) -> UpdateRule:
+    """Return how an optimizer updates a weight; small ones keep fp32 states, as in bitsandbytes."""
     is_small = optimizer == "adamw_8bit" and weight.numel() < MIN_8BIT_ELEMENTS
-    is_other = optimizer == "muon" and not is_matrix
-    return RULES["adamw" if is_small or is_other else optimizer]
+    return RULES["adamw" if is_small else optimizer]
 
 
 @cache

@@ -19,7 +19,6 @@ from offload.plan.facts.codec import CodecName
 from offload.plan.facts.embedding import why_on_device
 from offload.plan.facts.facts import ModelFacts
 from offload.plan.facts.head import why_head_on_device
-from offload.plan.facts.optimizer import UpdatePlace
 from offload.plan.machine.machine import Machine
 from offload.plan.plan import Plan
 from offload.plan.request import (
@@ -35,7 +34,6 @@ from offload.plan.request import (
     with_head_chunk,
     with_mlp_chunk,
     with_tied,
-    with_updates_on,
 )
 from offload.plan.schedule.schedule import Order
 from offload.plan.search import Choice, search
@@ -225,7 +223,7 @@ def _all_ways(
     """Return each cut of the step in each form and place, the plainest first.
 
     That is: the output head on the device, the input embedding too, whole MLPs,
-    large head chunks, layer by layer, native weights, updates on the host, inputs on the device,
+    large head chunks, layer by layer, native weights, inputs on the device,
     small micro-batches, in this order.
     """
     may_tile = recipes[0].offload.mlp_chunk == "auto" and all(map(_may_tile, recipes))
@@ -298,22 +296,12 @@ def _ways(recipes: Sequence[Recipe], cut: Sequence[PlanRequest]) -> list[PlanReq
     recipe = recipes[0]
     stash = recipe.offload.stash
     places = (False, True) if stash == "auto" else (stash == "host",)
-    update = recipe.train.update if recipe.train.is_full else "host"
-    updates: tuple[UpdatePlace, ...] = ("host", "device") if update == "auto" else (update,)
-    if recipe.train.optimizer == "muon":
-        updates = ("device",)
-    elif recipe.train.is_full and cut[0].num_ranks > 1:
-        updates = ("host",)  # see `require_owners`
     chunk = recipe.offload.head_chunk
     ways = [
-        with_updates_on(
-            replace(with_head_chunk(with_codec(request, codec), num_tokens), is_stashed=is_stashed),
-            place,
-        )
+        replace(with_head_chunk(with_codec(request, codec), num_tokens), is_stashed=is_stashed)
         for num_tokens in (HEAD_CHUNKS if chunk == "auto" else (chunk,))
         for codec in _codecs(recipe)
         if all(codec in _codecs(other) for other in recipes)
-        for place in updates
         for is_stashed in places
         for request in cut
     ]

@@ -104,18 +104,6 @@ def require_owners(recipe: Recipe, *, num_ranks: int) -> None:
     why = "a layer is updated by one process for all of its machine, in memory that they share"
     for what, is_set, limit, hint in (
         (
-            "train.update: device",
-            train.update == "device",
-            f"{why}; on a device each would update it for itself",
-            "`train.update: host`",
-        ),
-        (
-            "train.optimizer: muon",
-            train.optimizer == "muon",
-            f"{why}; Muon updates on a device",
-            "`train.optimizer: adamw`",
-        ),
-        (
             "model.init: random",
             recipe.model.init == "random",
             f"{why}; random weights are made by each process in its own",

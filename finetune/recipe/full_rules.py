@@ -7,7 +7,7 @@ from finetune.recipe.sections import AdapterSection, Settings, TrainSection
 from offload.plan.facts.optimizer import HOST_ONLY
 
 _WHAT = ("train.what",)
-_ON_DEVICE = {"adamw_bf16": "adamw", "lion_bf16": "lion", "muon": "adamw"}
+_ON_DEVICE = {"adamw_bf16": "adamw", "lion_bf16": "lion"}
 
 
 def broken_frozen_rules(train: TrainSection) -> Iterator[Breach]:
@@ -18,14 +18,6 @@ def broken_frozen_rules(train: TrainSection) -> Iterator[Breach]:
             what=f"train.optimizer is {train.optimizer} and train.what is {train.what}",
             limit="it updates weights of the model in RAM; an adapter's states are few bytes",
             hint=f"`train.optimizer: {_ON_DEVICE[train.optimizer]}`, or `train.what: all`",
-            reads=_WHAT,
-        )
-    if train.update != "auto":
-        yield Breach(
-            field="train.update",
-            what=f"train.update is {train.update} and train.what is {train.what}",
-            limit="an adapter is on the device, and updated there",
-            hint="leave `train.update` out, or `train.what: all`",
             reads=_WHAT,
         )
 
@@ -39,15 +31,6 @@ def broken_full_rules(recipe: Settings) -> Iterator[Breach]:
             what="train.what is an empty list",
             limit="a run trains something",
             hint="`train.what: all`, or patterns of the names of weights",
-        )
-    if recipe.train.optimizer == "muon" and recipe.train.update == "host":
-        yield Breach(
-            field="train.update",
-            what="train.update is host and train.optimizer is muon",
-            limit="to orthogonalise the matrices of Qwen3-8B eight cores of a host would take 45"
-            " minutes in each step",
-            hint="`train.update: device`, or `train.optimizer: adamw`",
-            reads=("train.optimizer",),
         )
     none = AdapterSection()
     for name in AdapterSection.model_fields:

@@ -156,12 +156,6 @@ def with_layer_kernels(
     return recipe.model_copy(update={"model": model})
 
 
-def with_update(recipe: Recipe, place: Literal["host", "device"]) -> Recipe:
-    """Return the recipe with weights of the model updated in this place."""
-    train = recipe.train.model_copy(update={"update": place})
-    return recipe.model_copy(update={"train": train})
-
-
 def with_packing(recipe: Recipe, packing: Literal["on", "off"]) -> Recipe:
     """Return the recipe with rows packed or not."""
     data = recipe.data.model_copy(update={"packing": packing})

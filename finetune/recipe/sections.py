@@ -292,13 +292,7 @@ class TrainSection(Section):
         description="`adamw_8bit` keeps its state in 8 bits (bitsandbytes), `paged_adamw_8bit` in"
         " host memory too where the card is full; `adafactor` keeps sums of rows and columns,"
         " `lion` one moment, `sgd` nothing; `adamw_bf16` and `lion_bf16`, of weights of the model"
-        " alone, keep the mean of gradients in bf16; `muon`, of these too, makes it orthogonal.",
-    )
-    update: Literal["auto", "host", "device"] = Field(
-        default="auto",
-        description="Where weights of the model are updated: on the `host` before their next load,"
-        " or on the `device` after it, where their states come with them; `auto` takes the"
-        " faster.",
+        " alone, keep the mean of gradients in bf16.",
     )
     lr: float = Field(
         default=2e-4,

@@ -100,13 +100,6 @@ def _training(recipe: Settings) -> Iterator[Allowed]:
         "adamw",
     )
     yield (
-        "train.update",
-        train.update,
-        train.update == "auto",
-        "each process updates its part where it is",
-        "auto",
-    )
-    yield (
         "train.shares",
         train.shares,
         isinstance(train.shares, str),

@@ -69,7 +69,6 @@ def _settings(one: Candidate) -> dict[str, Any]:
         "kept_graphs": one.residency.num_kept_graphs,
         **outputs_json(one.residency),
         "stash": "host" if request.is_stashed else "device",
-        **({"update": request.typical.updates} if request.typical.adapter.whole else {}),
         **({"embeddings": "host"} if request.typical.embeddings == "host" else {}),
         **({"head": "host"} if request.typical.head == "host" else {}),
         "head_chunk_tokens": request.typical.head_chunk_tokens,
@@ -92,7 +91,6 @@ def _words(one: Candidate) -> dict[str, str]:
     """Return a candidate's settings in words, by name."""
     request = one.request
     chunk, tile = request.typical.head_chunk_tokens, request.typical.mlp_chunk_tokens
-    where = _place(request.typical.updates)
     return {
         "codec": request.typical.codec,
         "slots": f"{one.residency.num_slots} slots",
@@ -105,7 +103,6 @@ def _words(one: Candidate) -> dict[str, str]:
         ),
         "chunk": f"head chunks of {chunk}",
         "tiles": f"MLPs in tiles of {tile} tokens" if tile else "MLPs whole",
-        "updates": f"updates {where}",
         "embeddings": f"embeddings {_place(request.typical.embeddings)}",
         "head": f"head {_place(request.typical.head)}",
         "order": f"order {request.order.value}",
@@ -129,8 +126,6 @@ def _settings_line(one: Candidate) -> str:
         del words["chunk"]
     if one.request.typical.mlp_chunk_tokens is None:
         del words["tiles"]
-    if one.request.typical.adapter.whole is None:
-        del words["updates"]
     if one.request.typical.embeddings == "device":
         del words["embeddings"]
     if one.request.typical.head == "device":
@@ -164,23 +159,6 @@ def reason_against(one: Candidate, chosen: Candidate) -> str:
         )
     percent = 100 * (one.least_s / chosen.least_s - 1)
     return "no faster" if percent < SAME_PERCENT else f"slower by {percent:.1f} %"
-
-
-def place_of_updates(choice: Choice) -> str:
-    """Return where weights of the model are updated, and what the other place would be like."""
-    chosen = choice.chosen
-    place = _words(chosen)["updates"].removeprefix("updates ")
-    now = chosen.request.typical.updates
-    others = [one for one in choice.candidates if one.request.typical.updates != now]
-    if not others:
-        is_only = chosen.request.typical.optimizer == "muon"
-        return f"{place}, the only one with muon" if is_only else f"{place}, as the recipe says"
-    other = min(others, key=lambda one: (bool(one.shortages), one.least_s))
-    where = _words(other)["updates"].removeprefix("updates ")
-    if other.shortages:
-        return f"{place}: {where} the step would be {reason_against(other, chosen)}"
-    limit = "" if other.step_s is not None else "at least "
-    return f"{place}: {where} the step would take {limit}{shown_time(other.least_s)}"
 
 
 def _choice_table(choice: Choice) -> Table:

@@ -26,8 +26,6 @@ COLOURS = {
     Kind.READ: "#bdbdbd",
     Kind.UPDATE: "#b15928",
     Kind.AWAIT: "#d7b5a6",
-    Kind.STATES: "#e6ab02",
-    Kind.UPDATED: "#bf812d",
     Kind.LOAD: "#fc8d62",
     Kind.DECODE: "#e5c494",
     Kind.FORWARD: "#66c2a5",

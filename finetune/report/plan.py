@@ -408,13 +408,11 @@ def _whole_line(plan: Plan, whole: WholeWeights) -> str:
     num_here = plan.request.local_ranks
     by_one = f" by one of {num_here} ranks" if num_here > 1 else ""
     once = ", once for all ranks of a machine" if num_here > 1 else ""
-    is_on_host = workload.updates == "host"
-    where, when = ("there", "before") if is_on_host else ("on the device", "after")
     return (
         f"no adapter: {shown_count(whole.num_parameters)} of"
         f" {shown_count(plan.facts.num_parameters)} weights trained,"
-        f" {sum(sizes.values()):.3g} bytes each in RAM ({parts}){once}; updated {where} by"
-        f" {workload.optimizer}, each layer{by_one} {when} its next load: {shown_time(update_s)},"
+        f" {sum(sizes.values()):.3g} bytes each in RAM ({parts}){once}; updated there by"
+        f" {workload.optimizer}, each layer{by_one} before its next load: {shown_time(update_s)},"
         f" {exposed}"
     )
 
@@ -469,9 +467,6 @@ def _layer_line(plan: Plan) -> str:
 
 def _time_table(plan: Plan) -> Table:
     phases = predicted_phases(plan)
-    updates = "compute: updates of weights"
-    if plan.request.typical.updates == "host":
-        updates = "host: updates of weights, during compute"
     table = table_of(f"Predicted step ({plan.costs.grade})", "lane", "time", "share")
     for name, lane in (
         ("forward", "compute: forward"),
@@ -483,7 +478,7 @@ def _time_table(plan: Plan) -> Table:
         ("h2d", "h2d: loads, during compute"),
         ("d2h", "d2h: layer inputs and gradients, during compute"),
         ("reads", "host: reads into page-locked buffers, during compute"),
-        ("updates", updates),
+        ("updates", "host: updates of weights, during compute"),
         ("network", "network: what ranks send each other, during compute"),
         ("exposed network", "network: the part with nothing to compute"),
         ("awaited updates", "network: waits for updates by other ranks, during compute"),

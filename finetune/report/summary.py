@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from finetune.recipe.sections import ReportSection
-from finetune.report.choice import changed_settings, gains, place_of_updates, reason_against
+from finetune.report.choice import changed_settings, gains, reason_against
 from finetune.report.energy import plan_energy_line
 from finetune.report.explain import Explanation, Section
 from finetune.report.explain_tables import (
@@ -110,7 +110,6 @@ def _plan_rows(choice: Choice, prices: ReportSection) -> Iterator[tuple[str, Seq
     is_full = plan.request.typical.adapter.whole is not None
     adapters = [adapter_line(replace(plan, request=run)) for run in plan.request.runs]
     yield "weights" if is_full else "adapter", list(dict.fromkeys(adapters))
-    yield "updates", [place_of_updates(choice)] if is_full else []
     yield "layers", [_layers_line(plan)]
     yield "layer inputs", [STASHED] if plan.request.is_stashed else []
     embedding = EmbeddingCost.of(plan)

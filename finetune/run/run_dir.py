@@ -26,7 +26,6 @@ from finetune.recipe.recipe import (
     with_packing,
     with_parallel,
     with_shares,
-    with_update,
 )
 from finetune.recipe.sections import TrainSection
 from finetune.run.checkpoint import Checkpoints
@@ -367,7 +366,7 @@ def require_whole_adapter(adapter: Path) -> tuple[str, ...]:
     return (f"{adapter} cannot be verified: it has no {MANIFEST}",)
 
 
-HOW = ("train.parallel:", "train.update:", "offload.")
+HOW = ("train.parallel:", "offload.")
 FREE = (HOW[0], "offload.embeddings:", "offload.head:")
 PLACE = ("output.name:", "output.dir:")
 WHAT = ("offload.codec:", "offload.device:")
@@ -410,8 +409,6 @@ def as_begun(recipe: Recipe, begun: Recipe | None, *, num_ranks: int = 1) -> Rec
         recipe = with_packing(recipe, begun.data.packing)
     if recipe.model.layer_kernels == "auto" and begun.model.layer_kernels != "auto":
         recipe = with_layer_kernels(recipe, begun.model.layer_kernels)
-    if recipe.train.update == "auto" and begun.train.update != "auto":
-        recipe = with_update(recipe, begun.train.update)
     return _shared_as_begun(recipe, begun, num_ranks=num_ranks)
 
 

@@ -28,7 +28,6 @@ from offload.plan.facts.optimizer import (
     HOST_STATES,
     ROUNDED_BYTES,
     host_update_bytes,
-    outer_optimizer,
     state_bytes,
 )
 from offload.plan.facts.trainable import (
@@ -190,7 +189,7 @@ def require_room(folder: Path, plan: Plan) -> None:
         optimizer = plan.request.typical.optimizer
         low_bytes = spec.whole.low_bytes
         each = host_update_bytes(dtype_bytes, optimizer, low_bytes)
-        outer = host_update_bytes(dtype_bytes, outer_optimizer(optimizer), low_bytes)
+        outer = host_update_bytes(dtype_bytes, optimizer, low_bytes)
         weight_bytes = math.ceil(num * (sum(each.values()) - each[HOST_GRADIENTS]))
         weight_bytes += int(spec.whole.num_outer * (outer[HOST_STATES] - each[HOST_STATES]))
         needed_bytes = weight_bytes + facts.num_parameters * dtype_bytes

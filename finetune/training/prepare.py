@@ -30,7 +30,6 @@ from finetune.recipe.recipe import (
     with_offload,
     with_parallel,
     with_shares,
-    with_update,
 )
 from finetune.training import preflight
 from finetune.training.expert_backend import fastest_expert_backend, resolve_expert_backend
@@ -365,7 +364,6 @@ def plan_steps(run: Run, facts: ModelFacts, data: Data, cards: Cards) -> Planned
             if one.typical.codec == typical.codec
             and one.typical.head_chunk_tokens == typical.head_chunk_tokens
             and one.typical.mlp_chunk_tokens == typical.mlp_chunk_tokens
-            and one.typical.updates == typical.updates
             and one.typical.embeddings == typical.embeddings
             and one.typical.head == typical.head
         ),
@@ -407,8 +405,6 @@ def with_chosen(recipe: Recipe, plan: Plan) -> Recipe:
     if recipe.train.is_sharded:  # head and MLPs are whole
         return recipe
     chosen = plan.request.typical
-    if recipe.train.is_full:
-        recipe = with_update(recipe, chosen.updates)
     return with_offload(
         recipe,
         head_chunk=chosen.head_chunk_tokens,

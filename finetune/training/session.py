@@ -18,7 +18,6 @@ from finetune.data.steps import Steps
 from finetune.data.stops import Stops
 from finetune.errors import FinetuneError, TrialDoesNotFitError
 from finetune.full.chosen_weights import choose_weights
-from finetune.full.matrices import matrices_of
 from finetune.model.download import download_weights
 from finetune.model.load import Loaded, load_model, set_router_loss
 from finetune.model.store import weights_digest
@@ -467,13 +466,7 @@ def _update(run: Run, model: "PeftModel | PreTrainedModel", engine: StepEngine) 
             ranks=run.ranks,
         )
     if recipe.train.is_full:
-        matrices = matrices_of(model) if recipe.train.optimizer == "muon" else {}
-        return FullUpdate(
-            engine,
-            train=recipe.train,
-            ranks=run.ranks,
-            matrices=matrices,
-        )
+        return FullUpdate(engine, train=recipe.train, ranks=run.ranks)
     tensors, own_layers = trained(model, run.adapter), engine.own_layers
     is_rounded = recipe.adapter.dtype == "bfloat16"
     layers: list[set[str]] = [set() for _ in engine.layer_bytes]

@@ -173,25 +173,6 @@ class Engine(Attached):
         """
         return self._bound.updates
 
-    def update_on_device(self, state_bytes: Sequence[int]) -> None:
-        """Let `updates` be made on the device; their states are then in `updates.states`.
-
-        Args:
-            state_bytes: By layer, of the optimizer's states.
-
-        Raises:
-            OffloadError: The layers could not be page-locked.
-            TransferError: The states could not.
-        """
-        self._host.require_locked()
-        self.updates.move_to_device(state_bytes, self._make_updates)
-
-    def _make_updates(self) -> None:
-        schedule = self._steps.updates(self._ring)
-        with self._consistent(schedule.ring_after), self._host.nearby():
-            self._bound.executor.move(schedule)
-            self._device.finish()
-
     def forward_backward(  # noqa: PLR0913 - all that a step is
         self,
         micro_batches: Sequence[Batch],

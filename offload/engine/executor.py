@@ -212,10 +212,6 @@ class Executor:
             self._issue(schedule, state, visits)
         return state, alone.state
 
-    def move(self, schedule: Schedule) -> None:
-        """Run a schedule of transfers and updates alone."""
-        self._issue(schedule, PassState(), {})
-
     def compute(
         self,
         schedule: Schedule,

@@ -5,13 +5,12 @@ there. Each trained parameter has a *master*, a parameter over the layer's recor
 The optimizer gets the master, and a step fills the master's `.grad`.
 
 On the device, one of a few buffers accumulates a layer's gradients over the micro-batches; it is
-copied to the host when the visit is over, and measured on the way, for clipping. A layer that is
-updated on the device gets them back there, and the optimizer's states with them.
+copied to the host when the visit is over, and measured on the way, for clipping.
 
 Of an input embedding on the host gradients come back by the rows of each micro-batch's tokens.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,7 +21,6 @@ from offload.engine.host.embedding import left_over
 from offload.engine.host.layer_layout import Field, Record, lay_out
 from offload.engine.host.stash import Allocate
 from offload.engine.memory_meter import Arena
-from offload.errors import OffloadError
 from offload.plan.facts.optimizer import HOST_GRADIENTS
 from offload.plan.memory.memory import LAYER_GRADIENTS
 from offload.plan.schedule.updates import NUM_GRADIENT_BUFFERS
@@ -30,20 +28,17 @@ from offload.plan.schedule.updates import NUM_GRADIENT_BUFFERS
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LayerUpdate:
-    """What the update of a layer reads and writes, where it is made.
+    """What the update of a layer reads and writes in host memory.
 
     Attributes:
         layer: Which layer.
         weights: Name -> weight, to be changed in place.
         gradients: Name -> gradient of the step that has ended; it may be overwritten.
-        states: On the device the optimizer's states, as they lie in `LateUpdates.states`; on the
-            host those that were read from a file, or None where the optimizer has them.
     """
 
     layer: int
     weights: Mapping[str, torch.Tensor]
     gradients: Mapping[str, torch.Tensor]
-    states: torch.Tensor | None
 
 
 class OtherOwners(Protocol):
@@ -101,9 +96,6 @@ class HostGradients:
             for record in records
         ]
         self.gradient_bytes = tuple(record.num_bytes for record in self._gradients)
-        self.state_bytes: tuple[int, ...] | None = None
-        self.states: tuple[torch.Tensor, ...] = ()
-        self._allocate_host, self._allocate_device = allocate_host, allocate_device
         sink_bytes = [
             num_bytes if owned is None or layer in owned else 0
             for layer, num_bytes in enumerate(self.gradient_bytes)
@@ -118,62 +110,15 @@ class HostGradients:
             Arena(name=LAYER_GRADIENTS, blocks=self._buffers),
         )
 
-    def add_states(self, state_bytes: Sequence[int]) -> None:
-        """Make room for optimizer states: zeros on the host, and of two layers on the device.
-
-        Args:
-            state_bytes: By layer.
-        """
-        self.state_bytes = tuple(state_bytes)
-        self.states = self._allocate_host(sum(state_bytes)).zero_().split(list(state_bytes))
-        most = max(map(sum, zip(self.gradient_bytes, state_bytes, strict=True)))
-        self._buffers.clear()
-        self._buffers += [self._allocate_device(most) for _ in range(NUM_GRADIENT_BUFFERS)]
-
-    def arriving(
-        self, layer: int, buffer: int, offset: int, num_bytes: int
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield device and host memory of a piece of a layer's gradients and states after them."""
-        start, end, memory = offset, offset + num_bytes, self._buffers[buffer]
-        for block in (self._sinks[layer], self.states[layer]):
-            first, last = max(0, start), min(end, block.numel())
-            if first < last:
-                yield memory[offset + first - start : offset + last - start], block[first:last]
-            start, end = start - block.numel(), end - block.numel()
-
-    def states_leaving(
-        self, layer: int, buffer: int, offset: int, num_bytes: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the host memory and the device memory of a piece of a layer's states."""
-        end, first = offset + num_bytes, self.gradient_bytes[layer]
-        return self.states[layer][offset:end], self._buffers[buffer][first + offset : first + end]
-
-    def weights_leaving(
-        self, layer: int, slot: torch.Tensor, offset: int, num_bytes: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the host memory and the device memory of a piece of a layer's weights."""
-        end = offset + num_bytes
-        return self._layers[layer][offset:end], slot[offset:end]
-
     def on_buffer(self, layer: int) -> list[nn.Parameter]:
         """Return a layer's parameters that train, whose `.grad` is in a buffer on the device."""
         return [field.parameter for field in self._gradients[layer].fields]
 
     def on_host(self, layer: int) -> LayerUpdate:
-        """Return what an update of a layer changes on the host."""
+        """Return what an update of a layer changes."""
         weights = {name: self.parameters[name].detach() for name in self._weights[layer]}
         gradients = self._gradients_in(layer, self._sinks[layer])
-        return LayerUpdate(layer=layer, weights=weights, gradients=gradients, states=None)
-
-    def on_device(self, layer: int, buffer: int, slot: torch.Tensor) -> LayerUpdate:
-        """Return what an update of a layer changes in its slot and a buffer."""
-        memory, first = self._buffers[buffer], self.gradient_bytes[layer]
-        return LayerUpdate(
-            layer=layer,
-            weights={name: field.view(slot) for name, field in self._weights[layer].items()},
-            gradients=self._gradients_in(layer, memory),
-            states=memory[first : first + self.states[layer].numel()],
-        )
+        return LayerUpdate(layer=layer, weights=weights, gradients=gradients)
 
     def _gradients_in(self, layer: int, memory: torch.Tensor) -> dict[str, torch.Tensor]:
         fields = self._gradients[layer].fields
@@ -241,8 +186,8 @@ class LateUpdates:
     Clipping needs the norm of all gradients, which is known once a step's backward has ended. Then
     an update of all weights would take its time with the device idle. The first layers of the next
     forward need few of them, so each layer's update waits until its own load: a line of the
-    schedule. It is made on the host before the load; or, if states were moved, on the device after
-    it. Whoever reads weights before that calls `flush`, which makes them in the same place.
+    schedule. It is made on the host before the load. Whoever reads weights before that calls
+    `flush`.
 
     Processes may share the layers' memory. Then each makes the updates of its own layers, and waits
     for those of the others, which is a line of the schedule too. So each flushes as often.
@@ -262,23 +207,6 @@ class LateUpdates:
         self._gradients = gradients
         self._update: Callable[[LayerUpdate], None] | None = None
         self._layers: set[int] = set()
-        self._begun: set[int] = set()
-        self._on_device: Callable[[], None] | None = None
-
-    @property
-    def states(self) -> tuple[torch.Tensor, ...]:
-        """Of each layer, the memory on the host of its states; none if the optimizer has them."""
-        return self._gradients.states
-
-    def move_to_device(self, state_bytes: Sequence[int], make_all: Callable[[], None]) -> None:
-        """Make updates on the device from here on.
-
-        Args:
-            state_bytes: By layer, of the states that its update takes along.
-            make_all: Makes all updates there that are left.
-        """
-        self._gradients.add_states(state_bytes)
-        self._on_device = make_all
 
     def share_with(self, others: OtherOwners) -> None:
         """Tell other processes of updates from here on, and wait for theirs."""
@@ -299,8 +227,8 @@ class LateUpdates:
         Gradients stay where the step has put them until then; `.grad` may be let go of.
 
         Args:
-            update: Updates a layer. It is called once per layer, on the host on another thread,
-                and depends on nothing that changes later.
+            update: Updates a layer. It is called once per layer, on another thread, and depends on
+                nothing that changes later.
         """
         self.flush()
         self._update, self._layers = update, set(self.layer_of.values())
@@ -324,34 +252,8 @@ class LateUpdates:
         self._others.await_updated(layer, self._number)
         self._layers.remove(layer)
 
-    def run_on_device(self, layer: int, buffer: int, slot: torch.Tensor) -> None:
-        """Update a layer in its slot; the update has ended when weights and states have left.
-
-        Raises:
-            OffloadError: It was begun before, and weights or states may have left.
-        """
-        if layer in self._begun:
-            raise OffloadError(
-                f"the update of layer {layer} was cut off by an error",
-                limit="its weights and its optimizer states may be of two steps",
-                hint="go on from the last checkpoint",
-            )
-        assert self._update is not None
-        self._begun.add(layer)
-        self._update(self._gradients.on_device(layer, buffer, slot))
-
-    def ended(self, layer: int) -> None:
-        """Note that weights and states of a layer have left the device."""
-        self._begun.remove(layer)
-        self._layers.remove(layer)
-
     def flush(self) -> None:
-        """Update all layers that are left, in order; on this thread if it is on the host.
-
-        Then wait for those of other processes.
-        """
-        if self._layers and self._on_device is not None:
-            self._on_device()
+        """Update all layers that are left, in order, and wait for those of other processes."""
         for layer in sorted(filter(self._is_own, self._layers)):
             self.run(layer)
         for layer in sorted(self._layers):

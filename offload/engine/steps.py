@@ -18,7 +18,6 @@ from offload.plan.schedule.schedule import (
     TransferSizes,
     forward_schedule,
     step_schedule,
-    update_schedule,
 )
 
 
@@ -36,10 +35,6 @@ class Steps:
         """List the ops of a pass without gradients over `num` micro-batches, given the ring."""
         return forward_schedule(self._bound.sizes, ring=ring, num_micro_batches=num)
 
-    def updates(self, ring: Ring) -> Schedule:
-        """List the ops that make all updates on the device that are left, given the ring."""
-        return update_schedule(self._sizes, ring=ring)
-
     @property
     def _sizes(self) -> TransferSizes:
         """The sizes of transfers, with the updates that are left."""
@@ -47,7 +42,6 @@ class Steps:
         return replace(
             self._bound.sizes,
             updated=updates.layers,
-            state_bytes=self._bound.host_gradients.state_bytes,
         )
 
     def schedule(self, parts: Sequence[Part], *, ring: Ring, order: Order) -> Schedule:

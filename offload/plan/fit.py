@@ -30,7 +30,6 @@ from offload.plan.schedule.schedule import MIN_SLOTS, Order
 
 DEVICE, RAM = "of device memory", "of RAM"
 LOCKED = "of page-locked memory"
-UPDATES = f"{LOCKED} for updates on the device"
 GRADIENTS = f"{LOCKED} for gradients of the model's weights"
 GRAPH_RESERVE_FRAC = 0.1  # error of the formula for what autograd saves, over all tests
 
@@ -221,7 +220,6 @@ class MemoryNeeds:
             (inputs, inputs_bytes, machine.pinned_bytes, "may be page-locked"),
             (sent, sent_bytes, machine.pinned_bytes, "may be page-locked"),
             (fixed, fixed_bytes, machine.pinned_bytes, "may be page-locked"),
-            (UPDATES, self._updates_bytes(host), machine.pinned_bytes, "may be page-locked"),
             (RAM, ram_bytes, machine.ram_bytes, "of RAM is there"),
         )
         return tuple(
@@ -229,13 +227,6 @@ class MemoryNeeds:
             for what, needed, limit_bytes, limit in asked
             if needed > limit_bytes
         )
-
-    def _updates_bytes(self, host: Mapping[str, int]) -> int:
-        """Return the page-locked memory that updates on the device copy from and to."""
-        load = self.request.largest
-        if load.updates == "host" or load.adapter.whole is None or self.machine.device != "cuda":
-            return 0
-        return host.get(SLAB, 0) + self._rank_locked_bytes(host)
 
     @property
     def _gradient_bytes(self) -> int:

@@ -243,7 +243,7 @@ def costs_of(facts: ModelFacts, machine: Machine, request: PlanRequest) -> Costs
     costs = with_norms(
         costs, facts, machine, request.typical, num_micro_batches=request.round_micro_batches
     )
-    costs = with_updates(costs, facts, machine, request.typical)
+    costs = with_updates(costs, machine, request.typical)
     whole = request.typical.adapter.whole
     if whole is not None and request.num_ranks > 1 and not request.is_sharded:
         costs = with_owners(costs, whole.layers, num_ranks=request.local_ranks)

@@ -25,7 +25,6 @@ from offload.plan.memory.memory import (
     SMALLER_CHUNK,
     SMALLER_TILES,
     TIED_IN_RAM,
-    UPDATES_IN_RAM,
     MemoryTerm,
 )
 from offload.plan.request import (
@@ -36,7 +35,6 @@ from offload.plan.request import (
     with_embeddings,
     with_head,
     with_tied,
-    with_updates_on,
 )
 from offload.plan.schedule.schedule import MIN_SLOTS, Order
 
@@ -106,7 +104,6 @@ def _effective(term: MemoryTerm, needs: MemoryNeeds) -> list[str]:
         EMBEDDINGS_IN_RAM: is_tied or not _may_move_embedding(needs),
         HEAD_IN_RAM: is_tied or not _may_move_head(needs),
         TIED_IN_RAM: not is_tied or not _may_move_head(needs),
-        UPDATES_IN_RAM: largest.updates == "host",
         SMALLER_TILES: (largest.mlp_chunk_tokens or 0) <= MLP_CHUNKS[-1],
         SMALLER_CHUNK: largest.head_chunk_tokens <= FEWEST_CHUNK_TOKENS,
     }
@@ -173,7 +170,7 @@ def _changes(
     on disk. Rounded weights come next, then shorter sequences. `moved` are those with more weights
     around the layers in RAM.
     """
-    exact = [("", request), *_coded(request, PACKED), *_updated_in_ram(request), *moved]
+    exact = [("", request), *_coded(request, PACKED), *moved]
     for words, coded in exact:
         yield from _either_stash(words, coded)
     is_alone = request.own_micro_batches is None  # with fewer ranks its share would be another
@@ -239,13 +236,6 @@ def _on_disk(
         for words, request in requests
         if request.may_be_on_disk and not request.is_on_disk and _is_frozen(request)
     ]
-
-
-def _updated_in_ram(request: PlanRequest) -> list[tuple[str, PlanRequest]]:
-    """Return the request with updates on the host, if they are on the device."""
-    if request.largest.updates == "host":
-        return []
-    return [(UPDATES_IN_RAM, with_updates_on(request, "host"))]
 
 
 def _is_frozen(request: PlanRequest) -> bool:

@@ -8,7 +8,6 @@ from typing import Any
 from offload.errors import OffloadError
 from offload.plan.facts.codec import CodecName
 from offload.plan.facts.linears import FP32_BYTES
-from offload.plan.facts.optimizer import UpdatePlace
 from offload.plan.facts.workload import WeightPlace, Workload
 from offload.plan.memory.traced import TracedBytes
 from offload.plan.schedule.passes import Passes
@@ -389,8 +388,3 @@ def with_head(request: PlanRequest, place: WeightPlace) -> PlanRequest:
 def with_tied(request: PlanRequest, place: WeightPlace) -> PlanRequest:
     """Return the same request with the weight of embedding and head in this place."""
     return _with_workload(request, embeddings=place, head=place)
-
-
-def with_updates_on(request: PlanRequest, place: UpdatePlace) -> PlanRequest:
-    """Return the same request with the layers' own weights updated in this place."""
-    return _with_workload(request, updates=place)

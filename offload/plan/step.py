@@ -1,6 +1,5 @@
 """The ops of a step, their durations, and from how many tokens streaming is free."""
 
-import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +11,6 @@ from offload.plan.facts.embedding import (
 )
 from offload.plan.facts.facts import ModelFacts
 from offload.plan.facts.head import head_bytes, head_gradient_bytes
-from offload.plan.facts.optimizer import moved_state_bytes
 from offload.plan.facts.trainable import outer_module_sizes
 from offload.plan.facts.workload import Workload
 from offload.plan.memory.memory import input_bytes, layer_weight_bytes
@@ -79,7 +77,6 @@ def schedule_of(
             owned=owned_by(0, trained, num_ranks=request.local_ranks)
             if request.num_ranks > 1 and not request.is_sharded
             else None,
-            state_bytes=_state_bytes(typical, trained),
         )
     if is_draft:
         sizes = replace(sizes, piece_bytes=max(sizes.layer_bytes))
@@ -124,16 +121,6 @@ def _row_bytes(
     each = zip(request.runs, numbered(passes), strict=True)
     sizes = {n: most_bytes(facts, run.typical) for run, one in each for n in one.all}
     return tuple(sizes[number] for number in range(len(sizes)))
-
-
-def _state_bytes(typical: Workload, trained: Sequence[int]) -> tuple[int, ...] | None:
-    """Return what moves with each layer to its update on the device; None if it is on the host."""
-    if typical.updates == "host":
-        return None
-    whole = typical.adapter.whole
-    low_bytes = None if whole is None else whole.low_bytes
-    each = moved_state_bytes(typical.dtype_bytes, typical.optimizer, low_bytes)
-    return tuple(math.ceil(each * number) for number in trained)
 
 
 def stashed_bytes(facts: ModelFacts, request: PlanRequest) -> int:

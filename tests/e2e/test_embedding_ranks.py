@@ -186,7 +186,7 @@ def test_a_killed_rank_ends_the_other_and_the_run_resumes_to_the_bit(
 def test_one_process_resumes_what_two_began_and_the_other_way_round(
     tmp_path, write_recipe, machine_file, forked
 ) -> None:
-    recipe = full_recipe(write_recipe, optimizer="adamw", update="host")
+    recipe = full_recipe(write_recipe, optimizer="adamw")
     words, begun = ("finetune", recipe, "--machine", machine_file, ON_HOST), {}
     for name in ("one", "two"):
         begun[name] = (*words, f"output.dir={tmp_path / name}")
@@ -213,7 +213,7 @@ def test_machines_have_it_each_and_the_same_rows(
 ) -> None:
     recipe = full_recipe(write_recipe, optimizer="sgd")
     words = ("finetune", recipe, "--machine", machine_file, ON_HOST)
-    assert run(*words, "train.update=host", f"output.dir={tmp_path / 'one'}") == 0
+    assert run(*words, f"output.dir={tmp_path / 'one'}") == 0
     more = {rank: [f"output.dir={tmp_path / 'none'}"] for rank in range(sizes[0], sum(sizes))}
     ranks = forked.start_machines(*words, sizes=sizes, more=more)
     assert [rank.end() for rank in ranks] == [0] * len(ranks), [rank.shown for rank in ranks]

@@ -91,7 +91,7 @@ def test_two_ranks_train_as_one_process_does_and_twice_to_the_bit(
     here = tmp_path / "here.json"
     here.write_text(replace(Machine.from_json(machine_file.read_text()), dtype=dtype).to_json())
     words = ("finetune", recipe, "--machine", here)
-    alone = ("train.shares=auto", "train.update=host")
+    alone = ("train.shares=auto",)
     assert run(*words, *alone, f"output.dir={tmp_path / 'one'}") == 0
     start_two(forked, *words, f"output.dir={tmp_path / 'two'}")
     assert_as_one(
@@ -143,7 +143,7 @@ def test_a_killed_rank_ends_the_other_and_the_run_resumes_to_the_bit(
 def test_one_process_resumes_what_two_began_and_the_other_way_round(
     tmp_path, write_recipe, machine_file, forked
 ) -> None:
-    recipe = full_recipe(write_recipe, optimizer="adamw", update="host")
+    recipe = full_recipe(write_recipe, optimizer="adamw")
     words, begun = ("finetune", recipe, "--machine", machine_file), {}
     for name in ("one", "two"):
         begun[name] = (*words, f"output.dir={tmp_path / name}")
@@ -170,7 +170,7 @@ def test_machines_train_with_owners_each_and_the_same_weights(
 ) -> None:
     recipe = full_recipe(write_recipe, optimizer="sgd")
     words = ("finetune", recipe, "--machine", machine_file)
-    assert run(*words, "train.update=host", f"output.dir={tmp_path / 'one'}") == 0
+    assert run(*words, f"output.dir={tmp_path / 'one'}") == 0
     more = {rank: [f"output.dir={tmp_path / 'none'}"] for rank in range(sizes[0], sum(sizes))}
     ranks = forked.start_machines(*words, sizes=sizes, more=more)
     assert [rank.end() for rank in ranks] == [0] * len(ranks), [rank.shown for rank in ranks]

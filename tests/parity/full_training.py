@@ -1,7 +1,7 @@
 """Loops of full training on the host, for tests of what they compute."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -9,7 +9,6 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import offload
 from finetune.data.steps import StepShare
-from finetune.full.matrices import matrices_of
 from finetune.recipe.sections import TrainSection
 from finetune.run.loss_scale import LossScale
 from finetune.training.full.update import FullUpdate
@@ -71,12 +70,10 @@ def loop_of(
     max_norm: float | None = MAX_NORM,
     optimizer: Optimizer = "adamw",
     lr: float = LR,
-    update: Literal["host", "device"] = "host",
     **options: Any,
 ) -> Loop:
     train = TrainSection(
         what="all",
-        update=update,
         grad_accum_steps=NUM_MICRO_BATCHES,
         steps=1000,
         optimizer=optimizer,
@@ -85,12 +82,11 @@ def loop_of(
         max_grad_norm=max_norm,
         weight_decay=0.0,
     )
-    matrices = matrices_of(model) if optimizer == "muon" else {}
     engine = attached(model, **options)
     return Loop(
         model=model,
         engine=engine,
-        update=FullUpdate(engine, train=train, ranks=Ranks(), matrices=matrices),
+        update=FullUpdate(engine, train=train, ranks=Ranks()),
         train=train,
         num_steps=1000,
         ranks=Ranks(),

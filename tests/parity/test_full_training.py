@@ -5,7 +5,7 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +17,6 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCau
 import offload
 from finetune.full.chosen_weights import choose_weights
 from finetune.training.loop import Loop
-from offload.engine.host_gradients import LayerUpdate
 from offload.plan.facts.optimizer import Optimizer
 from offload.plan.schedule.op import Kind, Lane
 from tests.parity.full_training import (
@@ -209,36 +208,6 @@ def test_reorder_other_optimizers_are_the_libraries_on_plain_pytorch(
     assert ours[-1] < ours[0]
 
 
-class MuonAndAdamW:
-    """torch's Muon of the layers' matrices, which are not fused here, and AdamW of all else."""
-
-    def __init__(self, model: nn.Module) -> None:
-        named = dict(model.named_parameters())
-        matrices = [p for n, p in named.items() if ".layers." in n and "norm" not in n]
-        others = [p for n, p in named.items() if ".layers." not in n or "norm" in n]
-        assert len(matrices) == 7 * NUM_LAYERS
-        muon = torch.optim.Muon(matrices, lr=LR, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
-        self.all = (muon, torch.optim.AdamW(others, lr=LR, weight_decay=0.0, fused=True))
-
-    def step(self) -> None:
-        for one in self.all:
-            one.step()
-
-    def zero_grad(self) -> None:
-        for one in self.all:
-            one.zero_grad()
-
-
-@pytest.mark.thorough
-def test_reorder_muon_is_torchs_on_plain_pytorch() -> None:
-    reference = wider_model()
-    optimizer: Any = MuonAndAdamW(reference)
-    plain = plain_losses(reference, lambda _: optimizer, 12)
-    ours = run(loop_of(wider_model(), optimizer="muon", update="device"), range(12))
-    assert ours == pytest.approx(plain, rel=1e-3)  # products are in bfloat16
-    assert ours[-1] < 0.8 * ours[0]
-
-
 @pytest.mark.thorough
 def test_reorder_sgd_of_masters() -> None:
     reference = plain_losses(model_of(), lambda p: torch.optim.SGD(p, lr=0.3), 8)
@@ -257,44 +226,11 @@ def test_reorder_sgd_of_masters() -> None:
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "dtype"),
-    mostly_slow(
-        itertools.product(
-            ("adamw", "adamw_bf16", "adamw_8bit", "adafactor", "lion", "lion_bf16", "sgd"),
-            (torch.float32, torch.bfloat16),
-        ),
-        ("adamw", torch.bfloat16),
-    ),
-    ids=str,
-)
-def test_move_an_update_on_the_device_is_that_on_the_host(
-    optimizer: Optimizer, dtype: torch.dtype
-) -> None:
-    host, device = (
-        loop_of(wider_model().to(dtype), optimizer=optimizer, update=update)
-        for update in ("host", "device")
-    )
-    assert run(device, range(4)) == run(host, range(4))
-    assert_same(values_of(device), values_of(host))
-
-
-@pytest.mark.exhaustive
-def test_move_300_updates_on_the_device_are_those_on_the_host() -> None:
-    """So their losses are as close to those of plain PyTorch, by the test above."""
-    host, device = loop_of(model_of()), loop_of(model_of(), update="device")
-    assert run(device, range(300)) == run(host, range(300))
-    assert_same(values_of(device), values_of(host))
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "options",
     [
         {"num_slots": NUM_LAYERS},
-        {"update": "device", "num_slots": 3},
-        pytest.param({"update": "device", "stash": "host"}, marks=pytest.mark.slow),
-        pytest.param({"update": "device", "kept_graphs": 2}, marks=pytest.mark.slow),
         pytest.param({"stash": "host"}, marks=pytest.mark.slow),
         pytest.param({"kept_graphs": 2, "num_slots": 3}, marks=pytest.mark.slow),
     ],
@@ -319,58 +255,8 @@ def test_move_an_update_is_in_the_next_step_and_before_the_layers_load() -> None
 
 
 @pytest.mark.thorough
-def test_move_an_update_on_the_device_is_between_load_and_visits_and_goes_down() -> None:
-    loop = loop_of(model_of(), update="device")
-    _, step = (loop.step(n, share_of(step_of(n))).timeline for n in range(2))
-    num_weights = sum(
-        p.numel() for n, p in loop.weights.items() if "layers.0." in n and ":" not in n
-    )
-    for layer in range(NUM_LAYERS):
-        spans = [span for span in step.spans if span.layer == layer]
-        (update,) = (span for span in spans if span.kind is Kind.UPDATE)
-        assert update.lane is Lane.COMPUTE
-        loads = [span.end_s for span in spans if span.kind is Kind.LOAD]
-        assert loads[0] <= update.start_s
-        assert max(s.end_s for s in spans if s.kind is Kind.STATES) <= update.start_s
-        assert min(s.start_s for s in spans if s.kind is Kind.FORWARD) >= update.end_s
-        back = [span for span in spans if span.kind is Kind.UPDATED]
-        assert sum(span.num_bytes for span in back) >= (4 + 2 * 4) * num_weights
-
-
-def test_an_update_on_the_device_that_was_cut_off_is_not_made_again() -> None:
-    loop = loop_of(model_of(), update="device")
-    run(loop, [0])
-    updates = engine_of(loop).updates
-    assert updates._update is not None
-    late = updates._update
-
-    def cut_off(one: LayerUpdate) -> None:
-        if one.layer == 2:
-            raise OSError("cut off")
-        late(one)
-
-    updates._update = cut_off
-    with pytest.raises(OSError, match="cut off"):
-        run(loop, [1])
-    updates._update = late
-    # of layer 1 too, where its new weights were still on their way to the host
-    with pytest.raises(offload.OffloadError, match=r"the update of layer [12] was cut off"):
-        updates.flush()
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("update", "optimizer"),
-    [
-        ("host", "adamw"),
-        ("device", "adamw"),
-        pytest.param("device", "muon", marks=pytest.mark.slow),
-    ],
-)
-def test_move_evaluating_after_each_step_changes_no_bit(
-    update: Literal["host", "device"], optimizer: Optimizer
-) -> None:
-    alone, evaluated = (loop_of(model_of(), update=update, optimizer=optimizer) for _ in range(2))
+def test_move_evaluating_after_each_step_changes_no_bit() -> None:
+    alone, evaluated = (loop_of(model_of()) for _ in range(2))
     losses = run(alone, range(3))
     held_out = step_of(99)[0]
     for number in range(3):
@@ -408,11 +294,8 @@ def weights_of(loop: Loop) -> nn.Module:
     ],
     ids=["state_dict", "trained_parameters", "checkpoint", "close", "detach"],
 )
-@pytest.mark.parametrize("update", ["host", "device"])
-def test_whoever_reads_weights_makes_the_updates_first(
-    update: Literal["host", "device"], read: Callable[[Loop], Any]
-) -> None:
-    loop = loop_of(model_of(), update=update)
+def test_whoever_reads_weights_makes_the_updates_first(read: Callable[[Loop], Any]) -> None:
+    loop = loop_of(model_of())
     run(loop, [0])
     assert engine_of(loop).updates.layers
     read(loop)
@@ -428,12 +311,9 @@ def values_after_a_step() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("update", ["host", "device"])
-def test_the_values_of_the_ended_step_are_used_whatever_comes_after(
-    update: Literal["host", "device"],
-) -> None:
+def test_the_values_of_the_ended_step_are_used_whatever_comes_after() -> None:
     """The next step's learning rate, norm and gradients are others."""
-    at_once, late = (loop_of(model_of(), update=update) for _ in range(2))
+    at_once, late = (loop_of(model_of()) for _ in range(2))
     for loop in (at_once, late):
         loop._train = loop._train.model_copy(update={"schedule": "linear", "steps": 4})
         loop._num_steps = 4

@@ -281,8 +281,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "lion_bf16": {"optimizer": "lion_bf16"},
     "adamw_8bit": {"optimizer": "adamw_8bit"},
     "adafactor": {"optimizer": "adafactor"},
-    "device": {"update": "device"},
-    "muon": {"update": "device", "optimizer": "muon"},
     "stashed": {"stash": "host", "kept_graphs": 2, "num_slots": 3},
     "without clipping": {"max_norm": None},
 }

@@ -38,12 +38,10 @@ class Accesses:
         updates = [op for op in schedule.ops if op.kind in (Kind.UPDATE, Kind.AWAIT)]
         self._updated = {op.layer for op in updates}
         self._head = {op.slot for op in schedule.ops if op.kind is Kind.HEAD}
-        self._old = {op.layer for op in updates if op.lane is Lane.COMPUTE}
 
     def _weights(self, layer: int) -> list[Access]:
-        """Return what a load reads of a layer that is updated: on the device, its first the old."""
-        wanted = None if layer in self._old else "updated"
-        return [("read", ("weights", layer), wanted)] if layer in self._updated else []
+        """Return what a load reads of a layer that is updated."""
+        return [("read", ("weights", layer), "updated")] if layer in self._updated else []
 
     def of(self, op: Op) -> list[Access]:
         layer = -1 if op.layer is None else op.layer
@@ -60,14 +58,7 @@ class Accesses:
     def _updating(self, op: Op, layer: int) -> list[Access]:
         if op.kind is Kind.AWAIT:
             return [("write", ("weights", layer), "updated")]
-        if op.kind is Kind.UPDATE:
-            return [("read", ("sink", layer), None), ("write", ("weights", layer), "updated")]
-        if op.kind is Kind.STATES:
-            arrived: Access = ("add", ("gradient", op.buffer), ("brought", layer))
-            return [("read", ("sink", layer), None), arrived]
-        if op.buffer is not None:
-            return [("read", ("gradient", op.buffer), ("updated", layer))]
-        return [("read", ("slot", op.slot), layer), ("add", ("weights", layer), "updated")]
+        return [("read", ("sink", layer), None), ("write", ("weights", layer), "updated")]
 
     def _looked_up(self, op: Op, m: int | None) -> list[Access]:
         if op.kind is Kind.LOOK_UP:
@@ -91,15 +82,13 @@ class Accesses:
         if op.kind is Kind.HEAD:
             return [("add", ("slot", op.slot), "head")]
         staged: Access = ("read", ("staging", op.buffer), (layer, op.offset))
-        content = ("old", layer) if layer in self._old else layer
-        filled: Access = ("add", ("slot", op.slot), content)
+        filled: Access = ("add", ("slot", op.slot), layer)
         return [*self._weights(layer), filled] if op.buffer is None else [staged, filled]
 
     def _moved(self, op: Op, layer: int, m: int | None) -> list[Access]:
         if op.kind in SUMS:
             return self._reduced(op, layer)
-        updating = (Kind.UPDATE, Kind.AWAIT, Kind.STATES, Kind.UPDATED)
-        if op.kind in updating:
+        if op.kind in (Kind.UPDATE, Kind.AWAIT):
             return self._updating(op, layer)
         if op.kind in (Kind.LOOK_UP, Kind.ROWS, Kind.ROW_GRADIENTS, Kind.ADD_ROWS):
             return self._looked_up(op, m)
@@ -127,13 +116,6 @@ class Accesses:
     def _visited(self, op: Op, layer: int, m: int | None) -> list[Access]:
         written = ("read", ("slot", op.slot), layer)
         weights = ("read", "decoded", layer) if layer in self._encoded else written
-        if op.kind is Kind.UPDATE:
-            self._old.remove(layer)
-            brought = (("brought", layer), ("updated", layer))
-            return [
-                ("change", ("gradient", op.buffer), brought),
-                ("change", ("slot", op.slot), (("old", layer), layer)),
-            ]
         if op.kind is Kind.DECODE:
             return [written, ("write", "decoded", layer)]
         if op.kind is Kind.FRONT:

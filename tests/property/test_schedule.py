@@ -67,9 +67,8 @@ def steps(draw: st.DrawFn) -> Schedule:
         ring = forward_schedule(sizes, ring=ring, num_micro_batches=1).ring_after
     if draw(st.booleans()):
         updated = frozenset(i for i in range(num_layers) if is_trained[i] and draw(st.booleans()))
-        states = draw(st.sampled_from([None, tuple(11 * is_one for is_one in is_trained)]))
-        sizes = replace(sizes, updated=updated, state_bytes=states)
-        if states is None and draw(st.booleans()):  # ranks that update together
+        sizes = replace(sizes, updated=updated)
+        if draw(st.booleans()):  # ranks that update together
             owned = frozenset(i for i in range(num_layers) if draw(st.booleans()))
             trained = frozenset(i for i in range(num_layers) if is_trained[i])
             all_summed = Reduced(layers=(9,) * num_layers, rest=draw(st.sampled_from([0, 2])))

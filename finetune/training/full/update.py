@@ -2,13 +2,11 @@
 
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from types import MappingProxyType
 
 import torch
 from torch import nn
 
 from finetune.full.host_optimizer import HostOptimizer, fresh_states, total_norm
-from finetune.full.matrices import Matrices
 from finetune.full.state_layout import StateLayout
 from finetune.full.update_rules import States
 from finetune.recipe.sections import TrainSection
@@ -19,7 +17,6 @@ from finetune.training.ranks import Ranks
 from finetune.training.world.gradient_sums import DTYPES
 from offload.engine.engine import Engine
 from offload.engine.host.embedding import RowSums
-from offload.engine.host_gradients import LayerUpdate
 from offload.engine.passes.head_gradient import HeadGradient
 from offload.plan.owners import owned_around
 from offload.plan.schedule.reduced import Reduced
@@ -31,7 +28,7 @@ CLIP_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 class FullUpdate:
     """The update of the layers and of what is around them.
 
-    Layers are updated in the next step: on the host before their load, or on the device after it.
+    Layers are updated in the next step, on the host before their load.
     Embeddings, norm and head are on the device for the whole run and needed first, so they are
     updated at once, on the host: their gradients, in fp32, come there, and new weights go back. Of
     an embedding on the host gradients have come there row by row, and of a head there at the end of
@@ -48,7 +45,6 @@ class FullUpdate:
         *,
         train: TrainSection,
         ranks: Ranks,
-        matrices: Mapping[str, Matrices] = MappingProxyType({}),
     ) -> None:
         """Make fresh states.
 
@@ -56,12 +52,10 @@ class FullUpdate:
             engine: Of the model, with trained weights on the host.
             train: Settings of training.
             ranks: The processes that share each step.
-            matrices: Of the layers' weights that Muon updates, the matrices in them.
 
         Raises:
             FinetuneError: There are several ranks on this machine, which can share no memory.
         """
-        assert train.optimizer != "muon" or train.update == "device", "a rule of recipes"
         self._engine, self._max_norm, self._ranks = engine, train.max_grad_norm, ranks
         trained = engine.trained_parameters
         self._layer_of = engine.updates.layer_of
@@ -81,14 +75,8 @@ class FullUpdate:
             assert engine.updates.owned is not None, "as it was attached"
             cpu = f"{torch.get_num_threads()}, {torch.backends.cpu.get_cpu_capability()}"
             ranks.require_same("torch's threads and CPU code, by which updates round,", lambda: cpu)
-            assert train.update != "device", "a rule of ranks"
-            self._layouts = self._laid_out(train, matrices)
+            self._layouts = self._laid_out(train)
             states |= self._share(train, engine.updates.owned)
-        elif train.update == "device":
-            self._layouts = self._laid_out(train, matrices)
-            engine.update_on_device([layout.num_bytes for layout in self._layouts])
-            for layout, memory in zip(self._layouts, engine.updates.states, strict=True):
-                states |= layout.views(memory)
         on_host = {name: master.detach() for name, master in self._layers.items()}
         on_host |= {name: one.on_host for name, one in self._around.items()}
         self._optimizer = HostOptimizer(
@@ -96,7 +84,6 @@ class FullUpdate:
             name=train.optimizer,
             weight_decay=train.weight_decay,
             states=states,
-            matrices=matrices,
         )
         self._scale = 1.0
         self._norms: dict[str, torch.Tensor] = {}
@@ -166,14 +153,12 @@ class FullUpdate:
         ranks.exchange(None)  # all have filled it
         return states
 
-    def _laid_out(self, train: TrainSection, matrices: Mapping[str, Matrices]) -> list[StateLayout]:
-        """Return where states of each layer's weights lie, on a device or in a file."""
+    def _laid_out(self, train: TrainSection) -> list[StateLayout]:
+        """Return where states of each layer's weights lie, in memory of all ranks."""
         layers: list[dict[str, States]] = [{} for _ in self._engine.layer_bytes]
         with torch.device("meta"):
             for name, layer in self._layer_of.items():
-                layers[layer][name] = fresh_states(
-                    train.optimizer, self._layers[name], is_matrix=name in matrices
-                )
+                layers[layer][name] = fresh_states(train.optimizer, self._layers[name])
         return [StateLayout.of(states) for states in layers]
 
     @property
@@ -249,13 +234,7 @@ class FullUpdate:
         self._await_around()
         self._publish_around()
 
-        def late(one: LayerUpdate) -> None:
-            states = None
-            if one.states is not None:
-                states = self._layouts[one.layer].views(one.states)
-            update(one.gradients, weights=one.weights, states=states)
-
-        self._engine.updates.defer(late)
+        self._engine.updates.defer(lambda one: update(one.gradients))
 
     def without_gradient(self) -> tuple[str, ...]:
         """Nothing: it is for adapters, which may be on a weight that no product uses."""

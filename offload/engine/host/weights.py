@@ -175,19 +175,6 @@ class HostWeights:
         """
         return bool(self.staging) or self._lock.mode is pagelock.LockMode.PAGEABLE
 
-    def require_locked(self) -> None:
-        """Check that a device can copy to the layers.
-
-        Raises:
-            OffloadError: They could not be page-locked.
-        """
-        if self.is_staged:
-            raise OffloadError(
-                "weights are to be updated on the device, and layers are not page-locked",
-                limit="new weights go back to the memory that they were loaded from",
-                hint="raise the limit (`ulimit -l unlimited`), or `train.update: host`",
-            )
-
     @property
     def piece_bytes(self) -> int:
         """The size of the largest copy."""

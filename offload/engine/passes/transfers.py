@@ -50,10 +50,8 @@ class Transfers:
             Kind.SEND: partial(self._send, state),
             Kind.RETURN: partial(self._return, state),
             Kind.GRADIENT: self._gradient,
-            Kind.UPDATE: self._update,
+            Kind.UPDATE: lambda op: self._updates.run(op.layer_index),
             Kind.AWAIT: lambda op: self._updates.wait_for(op.layer_index),
-            Kind.STATES: self._bring_states,
-            Kind.UPDATED: self._take_back,
         }
 
     def _read(self, op: Op) -> None:
@@ -107,29 +105,6 @@ class Transfers:
         at = op.layer_index, op.micro_batch_index
         num_bytes = (state.sent.get(at) or state.attention.get(at, NOTHING)).num_bytes
         return self._sent.place(*at)[:num_bytes], self._sent.buffer(op.carrier_index, num_bytes)
-
-    def _update(self, op: Op) -> None:
-        if op.slot is None:
-            self._updates.run(op.layer_index)
-        else:
-            memory = self._slots.memory(op.slot)
-            self._updates.run_on_device(op.layer_index, op.buffer_index, memory)
-
-    def _bring_states(self, op: Op) -> None:
-        for target, source in self._host_gradients.arriving(
-            op.layer_index, op.buffer_index, op.offset, op.num_bytes
-        ):
-            self._device.copy(target, source)
-
-    def _take_back(self, op: Op) -> None:
-        layer, at = op.layer_index, (op.offset, op.num_bytes)
-        if op.slot is not None:
-            memory = self._slots.memory(op.slot)
-            self._device.copy(*self._host_gradients.weights_leaving(layer, memory, *at))
-            return
-        self._device.copy(*self._host_gradients.states_leaving(layer, op.buffer_index, *at))
-        if op.offset + op.num_bytes == self._updates.states[layer].numel():
-            self._updates.ended(layer)
 
     def _gradient(self, op: Op) -> None:
         if not op.offset:

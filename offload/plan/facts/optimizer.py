@@ -17,13 +17,10 @@ Optimizer = Literal[
     "lion",
     "lion_bf16",
     "sgd",
-    "muon",
 ]
-UpdatePlace = Literal["host", "device"]
-"""Where weights that train in RAM are updated: there, or on the device that computes."""
 Shape = tuple[int, ...]
 
-HOST_ONLY: tuple[Optimizer, ...] = ("adamw_bf16", "lion_bf16", "muon")
+HOST_ONLY: tuple[Optimizer, ...] = ("adamw_bf16", "lion_bf16")
 """Optimizers of weights of the model alone, which train in RAM."""
 
 BF16_BYTES = 2
@@ -34,8 +31,6 @@ ROUNDING_BYTES = 4 + 1 + 4 + 2
 MIN_8BIT_ELEMENTS = 4096
 MIN_PAGED_ELEMENTS = 100_000
 BLOCK_8BIT = 256
-DEVICE_PIECE_ELEMENTS = 2**22
-"""Weights that a device updates at a time."""
 
 # What a weight that trains in RAM takes there, and its optimizer's states. Adafactor's are at most
 # so large, for matrices of 800 rows and columns or more.
@@ -47,7 +42,6 @@ HOST_STATE_BYTES: dict[str, float] = {
     "lion": FP32_BYTES,
     "lion_bf16": BF16_BYTES,
     "sgd": 0,
-    "muon": FP32_BYTES,
 }
 WEIGHTS, LOW_HALVES = "weights", "low halves of fp32 masters"
 HOST_GRADIENTS, HOST_STATES = "gradients in RAM", "optimizer states in RAM"
@@ -133,22 +127,3 @@ def host_update_bytes(
         HOST_GRADIENTS: dtype_bytes,
         HOST_STATES: HOST_STATE_BYTES[optimizer],
     }
-
-
-def outer_optimizer(optimizer: Optimizer) -> Optimizer:
-    """Return what updates embeddings, norm and head: with Muon it is AdamW."""
-    return "adamw" if optimizer == "muon" else optimizer
-
-
-def moved_state_bytes(
-    dtype_bytes: int, optimizer: Optimizer, low_bytes: int | None = None
-) -> float:
-    """Return what an update on the device brings there and takes back, beside the weight itself."""
-    sizes = host_update_bytes(dtype_bytes, optimizer, low_bytes)
-    return sizes[LOW_HALVES] + sizes[HOST_STATES]
-
-
-def brought_bytes(dtype_bytes: int, optimizer: Optimizer, low_bytes: int | None = None) -> float:
-    """Return what it brings there, with the gradient."""
-    sizes = host_update_bytes(dtype_bytes, optimizer, low_bytes)
-    return sizes[HOST_GRADIENTS] + moved_state_bytes(dtype_bytes, optimizer, low_bytes)

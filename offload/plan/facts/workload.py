@@ -15,7 +15,7 @@ from offload.plan.facts.facts import AdapterSpec, LayerFacts, ModelFacts
 from offload.plan.facts.fused import NOTHING, FusedPart, FusedParts, compiled_parts, fused_parts
 from offload.plan.facts.layer_layout import record_bytes
 from offload.plan.facts.linears import Linear
-from offload.plan.facts.optimizer import Optimizer, UpdatePlace
+from offload.plan.facts.optimizer import Optimizer
 from offload.plan.facts.trainable import unread_linears
 
 # What computes norms, rotary embedding and gated activations: the model's own code, one operator
@@ -46,7 +46,6 @@ class Workload:
             fused.
         mlp_chunk_tokens: Tokens that an MLP computes at a time; None for the whole micro-batch.
         packed_tokens: Tokens of a micro-batch whose rows are packed; None where they are not.
-        updates: Where the layers' own weights are updated, if they train.
         embeddings: Where the input embedding's weight is; on the host, a step brings rows of it.
         head: Where the output head's weight is; on the host, it is copied to the slots once a step.
     """
@@ -65,7 +64,6 @@ class Workload:
     plain_parts: frozenset[FusedPart] = frozenset()
     mlp_chunk_tokens: int | None = None
     packed_tokens: int | None = None
-    updates: UpdatePlace = "host"
     embeddings: WeightPlace = "device"
     head: WeightPlace = "device"
 

@@ -20,9 +20,7 @@ from offload.plan.facts.optimizer import (
     HOST_STATES,
     LOW_HALVES,
     WEIGHTS,
-    brought_bytes,
     host_update_bytes,
-    outer_optimizer,
     paged_bytes,
 )
 from offload.plan.facts.trainable import EMBEDDING, trained_tensor_shapes
@@ -163,7 +161,7 @@ def _split_bytes(facts: ModelFacts, workload: Workload, num_ranks: int, *, is_cu
     if whole is None or num_ranks == 1:
         return 0
     each = host_update_bytes(workload.dtype_bytes, workload.optimizer, whole.low_bytes)
-    of_outer = outer_optimizer(workload.optimizer)
+    of_outer = workload.optimizer
     outer = host_update_bytes(workload.dtype_bytes, of_outer, whole.low_bytes)
     shared = (each[LOW_HALVES] + each[HOST_STATES]) * sum(whole.layers)
     shared += (outer[LOW_HALVES] + outer[HOST_STATES]) * whole.num_outer
@@ -182,16 +180,13 @@ def _split_bytes(facts: ModelFacts, workload: Workload, num_ranks: int, *, is_cu
 def locked_update_bytes(workload: Workload, num_ranks: int) -> int:
     """Return the page-locked memory that updates of layers need in addition to the layers.
 
-    It is the first rank's. Gradients arrive there from the device; an update on the device reads
-    them from there, with the optimizer's states.
+    It is the first rank's: gradients arrive there from the device.
     """
     whole = workload.adapter.whole
     if whole is None:
         return 0
     b, optimizer, low_bytes = workload.dtype_bytes, workload.optimizer, whole.low_bytes
     each = host_update_bytes(b, optimizer, low_bytes)[HOST_GRADIENTS]
-    if workload.updates == "device":
-        each = brought_bytes(b, optimizer, low_bytes)
     return math.ceil(each * _num_owned(whole, num_ranks))
 
 
@@ -243,7 +238,7 @@ def _whole_host_terms(
     largest = max(*in_layers, facts.embedding_parameters if whole.num_outer else 0)
     temporaries = ADAFACTOR_COPIES * FP32_BYTES * largest
     num = whole.num_parameters
-    outer = host_update_bytes(b, outer_optimizer(workload.optimizer), low_bytes)
+    outer = host_update_bytes(b, workload.optimizer, low_bytes)
     states = each[HOST_STATES] * sum(whole.layers) + outer[HOST_STATES] * whole.num_outer
     return (
         MemoryTerm(name=LOW_HALVES, num_bytes=math.ceil(each[LOW_HALVES] * num)),

@@ -29,7 +29,6 @@ from offload.plan.facts.optimizer import (
     HOST_STATES,
     LOW_HALVES,
     ROUNDING_BYTES,
-    brought_bytes,
     state_bytes,
     temporary_bytes,
 )
@@ -47,7 +46,6 @@ from offload.plan.facts.workload import Workload
 from offload.plan.machine.machine import MIB, Machine
 from offload.plan.memory.router import router_bytes, router_loss_bytes
 from offload.plan.memory.traced import TracedBytes
-from offload.plan.memory.updates import device_update_bytes
 from offload.plan.memory.visit import VisitBytes, is_masked, visit_bytes
 from offload.plan.schedule.head import slots_bytes
 from offload.plan.schedule.residency import Residency, Saved
@@ -98,7 +96,7 @@ GRADIENT_BUCKET_BYTES = 64 * MIB
 SEQ_LEN, MICRO_BATCH = "a shorter `train.seq_len`", "a smaller `train.micro_batch_size`"
 TOKENS, RANK = "fewer `train.tokens_per_step`", "a smaller `adapter.rank`"
 FEWER_TARGETS = "fewer `adapter.targets`"
-FEWER_WEIGHTS, UPDATES_IN_RAM = "fewer weights in `train.what`", "`train.update: host`"
+FEWER_WEIGHTS = "fewer weights in `train.what`"
 FEWER_SLOTS, ROUNDED_LAYERS = "fewer `offload.num_slots`", "`offload.codec: nf4`"
 ON_DISK, INPUTS_IN_RAM = "`offload.tier: disk`", "`offload.stash: host`"
 SMALLER_CHUNK, SMALLER_TILES = "a smaller `offload.head_chunk`", "a smaller `offload.mlp_chunk`"
@@ -113,7 +111,6 @@ SHRINKS: Mapping[str, tuple[str, ...]] = {
     GRADIENTS: (RANK, FEWER_TARGETS),
     STATES: ("`train.optimizer: adamw_8bit`", RANK),
     UPDATE: (RANK,),
-    LAYER_GRADIENTS: (UPDATES_IN_RAM,),
     TRAINED_MODULES: ("fewer `adapter.modules_to_save`",),
     KEPT_INPUTS: (INPUTS_IN_RAM, TOKENS),
     HIDDEN: (TOKENS,),
@@ -444,7 +441,6 @@ def device_needs(
         instants=(
             (MemoryTerm(name=HEAD_CHUNK, num_bytes=chunk_bytes),),
             () if traced else _visit_terms(beside),
-            (MemoryTerm(name=UPDATE, num_bytes=device_update_bytes(facts, workload)),),
         ),
         forward=forward,
         update=MemoryTerm(name=UPDATE, num_bytes=_update_bytes(facts, workload)),
@@ -485,9 +481,7 @@ def _standing_terms(
         num_on_device = whole.num_outer - num_trained_on_host(facts, workload)
         num_on_device -= num_head_trained_on_host(facts, workload)
         gradients, modules = FP32_BYTES * num_on_device, ()
-        each = brought_bytes(b, workload.optimizer, whole.low_bytes)
-        each = b if workload.updates == "host" else each
-        layer_gradients = math.ceil(NUM_GRADIENT_BUFFERS * each * max(whole.layers))
+        layer_gradients = math.ceil(NUM_GRADIENT_BUFFERS * b * max(whole.layers))
     new_gradient = b * (outside.get(EMBEDDING, 0) if is_traced else max(modules, default=0))
     new_gradient = new_row_gradients_bytes(facts, workload) or new_gradient
     copy_bytes = FP32_BYTES + (0 if b == FP32_BYTES or workload.adapter.num_past else b)

@@ -21,12 +21,9 @@ class Kind(StrEnum):
         a page-locked buffer (host).
     ROWS: copy these rows to the device (h2d).
     FRONT: run the modules before the layers, for one micro-batch.
-    UPDATE: update a layer's trained weights by the gradients of the step before, on the host ahead
-        of their load (host), or in their slot and a buffer of gradients and states (compute).
+    UPDATE: update a layer's trained weights by the gradients of the step before, ahead of their
+        load (host).
     AWAIT: wait until the rank of this machine that updates a layer has done so (network).
-    STATES: copy a piece of a layer's gradients and optimizer states to the device (h2d).
-    UPDATED: copy a piece of a layer back that was updated on the device: of its weights, from their
-        slot, or of its states, from a buffer (d2h).
     READ: read a piece of a layer from disk or pageable memory into a staging buffer (host).
     LOAD: copy a piece of a layer into its slot (h2d).
     DECODE: decode a layer from its slot into the buffer that it computes from, once per visit.
@@ -60,8 +57,6 @@ class Kind(StrEnum):
     FRONT = "front"
     UPDATE = "update"
     AWAIT = "await"
-    STATES = "states"
-    UPDATED = "updated"
     READ = "read"
     LOAD = "load"
     DECODE = "decode"

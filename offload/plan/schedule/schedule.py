@@ -75,9 +75,7 @@ from offload.plan.schedule.passes import Passes, numbered
 from offload.plan.schedule.reduced import Reduced
 from offload.plan.schedule.residency import NOTHING_SAVED, Saved
 from offload.plan.schedule.updates import (
-    NUM_GRADIENT_BUFFERS,
     awaited_update,
-    device_update,
     gradients_of,
     host_update,
     leaving_gradients,
@@ -120,8 +118,6 @@ class TransferSizes:
             loaded.
         owned: Those that this rank updates, and whose gradients leave to its host memory; the ranks
             that share the layers' memory update the others. None for all.
-        state_bytes: Of what an update on the device brings along and takes back, by layer; None if
-            layers are updated on the host.
         reduced: What of each run's gradients crosses the network; none with a single rank.
         row_bytes: Of the input embedding's rows, by pass; empty if the device has all of them.
         row_gradient_bytes: Of gradients by these rows, by pass; empty if none go to the host.
@@ -136,7 +132,6 @@ class TransferSizes:
     piece_bytes: int
     num_staging: int
     updated: frozenset[int] = frozenset()
-    state_bytes: tuple[int, ...] | None = None
     reduced: tuple[Reduced, ...] = ()
     row_bytes: tuple[int, ...] = ()
     row_gradient_bytes: tuple[int, ...] = ()
@@ -333,14 +328,6 @@ def forward_schedule(sizes: TransferSizes, *, ring: Ring, num_micro_batches: int
     return program.schedule(ring)
 
 
-def update_schedule(sizes: TransferSizes, *, ring: Ring) -> Schedule:
-    """List the ops that update layers on the device and nothing else, for whoever reads weights."""
-    program = _Program(sizes=sizes, ring=list(ring), input_bytes=(), first_graph=0)
-    for layer in sorted(sizes.updated):
-        program.load(layer)
-    return program.schedule(ring)
-
-
 # ---------------------------------------------------------------------------------------------
 # The serial program
 
@@ -505,7 +492,7 @@ class _Program:
     def load(self, layer: int) -> tuple[int, Resource]:
         """Write the load and decoding of a layer, unless its weights are already in place.
 
-        An update that is due is written ahead of the load, or after it if it is on the device.
+        An update that is due is written ahead of the load.
 
         Returns:
             The layer's slot, and the resource that a visit reads.
@@ -518,11 +505,9 @@ class _Program:
             is_due = layer in self.sizes.updated and layer not in self.are_updated
             if is_due and not self.sizes.is_owned(layer):
                 self.lines.append(awaited_update(layer))
-            elif is_due and self.sizes.state_bytes is None:
+            elif is_due:
                 self.lines.append(host_update(layer, self.sizes))
             self.lines += self._copies(layer, slot)
-            if is_due and self.sizes.state_bytes is not None:  # of a single rank
-                self.lines += self._device_update(layer, slot, self.sizes.state_bytes[layer])
             self.are_updated.add(layer)
         if not self.sizes.decoded_bytes[layer]:
             return slot, slot_of(slot)
@@ -553,17 +538,6 @@ class _Program:
             yield Line(ops=(read,), reads=weights, writes=staged)
             load = piece._replace(buffer=buffer)
             yield Line(ops=(load,), reads=staged, writes=(slot_of(slot),))
-
-    def _device_update(self, layer: int, slot: int, state_bytes: int) -> Iterator[Line]:
-        return device_update(
-            layer,
-            slot=slot,
-            buffer=layer % NUM_GRADIENT_BUFFERS,
-            gradient_bytes=self.sizes.gradient_bytes[layer],
-            state_bytes=state_bytes,
-            layer_bytes=self.sizes.layer_bytes[layer],
-            piece_bytes=self.sizes.piece_bytes,
-        )
 
     def _carrier(self, layer: int, group: Sequence[int]) -> tuple[int | None, tuple[Resource, ...]]:
         """Take the next buffer for what a layer sends, if it sends anything."""

@@ -101,11 +101,10 @@ class Timeline:
         """Seconds by phase, with the names of the report.
 
         Compute phases and `stall` add up to `step`; `h2d`, `d2h`, `reads` and `updates` overlap
-        with them, but for updates on the device, which are a compute phase. `exposed updates` are
-        the part of `updates` in which nothing else is computed. With several ranks there are
-        `network`, what they gather and their sums of gradients, with the waits for other ranks, and
-        `exposed network`; where they update layers for each other, the waits for that are `awaited
-        updates`.
+        with them. `exposed updates` are the part of `updates` in which nothing else is computed.
+        With several ranks there are `network`, what they gather and their sums of gradients, with
+        the waits for other ranks, and `exposed network`; where they update layers for each other,
+        the waits for that are `awaited updates`.
         """
         phases = {
             "step": self.step_s,
@@ -113,12 +112,9 @@ class Timeline:
             "decode": self.busy_s(Kind.DECODE),
             "head and loss": self.busy_s(Kind.SCORE, Kind.OBJECTIVE, Kind.TAIL),
             "backward": self.busy_s(Kind.BACKWARD, Kind.FRONT_BACKWARD),
-            "h2d": self.busy_s(
-                *(Kind.ROWS, Kind.LOAD, Kind.HEAD, Kind.STATES, Kind.FETCH, Kind.RETURN)
-            ),
+            "h2d": self.busy_s(*(Kind.ROWS, Kind.LOAD, Kind.HEAD, Kind.FETCH, Kind.RETURN)),
             "d2h": self.busy_s(
                 *(Kind.STASH, Kind.SEND, Kind.HEAD_GRADIENT, Kind.GRADIENT, Kind.ROW_GRADIENTS),
-                Kind.UPDATED,
             ),
             "reads": self.busy_s(Kind.LOOK_UP, Kind.ADD_ROWS, Kind.READ),
             "updates": self.busy_s(Kind.UPDATE),

@@ -92,9 +92,7 @@ class StepBound:
         back_s: Of one micro-batch on the way down, by layer, with its recompute.
         graph_back_s: The same without the recompute.
         decodes_s: Of decoding each layer.
-        device_updates_s: Of updating each layer's weights on the device.
         host_updates_s: Of updating them on the host.
-        first_loads_s: Seconds on the link, by layer, with what its update on the device needs.
         fetch_s: Of copying one micro-batch's input back to the device.
     """
 
@@ -107,9 +105,7 @@ class StepBound:
     back_s: tuple[float, ...]
     graph_back_s: tuple[float, ...]
     decodes_s: tuple[float, ...]
-    device_updates_s: tuple[float, ...]
     host_updates_s: tuple[float, ...]
-    first_loads_s: tuple[float, ...]
     fetch_s: float
 
     @property
@@ -135,12 +131,9 @@ class StepBound:
             back_s=tuple(cost.back_s(has_graph=False) for cost in costs.layers),
             graph_back_s=tuple(cost.back_s(has_graph=True) for cost in costs.layers),
             decodes_s=tuple(cost.decode_s for cost in costs.layers),
-            device_updates_s=tuple(cost.device_update_s for cost in costs.layers),
             host_updates_s=tuple(
-                cost.update_s - cost.device_update_s if cost.await_s is None else 0.0
-                for cost in costs.layers
+                cost.update_s if cost.await_s is None else 0.0 for cost in costs.layers
             ),
-            first_loads_s=tuple(_first_load_s(costs, layer) for layer in range(len(costs.layers))),
             fetch_s=costs.h2d_latency_s + stashed_bytes / costs.fetch_bytes_per_s,
         )
 
@@ -215,10 +208,8 @@ class _Sweeps:
             forth_s=forth_s,
             back_s=back_s,
             visits_s=[
-                num * one_s + decode_s + update_s
-                for one_s, decode_s, update_s in zip(
-                    forth_s, step.decodes_s, step.device_updates_s, strict=True
-                )
+                num * one_s + decode_s
+                for one_s, decode_s in zip(forth_s, step.decodes_s, strict=True)
             ],
         )
 
@@ -227,7 +218,7 @@ class _Sweeps:
 
         And which layer is loaded last before it, and when its load ends; 0 if there is none.
         """
-        step, visits_s, first_loads_s = self.step, self.visits_s, self.step.first_loads_s
+        step, visits_s = self.step, self.visits_s
         fronts_s = step.num_micro_batches * step.costs.fronts_s
         below_s = list(accumulate(visits_s, initial=fronts_s))
         missing, link_s = _missing(ring, len(visits_s)), 0.0
@@ -237,7 +228,7 @@ class _Sweeps:
         ends_s = [below_s[-1], self.read_s(missing) + last_s]
         num_slots, decodes_s, arrived_s = len(ring), step.decodes_s, 0.0
         for place, layer in reversed(list(enumerate(missing))):
-            link_s += first_loads_s[layer]
+            link_s += step.loads_s[layer]
             before = layer - num_slots  # the layer whose visit holds the slot until it is decoded
             hold_s = 0.0
             if before >= 0:
@@ -248,7 +239,7 @@ class _Sweeps:
             arrived_s = max(arrived_s, hold_s + way_s)
         ends_s.append(arrived_s + last_s)
         if missing[0] == 0:
-            ends_s.append(first_loads_s[0] + sum(visits_s))
+            ends_s.append(step.loads_s[0] + sum(visits_s))
         updated_s = latest_s = 0.0
         for layer in missing:  # updates follow one another, each ahead of its load
             updated_s += step.host_updates_s[layer]
@@ -408,15 +399,6 @@ class _Sweeps:
             last_s = max(last_s, carried_s[1] - copy_s)
             copy_s += self.return_s[layer]
         return copy_s, first_s, last_s
-
-
-def _first_load_s(costs: Costs, layer: int) -> float:
-    """Return the time on the link of a layer, and of what its update on the device needs."""
-    num_bytes = costs.layers[layer].brought_bytes
-    if not num_bytes:
-        return _load_s(costs, layer)
-    brought_s = costs.h2d_latency_s + num_bytes / costs.h2d_bytes_per_s
-    return _load_s(costs, layer) + brought_s
 
 
 def _ring_between_steps(costs: Costs, num_slots: int) -> Ring:

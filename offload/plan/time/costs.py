@@ -21,7 +21,6 @@ from offload.plan.facts.head import (
     num_head_trained_on_host,
 )
 from offload.plan.facts.linears import FP32_BYTES, Linear
-from offload.plan.facts.optimizer import outer_optimizer
 from offload.plan.facts.trainable import (
     EMBEDDING,
     NORMS,
@@ -76,7 +75,6 @@ class LayerCost:
         reference_s: Forward without adapters, as a reference computes it.
         update_s: Updating its weights, once per step; 0 if they are frozen.
         await_s: Waiting for another rank's update, after the wait before; None if it is made here.
-        brought_bytes: Gradients and states that come to the device for that; 0 if none do.
         decode_s: Decoding: once per visit, whatever the number of micro-batches.
         weight_bytes: What one load moves.
         forward_flops: Of the forward.
@@ -100,13 +98,7 @@ class LayerCost:
     graph_pack_s: float = 0.0
     update_s: float = 0.0
     await_s: float | None = None
-    brought_bytes: int = 0
     reference_s: float = 0.0
-
-    @property
-    def device_update_s(self) -> float:
-        """Updating its weights on the device; 0 if that is done on the host."""
-        return self.update_s if self.brought_bytes else 0.0
 
     def forth_s(self, *, is_sent: bool, has_graph: bool = False) -> float:
         """Return the seconds of a forward visit, with a copy of what is sent."""
@@ -522,7 +514,7 @@ def _optimizer(at: Pricer) -> Work:
                 at.machine,
                 spec.whole,
                 dtype_bytes=at.workload.dtype_bytes,
-                optimizer=outer_optimizer(at.workload.optimizer),
+                optimizer=at.workload.optimizer,
                 num_in_rows=num_trained_on_host(at.facts, at.workload),
                 num_sent_in_pass=num_head_trained_on_host(at.facts, at.workload),
             )

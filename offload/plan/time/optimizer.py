@@ -54,22 +54,6 @@ CORE_S_PER_WEIGHT = {
 }
 NUM_CORES = 8  # of a workstation, where nothing is measured
 
-# What an update on the device reads and writes of a weight, as its code says: the gradient is
-# scaled (8), then the optimizer's passes in fp32. Of a weight that is half of its master, its
-# gradient is cast (6), the master is put together (24) and taken apart (28).
-DEVICE_BYTES = {
-    "adamw": 36,
-    "adamw_bf16": 48,
-    "adamw_8bit": 60,
-    "adafactor": 76,
-    "lion": 76,
-    "lion_bf16": 88,
-    "sgd": 28,
-    "muon": 62,
-}
-DEVICE_SPLIT_BYTES = 58
-DEVICE_OPS = 16  # for each piece: 10 to cast, put together and take apart, the optimizer's
-
 
 def host_bytes_per_weight(
     dtype_bytes: int, optimizer: Optimizer, low_bytes: int | None = None
@@ -77,12 +61,6 @@ def host_bytes_per_weight(
     """Return what an update of a weight in RAM reads and writes: all of it, gradients only once."""
     sizes = host_update_bytes(dtype_bytes, optimizer, low_bytes)
     return 2 * sum(sizes.values()) - sizes[HOST_GRADIENTS]
-
-
-def device_bytes_per_weight(dtype_bytes: int, optimizer: Optimizer) -> int:
-    """Return what an update of a weight on the device reads and writes of its memory."""
-    is_split = dtype_bytes < FP32_BYTES
-    return DEVICE_BYTES[optimizer] + (DEVICE_SPLIT_BYTES if is_split else 0)
 
 
 def host_update_s(

@@ -47,8 +47,6 @@ def test_weights_that_train_are_streamed_or_in_parts() -> None:
     assert found.stream.plan is not None
     assert found.faster is found.sharded
     assert found.reason.startswith("fsdp2: ")
-    found = ways_of("qwen3-8b", "train.what=all", "train.update=device")
-    assert found.stream.why_not.startswith("train.update: device and train.what: all, with 8 proc")
 
 
 def test_what_the_parts_cannot_do_is_streamed_and_said() -> None:

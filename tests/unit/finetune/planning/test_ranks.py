@@ -48,8 +48,6 @@ def test_gpus_that_cannot_share_a_step_are_refused_with_the_flag_that_asked_for_
 @pytest.mark.parametrize(
     ("setting", "what", "hint"),
     [
-        ("train.update=device", "train.update: device", "`train.update: host`"),
-        ("train.optimizer=muon", "train.optimizer: muon", "`train.optimizer: adamw`"),
         ("model.init=random", "model.init: random", "`model.init: pretrained`"),
     ],
 )

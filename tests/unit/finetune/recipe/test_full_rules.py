@@ -50,23 +50,7 @@ def test_what_cannot_be_combined_is_named_with_its_fix(
     assert "train.what is all" in breach.what
 
 
-def test_a_place_of_updates_is_one_of_weights_of_the_model() -> None:
-    (breach,) = broken_rules(settings(train={"what": "adapter", "update": "device"}))
-    assert breach.field == "train.update"
-    assert breach.hint == "leave `train.update` out, or `train.what: all`"
-    assert not list(broken_rules(settings(train={"update": "device"})))
-
-
-def test_muon_is_refused_on_the_host_with_the_time_that_it_would_take() -> None:
-    (breach,) = broken_rules(settings(train={"optimizer": "muon", "update": "host"}))
-    assert breach.field == "train.update"
-    assert "45 minutes in each step" in breach.limit
-    assert not list(broken_rules(settings(train={"optimizer": "muon"})))
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "fix"), [("adamw_bf16", "adamw"), ("lion_bf16", "lion"), ("muon", "adamw")]
-)
+@pytest.mark.parametrize(("optimizer", "fix"), [("adamw_bf16", "adamw"), ("lion_bf16", "lion")])
 def test_an_optimizer_of_weights_in_ram_updates_no_adapter(optimizer: str, fix: str) -> None:
     (breach,) = broken_rules(settings(train={"what": "adapter", "optimizer": optimizer}))
     assert breach.field == "train.optimizer"

@@ -183,7 +183,7 @@ def test_a_misspelt_choice_is_given_the_nearest(folder: Path) -> None:
         replaced("steps: 10", "steps: 10\n  optimizer: adamw8bit"),
         what='r.yaml:11: train.optimizer is "adamw8bit"',
         limit="it must be adamw or adamw_bf16 or adamw_8bit or paged_adamw_8bit or adafactor or"
-        " lion or lion_bf16 or sgd or muon",
+        " lion or lion_bf16 or sgd",
         hint="`train.optimizer: adamw_8bit`",
     )
 

@@ -3,12 +3,8 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from finetune.report.choice import choice_json, choice_tables, place_of_updates
-from offload.plan.facts.facts import AdapterSpec
-from offload.plan.facts.optimizer import Optimizer, UpdatePlace
-from offload.plan.facts.trainable import all_weights
+from finetune.report.choice import choice_json, choice_tables
 from offload.plan.machine.machine import GIB, Rate, named_machine
-from offload.plan.request import with_updates_on
 from offload.plan.search import search
 from tests.builders import qwen3_8b, request, slow_link, ways_of, workload
 
@@ -68,25 +64,6 @@ def test_what_does_not_fit_and_what_takes_as_long_say_so() -> None:
     tokens = next(line for line in shown(alone).splitlines() if "49,152 tokens" in line)
     assert "short of" in tokens
     assert "GiB of device memory" in tokens
-
-
-def test_where_weights_are_updated_is_said_with_what_the_other_place_would_take() -> None:
-    whole = AdapterSpec.none(all_weights(FACTS))
-    card = named_machine("rtx4090", ram_bytes=192 * GIB)
-
-    def said(optimizer: Optimizer, *places: UpdatePlace) -> str:
-        asked = request(workload(adapter=whole, optimizer=optimizer), num_workers=1)
-        choice = search(
-            FACTS, card, [with_updates_on(asked, place) for place in places], rounding=()
-        )
-        assert choice_json(choice)["choice"]["update"] == choice.plan.request.typical.updates
-        return place_of_updates(choice)
-
-    assert said("adamw", "host", "device").startswith("in RAM: on the device the step would take ")
-    slow = said("adamw_8bit", "host", "device")
-    assert slow.startswith("on the device: in RAM the step would take ")
-    assert said("adamw", "host") == "in RAM, as the recipe says"
-    assert said("muon", "device") == "on the device, the only one with muon"
 
 
 def test_a_resident_plan_has_no_break_even_and_a_cpu_no_vram() -> None:

@@ -19,7 +19,6 @@ from finetune.recipe.recipe import (
     with_offload,
     with_packing,
     with_shares,
-    with_update,
 )
 from finetune.run.run_dir import RunDir, as_begun
 from finetune.run.run_files import PHASES
@@ -170,15 +169,6 @@ def test_a_run_goes_on_with_its_shares_if_there_are_as_many_ranks(tmp_path, reci
     assert as_begun(recipe, run.begun(), num_ranks=3).train.shares == "auto"
     assert as_begun(with_shares(recipe, (1, 1)), run.begun(), num_ranks=2).train.shares == (1, 1)
     run.require_same_recipe(with_shares(recipe, (1, 1)))
-
-
-def test_a_run_goes_on_to_update_weights_where_it_began_to(tmp_path, recipe) -> None:
-    none = type(recipe.adapter)()
-    train = recipe.train.model_copy(update={"what": "all"})
-    recipe = recipe.model_copy(update={"train": train, "adapter": none})
-    run = RunDir(tmp_path)
-    run.start(with_update(recipe, "device"), experts_implementation=None)
-    assert as_begun(recipe, run.begun()).train.update == "device"
 
 
 def test_a_recipe_of_a_run_that_is_no_text_is_refused(tmp_path, recipe) -> None:

@@ -16,12 +16,9 @@ from offload.plan.facts.optimizer import (
     host_update_bytes,
 )
 from offload.plan.facts.trainable import EMBEDDING, HEAD, NORMS, all_weights, trained_parameters
-from offload.plan.machine.machine import GIB, named_machine
 from offload.plan.memory.memory import LAYER_GRADIENTS, SLAB, STAGING
 from offload.plan.plan import Plan, plan
-from offload.plan.request import with_updates_on
-from offload.plan.schedule.op import Kind, Lane
-from offload.plan.search import search
+from offload.plan.schedule.op import Kind
 from offload.plan.what_if.what_if import what_if
 from tests.full_plans import facts_of, planned
 
@@ -48,7 +45,6 @@ def test_all_weights_are_all_of_the_models_and_tied_ones_count_once() -> None:
         ("adamw_8bit", 8.03, 10.03),
         ("adafactor", 6.01, 8.01),
         ("sgd", 6, 8),
-        ("muon", 10, 12),
     ],
 )
 def test_the_guide_has_the_bytes_of_a_weight(
@@ -134,80 +130,6 @@ def test_a_slow_memory_exposes_updates_and_the_bound_holds() -> None:
     for one in (fast, slow):
         assert one.bound_s <= one.step_s * (1 + 1e-9)
         assert one.bound_s > 0.9 * one.step_s
-
-
-def on_device(found: Plan) -> Plan:
-    return plan(found.facts, found.machine, with_updates_on(found.request, "device"))
-
-
-def test_updates_on_the_device_bring_gradients_and_states_and_take_them_back() -> None:
-    host = planned("qwen3-8b", ram_gib=192)
-    device = on_device(host)
-    num = sum(layer.num_parameters for layer in host.facts.layers)
-    assert device.schedule.num_loads == 2 * 36 - device.num_slots
-    moved = [
-        sum(op.num_bytes for op in device.schedule.ops if op.kind is kind)
-        for kind in (Kind.STATES, Kind.UPDATED)
-    ]
-    assert moved == pytest.approx([(2 + 2 + 8) * num, (2 + 2 + 8) * num], rel=1e-3)
-    updates = [op for op in device.schedule.ops if op.kind is Kind.UPDATE]
-    assert {op.lane for op in updates} == {Lane.COMPUTE}
-    busy_s = device.predict().busy_s(Kind.UPDATE)
-    assert device.predict().exposed_s(Kind.UPDATE) == pytest.approx(busy_s)
-    assert 36 * num / device.machine.memory_bytes_per_s.value < busy_s < 0.1 * device.step_s
-    terms = {term.name: term.num_bytes for term in device.device_memory}
-    largest = max(layer.num_parameters for layer in host.facts.layers)
-    assert terms[LAYER_GRADIENTS] == 2 * (2 + 2 + 8) * largest
-    assert device.host_memory == host.host_memory
-    for one in (device, replace(device, costs=device.costs.while_sending())):
-        assert 0.8 * one.step_s < one.bound_s <= one.step_s * (1 + 1e-9)
-
-
-def test_updates_on_the_device_pay_where_the_host_computes_slowly() -> None:
-    fast = planned("qwen3-8b", ram_gib=192)
-    slow = planned("qwen3-8b", ram_gib=192, optimizer="adamw_8bit")
-    assert on_device(slow).step_s < slow.step_s
-    requests = [slow.request, with_updates_on(slow.request, "device")]
-    found = search(slow.facts, slow.machine, requests, rounding=())
-    assert found.plan.request.typical.updates == "device"
-    requests = [fast.request, with_updates_on(fast.request, "device")]
-    found = search(fast.facts, fast.machine, requests, rounding=())
-    assert found.plan.request.typical.updates == "host"
-
-
-def test_muons_products_are_priced_and_its_states_are_those_of_two_optimizers() -> None:
-    request = planned("qwen3-8b", ram_gib=192, optimizer="lion").request
-    load = replace(request.typical, optimizer="muon", updates="device")
-    facts, machine = facts_of("qwen3-8b"), named_machine("rtx4090", dtype="bfloat16")
-    found = plan(
-        facts,
-        replace(machine, ram_bytes=192 * GIB, pinned_bytes=192 * GIB),
-        replace(request, typical=load, largest=load),
-    )
-    flops = 0
-    for rows, columns in (
-        *((4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096)),
-        *((12288, 4096), (12288, 4096), (4096, 12288)),
-    ):
-        m, n = min(rows, columns), max(rows, columns)
-        flops += 36 * 5 * (4 * m * m * n + 2 * m**3)
-    products_s = flops / found.machine.gemm_flops_per_s.value
-    num = sum(layer.num_parameters for layer in facts.layers)
-    passes_s = 120 * num / found.machine.memory_bytes_per_s.value
-    busy_s = found.predict().busy_s(Kind.UPDATE)
-    assert busy_s == pytest.approx(products_s + passes_s, rel=0.01)
-    terms = {term.name: term.num_bytes for term in found.host_memory}
-    assert terms[HOST_STATES] == 4 * num + 8 * facts.outer_parameters
-
-
-def test_updates_on_the_device_need_page_locked_memory() -> None:
-    found = planned("qwen3-8b", ram_gib=192)
-    machine = replace(found.machine, pinned_bytes=90 * GIB)
-    assert plan(found.facts, machine, found.request)
-    with pytest.raises(DoesNotFitError) as caught:
-        plan(found.facts, machine, with_updates_on(found.request, "device"))
-    assert "of page-locked memory for updates on the device" in caught.value.what
-    assert "`train.update: host`" in caught.value.hint
 
 
 def test_gradients_of_layers_are_page_locked_beside_the_layers() -> None:
