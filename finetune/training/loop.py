@@ -33,7 +33,6 @@ from finetune.training.optimizer import Update, learning_rate
 from finetune.training.ranks import Ranks
 from offload.engine.batch import rows_of_labels
 from offload.engine.engine import Engine
-from offload.engine.model.router import RouterScope
 from offload.engine.objective import Objective
 from offload.engine.results import StepResult
 from offload.engine.run_step import RunStep
@@ -487,7 +486,7 @@ class Loop:
             seeding=self.seeding,
             num_label_tokens=share.num_label_tokens,
             micro_batch_ids=share.micro_batch_ids,
-            router_loss=RouterScope(add_up=self._ranks.add_up),
+            add_up=self._ranks.add_up,
             reducer=self._update.reducer,
             loss_scale=1.0 if scaling is None else scaling.factor,
         )

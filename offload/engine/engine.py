@@ -33,7 +33,7 @@ from offload.engine.model.head import vocabulary_of
 from offload.engine.model.hooks import all_hooks, is_same_code
 from offload.engine.model.layers import LayeredModel, unchanged
 from offload.engine.model.own_loss import loss_function_of
-from offload.engine.model.router import STEP, RouterScope
+from offload.engine.model.router import alone
 from offload.engine.model.seal import Seal, require_unattached
 from offload.engine.modes import (
     require_gradients,
@@ -184,7 +184,7 @@ class Engine(Attached):
         num_label_tokens: int | None = None,
         micro_batch_ids: Sequence[int] | None = None,
         order: Order | None = None,
-        router_loss: RouterScope = STEP,
+        add_up: Callable[[torch.Tensor], torch.Tensor] = alone,
     ) -> StepResult:
         """Add the gradients of one optimizer step to `.grad` of the trained parameters.
 
@@ -204,7 +204,7 @@ class Engine(Attached):
             seeding: Likewise.
             num_label_tokens: Likewise.
             micro_batch_ids: Likewise.
-            router_loss: Likewise.
+            add_up: Likewise.
             order: Of the loops over layers and micro-batches; None for that of the engine.
 
         Raises:
@@ -224,7 +224,7 @@ class Engine(Attached):
             seeding=seeding,
             num_label_tokens=num_label_tokens,
             micro_batch_ids=micro_batch_ids,
-            router_loss=router_loss,
+            add_up=add_up,
         )
         (result,) = self._train([run], order or self._options.order)
         return result

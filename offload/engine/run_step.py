@@ -1,11 +1,13 @@
 """A run's share of a step, as it is given to the engine."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
+
 from offload.engine.batch import Batch
-from offload.engine.model.router import STEP, RouterScope
+from offload.engine.model.router import alone
 from offload.engine.objective import Objective
 from offload.engine.seeding import NEWEST, Seeding
 from offload.plan.schedule.reduced import Reduced
@@ -43,10 +45,11 @@ class RunStep:
         seeding: How seed, layer and micro-batch become a generator's seed.
         num_label_tokens: Divisor of the sum of the losses; None counts the label tokens of the
             micro-batches. If several processes share a step, pass their total. An objective divides
-            as it defines, and only a router loss counts by it.
+            as it defines.
         micro_batch_ids: Number of each micro-batch in the run's whole step, so that its dropout
             does not depend on the process that computes it; None numbers them from 0.
-        router_loss: What a mixture's router loss is taken over, if its config asks for one.
+        add_up: Adds up a vector over the processes that share the step, in each of them alike; a
+            router loss calls it once per step.
         reducer: Adds up the gradients over the processes that share the step, while it runs; None
             leaves those of this process.
         loss_scale: Factor of all gradients, and not of the loss that is returned: a power of two
@@ -61,6 +64,6 @@ class RunStep:
     seeding: Seeding = NEWEST
     num_label_tokens: int | None = None
     micro_batch_ids: Sequence[int] | None = None
-    router_loss: RouterScope = STEP
+    add_up: Callable[[torch.Tensor], torch.Tensor] = alone
     reducer: Reducer | None = None
     loss_scale: float = 1.0

@@ -13,7 +13,6 @@ import offload
 from finetune.model.load import set_router_loss
 from offload.engine.batch import Batch
 from offload.engine.model.layers import LayeredModel
-from offload.engine.model.router import STEP, RouterScope
 from offload.errors import OffloadError, UnsupportedModelError
 from offload.plan.schedule.schedule import Order
 from tests.parity.architectures import (
@@ -57,18 +56,13 @@ OTHERS = (
 )
 
 
-MICRO_BATCH = RouterScope(over="micro_batch")
-Reference = Callable[[nn.Module, Sequence[Batch]], tuple[float, Gradients]]
-SCOPES: tuple[tuple[RouterScope, Reference], ...] = ((STEP, plain_over_step), (MICRO_BATCH, plain))
-
-
 def step(
     model: nn.Module,
     batches: Sequence[Batch],
-    scope: RouterScope = STEP,
     *,
     num_slots: int = 2,
     num_label_tokens: int | None = None,
+    add_up: Callable[[torch.Tensor], torch.Tensor] = lambda own: own,
     **options: Any,
 ) -> tuple[float, Gradients]:
     """Return loss and gradients of one step of the engine."""
@@ -78,34 +72,34 @@ def step(
     )
     try:
         result = engine.forward_backward(
-            batches, dropout_seed=0, router_loss=scope, num_label_tokens=num_label_tokens
+            batches, dropout_seed=0, add_up=add_up, num_label_tokens=num_label_tokens
         )
         return result.loss, gradients(model)
     finally:
         engine.detach()
 
 
-def truth(model: nn.Module, batches: Sequence[Batch], reference: Reference) -> Gradients:
+def truth(model: nn.Module, batches: Sequence[Batch]) -> Gradients:
     model = copy.deepcopy(model).double()
     config: Any = model.config
     config._experts_implementation = "eager"
-    return reference(model, batches)[1]
+    return plain_over_step(model, batches)[1]
 
 
-def check(model_type: str, scope: RouterScope, reference: Reference) -> None:
+def check(model_type: str) -> None:
     """Compare to the bit with the resident step, and with the plain model over several models."""
     batches = micro_batches()
     ours_squared = plain_squared = 0.0
     for seed in range(8):
         model = balanced(model_type, seed=seed)
-        loss, ours = step(model, batches, scope)
-        resident_loss, resident = step(model, batches, scope, num_slots=8)
+        loss, ours = step(model, batches)
+        resident_loss, resident = step(model, batches, num_slots=8)
         assert loss == resident_loss
         assert all(torch.equal(ours[name], resident[name]) for name in ours)
-        plain_loss, expected = reference(model, batches)
+        plain_loss, expected = plain_over_step(model, batches)
         assert loss == pytest.approx(plain_loss, rel=1e-6)
         assert rel_error(ours, expected) < 2e-6
-        true = truth(model, batches, reference)
+        true = truth(model, batches)
         ours_squared += rel_error(ours, true) ** 2
         plain_squared += rel_error(expected, true) ** 2
     assert ours_squared <= SLACK**2 * plain_squared
@@ -113,23 +107,24 @@ def check(model_type: str, scope: RouterScope, reference: Reference) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", COMMON)
-def test_reorder_a_router_loss_of_each_micro_batch_is_the_plain_models(model_type: str) -> None:
-    check(model_type, MICRO_BATCH, plain)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model_type", COMMON)
 def test_reorder_a_router_loss_of_a_step_is_that_of_all_its_tokens(model_type: str) -> None:
-    check(model_type, STEP, plain_over_step)
+    check(model_type)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("scope", "reference"), SCOPES, ids=["step", "each"])
 @pytest.mark.parametrize("model_type", [name for name in OTHERS if name in causal_types()])
-def test_reorder_a_router_loss_is_that_of_the_plain_model_in_other_types(
-    model_type: str, scope: RouterScope, reference: Reference
-) -> None:
-    check(model_type, scope, reference)
+def test_reorder_a_router_loss_is_that_of_all_tokens_in_other_types(model_type: str) -> None:
+    check(model_type)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("model_type", mostly_slow(COMMON, "qwen3_moe"))
+def test_reorder_a_router_loss_of_one_micro_batch_is_the_plain_models(model_type: str) -> None:
+    model, batches = balanced(model_type), micro_batches()[:1]
+    loss, ours = step(model, batches)
+    plain_loss, expected = plain(model, batches)
+    assert loss == pytest.approx(plain_loss, rel=1e-6)
+    assert rel_error(ours, expected) < 2e-6
 
 
 def test_the_router_loss_is_in_the_loss_and_in_the_gradients() -> None:
@@ -153,8 +148,9 @@ def test_reorder_a_coefficient_that_is_set_later_is_that_of_transformers_own(
     with_loss: Any = tiny_model(model_type, **asked)
     set_router_loss(silent, 0.25)
     models = [with_adapters(m, LayeredModel(m).layers) for m in (silent, with_loss)]
-    loss, ours = step(models[0], micro_batches(), MICRO_BATCH)
-    plain_loss, reference = plain(models[1], micro_batches())
+    batches = micro_batches()[:1]
+    loss, ours = step(models[0], batches)
+    plain_loss, reference = plain(models[1], batches)
     assert loss == pytest.approx(plain_loss, rel=1e-6)
     assert rel_error(ours, reference) < 2e-6
 
@@ -170,32 +166,17 @@ def test_a_coefficient_of_zero_leaves_out_what_the_config_asks_for() -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("scope", "reference"), SCOPES, ids=["step", "each"])
-def test_micro_batches_without_a_mask_are_counted_whole(
-    scope: RouterScope, reference: Reference
-) -> None:
+def test_micro_batches_without_a_mask_are_counted_whole() -> None:
     batches = [{k: v for k, v in b.items() if k != "attention_mask"} for b in micro_batches()]
     model = balanced("mixtral")
-    loss, ours = step(model, batches, scope)
-    plain_loss, expected = reference(model, batches)
+    loss, ours = step(model, batches)
+    plain_loss, expected = plain_over_step(model, batches)
     assert loss == pytest.approx(plain_loss, rel=1e-6)
     assert rel_error(ours, expected) < 2e-6
 
 
 def without_labels(batch: Batch) -> Batch:
     return {**batch, "labels": torch.full_like(batch["labels"], -100)}
-
-
-@pytest.mark.thorough
-def test_a_micro_batch_without_labels_adds_nothing_where_each_has_its_own() -> None:
-    batches, model = micro_batches(), balanced("mixtral")
-    loss, ours = step(model, [*batches, without_labels(batches[0])], MICRO_BATCH)
-    expected_loss, expected = step(model, batches, MICRO_BATCH)
-    assert loss == expected_loss
-    assert rel_error(ours, expected) < 1e-7
-
-
-# ------------------------------------------------------------------------------------ over a step
 
 
 @pytest.mark.thorough
@@ -244,10 +225,9 @@ def cuts() -> dict[str, list[Batch]]:
 def test_any_cut_of_a_step_gives_its_router_loss_and_gradients(cut: str) -> None:
     model = balanced("qwen3_moe")
     plain_loss, expected = plain_over_step(model, [padded(*rows())])
-    for scope, is_near in ((STEP, True), (MICRO_BATCH, False)):
-        loss, ours = step(model, cuts()[cut], scope)
-        assert (loss == pytest.approx(plain_loss, rel=1e-6)) == is_near
-        assert (rel_error(ours, expected) < 2e-6) == is_near
+    loss, ours = step(model, cuts()[cut])
+    assert loss == pytest.approx(plain_loss, rel=1e-6)
+    assert rel_error(ours, expected) < 2e-6
 
 
 @pytest.mark.slow
@@ -307,11 +287,13 @@ def test_processes_that_share_a_step_share_its_router_loss() -> None:
         return own
 
     for batch in batches:
-        step(model, [batch], RouterScope(add_up=note))
+        step(model, [batch], add_up=note)
     assert len(sums) == 2
     num = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
-    every = RouterScope(add_up=lambda _: sums[0] + sums[1])
-    parts = [step(model, [batch], every, num_label_tokens=num) for batch in batches]
+    parts = [
+        step(model, [batch], add_up=lambda _: sums[0] + sums[1], num_label_tokens=num)
+        for batch in batches
+    ]
     assert sum(loss for loss, _ in parts) == pytest.approx(plain_loss, rel=1e-6)
     ours = {name: parts[0][1][name] + parts[1][1][name] for name in expected}
     assert rel_error(ours, expected) < 2e-6
@@ -324,13 +306,10 @@ def test_micro_batches_one_after_another_cannot_share_a_router_loss() -> None:
     with pytest.raises(OffloadError, match="the step, and order is micro_batch_major"):
         engine.forward_backward(micro_batches(), order=order)
     assert all(p.grad is None for p in model.parameters())
-    engine.forward_backward(micro_batches(), order=order, router_loss=MICRO_BATCH)
     engine.detach()
 
 
-def test_a_router_loss_of_another_formula_is_not_taken_over_a_step(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_router_loss_of_another_formula_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = balanced("mixtral")
     code = sys.modules["transformers.models.mixtral.modeling_mixtral"]
     own = cast("Any", code).load_balancing_loss_func
@@ -339,12 +318,9 @@ def test_a_router_loss_of_another_formula_is_not_taken_over_a_step(
         return own(gate_logits, num_experts, top_k, attention_mask) ** 2
 
     monkeypatch.setattr(code, "load_balancing_loss_func", squared)
-    engine = offload.attach(model, num_slots=2, device="cpu")
-    with pytest.raises(UnsupportedModelError, match="`load_balancing_loss_func` of Mixtral"):
-        engine.forward_backward(micro_batches())
-    assert all(p.grad is None for p in model.parameters())
-    engine.forward_backward(micro_batches(), router_loss=MICRO_BATCH)
-    engine.detach()
+    what = "has a `load_balancing_loss_func` that is not that of sums over tokens"
+    with pytest.raises(UnsupportedModelError, match=what):
+        offload.attach(model, num_slots=2, device="cpu")
 
 
 # ------------------------------------------------------------------------------------- elsewhere

@@ -12,9 +12,7 @@ gradient, so each router's is that of its probabilities times coefficient * E * 
 backward visit computes the router again and passes this gradient in together with that of the
 layer's output. No logits wait, and it does not matter how rows are cut into micro-batches.
 
-Over each micro-batch, as in transformers, the loss of a step is the mean of the micro-batches'
-losses, weighted by their label tokens. A forward visit keeps the router logits of each token, and
-the model's own function runs on them after the last layer, whatever its formula.
+Transformers takes the loss over each micro-batch by itself, which is the same for a step of one.
 """
 
 import inspect
@@ -22,7 +20,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn, Protocol, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
@@ -35,42 +33,12 @@ from offload.plan.schedule.schedule import Schedule
 _FUNCTION = "load_balancing_loss_func"
 _SIGNATURE = ["gate_logits", "num_experts", "top_k", "attention_mask"]
 _SIZES = ("num_experts", "num_experts_per_tok", "router_aux_loss_coef")
-Over = Literal["step", "micro_batch"]
 Logits = Sequence[torch.Tensor]
 
 
-def _alone(sums: torch.Tensor) -> torch.Tensor:
+def alone(sums: torch.Tensor) -> torch.Tensor:
+    """Return the sums of the one process that computes a step."""
     return sums
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RouterScope:
-    """The tokens that a router loss is taken over.
-
-    Attributes:
-        over: All of a step, or each micro-batch by itself.
-        add_up: Adds up a vector over the processes that share the step, in each of them alike;
-            called once per step, and only over a step.
-    """
-
-    over: Over = "step"
-    add_up: Callable[[torch.Tensor], torch.Tensor] = _alone
-
-
-STEP = RouterScope()
-
-
-class Balance(Protocol):
-    """The router loss of one step."""
-
-    def hear(self, layer: int, m: int, logits: Logits) -> None:
-        """Note the router logits (tokens, experts) of a forward visit."""
-
-    def loss(self, m: int) -> torch.Tensor:
-        """Return a micro-batch's part of the loss, after all forward visits that it depends on."""
-
-    def gradients(self, layer: int, m: int, logits: Logits) -> list[torch.Tensor]:
-        """Return the loss's gradients by the router logits of a backward visit, after `loss`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,9 +71,10 @@ class RouterLoss:
         if not hasattr(recorder, "target_class"):
             _refuse(model, "does not say in one place where its router logits come from")
         self._routers = [_routers_of(layer, recorder) for layer in layers]
-        self._name, self._is_sum = type(model).__name__, cast("bool | None", None)
         if not any(self._routers):
             _refuse(model, f"has no {recorder.target_class.__name__} in its layers")
+        if not self._is_of_sums():
+            _refuse(model, f"has a `{_FUNCTION}` that is not that of sums over tokens")
 
     @contextmanager
     def listen(self, layer: int) -> Iterator[list[torch.Tensor]]:
@@ -130,24 +99,15 @@ class RouterLoss:
         return bool(self._routers[layer])
 
     def balance(
-        self, scope: RouterScope, batches: Sequence[LabelledBatch], num_label_tokens: int
-    ) -> Balance:
+        self, batches: Sequence[LabelledBatch], add_up: Callable[[torch.Tensor], torch.Tensor]
+    ) -> "Balance":
         """Return the loss of a step that begins.
 
         Args:
-            scope: The tokens that it is taken over.
             batches: The micro-batches; padding is not counted.
-            num_label_tokens: Of the step, in all processes.
-
-        Raises:
-            UnsupportedModelError: It is to be over the step, and the model's is of another formula.
+            add_up: As of `RunStep`.
         """
-        masks = [batch.inputs.get("attention_mask") for batch in batches]
-        if scope.over == "step":
-            self._require_sums()
-            return _StepBalance(self, scope.add_up, masks)
-        shares = [batch.num_label_tokens / num_label_tokens for batch in batches]
-        return _MicroBatchBalance(self, masks, shares)
+        return Balance(self, add_up, [batch.inputs.get("attention_mask") for batch in batches])
 
     def sums(self, logits: Logits, mask: torch.Tensor | None) -> torch.Tensor:
         """Return choices and probabilities of each expert and the number of tokens, (2 E + 1,).
@@ -181,33 +141,20 @@ class RouterLoss:
         """Return the sum of each expert's probabilities, of what `sums` returned."""
         return sums[self._num_experts : 2 * self._num_experts]
 
-    def of(self, logits: Logits, mask: torch.Tensor | None) -> torch.Tensor:
-        """Return coefficient times the model's own function of some router logits."""
-        own = self._function(tuple(logits), self._num_experts, self._top_k, mask)
-        return cast("torch.Tensor", own * self._coefficient)
-
-    def _require_sums(self) -> None:
-        """Check on a few numbers that the model's function is the one of `sums` and `slopes`."""
-        if self._is_sum is None:
-            generator = torch.Generator().manual_seed(0)
-            sizes = (2, 6, self._num_experts)
-            logits = [*torch.randn(sizes, generator=generator)]
-            masks = (None, torch.tensor([[1, 1, 0], [1, 0, 0]]))
-            found = [self.sums(logits, mask) for mask in masks]
-            ours = torch.stack([self.slopes(t) @ self.probabilities(t) for t in found])
-            own = torch.stack([self.of(logits, mask) for mask in masks])
-            self._is_sum = torch.allclose(own.double(), ours, rtol=1e-4, atol=0.0)
-        if not self._is_sum:
-            raise UnsupportedModelError(
-                f"the `{_FUNCTION}` of {self._name} is not that of sums over tokens",
-                limit="only such a router loss can be taken over a whole step",
-                hint="`train.router_loss_coef: null`, or in Python"
-                ' `forward_backward(..., router_loss=RouterScope(over="micro_batch"))`',
-            )
+    def _is_of_sums(self) -> bool:
+        """Return whether the model's own function is that of `sums` and `slopes`, on examples."""
+        generator = torch.Generator().manual_seed(0)
+        logits = (*torch.randn((2, 6, self._num_experts), generator=generator),)
+        masks = (None, torch.tensor([[1, 1, 0], [1, 0, 0]]))
+        found = [self.sums(logits, mask) for mask in masks]
+        ours = torch.stack([self.slopes(t) @ self.probabilities(t) for t in found])
+        sizes = (self._num_experts, self._top_k)
+        own = torch.stack([self._function(logits, *sizes, mask) for mask in masks])
+        return torch.allclose(self._coefficient * own.double(), ours, rtol=1e-4, atol=0.0)
 
 
-class _StepBalance:
-    """A router loss over all micro-batches of a step, and all processes that share it."""
+class Balance:
+    """The router loss of one step, over all its micro-batches and the processes that share it."""
 
     def __init__(
         self,
@@ -220,9 +167,11 @@ class _StepBalance:
         self._slopes: torch.Tensor | None = None
 
     def hear(self, layer: int, m: int, logits: Logits) -> None:
+        """Note the router logits (tokens, experts) of a forward visit."""
         self._sums[m, layer] = self._router_loss.sums(logits, self._masks[m])
 
     def loss(self, m: int) -> torch.Tensor:
+        """Return a micro-batch's part of the loss, after all forward visits of the step."""
         own = [self._sums[at] for at in sorted(self._sums) if at[0] == m]
         if self._slopes is None:  # added up in the order of the numbers, whatever that of visits
             every = [self._sums[at] for at in sorted(self._sums)]
@@ -231,46 +180,13 @@ class _StepBalance:
         return (of_experts @ self._slopes).float()
 
     def gradients(self, layer: int, m: int, logits: Logits) -> list[torch.Tensor]:
+        """Return the loss's gradients by the router logits of a backward visit, after `loss`."""
         assert self._slopes is not None, "tails are before backwards"
         leaves = [said.detach().requires_grad_() for said in logits]
         with torch.enable_grad():
             sums = [_counted(torch.softmax(leaf, dim=-1), self._masks[m]) for leaf in leaves]
         slopes = [self._slopes.to(one.dtype) for one in sums]
         return list(torch.autograd.grad(sums, leaves, slopes)) if leaves else []
-
-
-class _MicroBatchBalance:
-    """A router loss over each micro-batch by itself."""
-
-    def __init__(
-        self,
-        router_loss: RouterLoss,
-        masks: Sequence[torch.Tensor | None],
-        shares: Sequence[float],
-    ) -> None:
-        self._router_loss, self._masks, self._shares = router_loss, masks, shares
-        self._routing: dict[int, dict[int, Logits]] = {}
-
-    def hear(self, layer: int, m: int, logits: Logits) -> None:
-        self._routing.setdefault(m, {})[layer] = logits
-
-    def loss(self, m: int) -> torch.Tensor:
-        by_layer = self._routing[m]
-        leaves = {
-            layer: [said.detach().requires_grad_() for said in by_layer[layer]]
-            for layer in sorted(by_layer)
-        }
-        together = [leaf for layer in leaves.values() for leaf in layer]
-        with torch.enable_grad():
-            loss = self._router_loss.of(together, self._masks[m]) * self._shares[m]
-        gradients = iter(torch.autograd.grad(loss, together))
-        self._routing[m] = {
-            layer: [next(gradients) for _ in said] for layer, said in leaves.items()
-        }
-        return loss.detach()
-
-    def gradients(self, layer: int, m: int, logits: Logits) -> list[torch.Tensor]:
-        return list(self._routing[m].pop(layer, []))
 
 
 def _counted(p_NE: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
@@ -281,18 +197,18 @@ def _counted(p_NE: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     return p_NE.sum(0)
 
 
-def require_whole_step(schedule: Schedule, scope: RouterScope) -> None:
-    """Check that the loss of a whole step is known before its first backward visit.
+def require_whole_step(schedule: Schedule) -> None:
+    """Check that a router loss is known before its first backward visit.
 
     Raises:
         OffloadError: Its micro-batches pass the layers one after another.
     """
     kinds = [op.kind for op in schedule.ops if op.kind in (Kind.TAIL, Kind.BACKWARD)]
-    if scope.over == "step" and Kind.TAIL in kinds[kinds.index(Kind.BACKWARD) :]:
+    if Kind.TAIL in kinds[kinds.index(Kind.BACKWARD) :]:
         raise OffloadError(
             "the router loss is taken over the step, and order is micro_batch_major",
             limit="it is known once all micro-batches have passed all layers",
-            hint='`router_loss=RouterScope(over="micro_batch")`',
+            hint="`order=Order.LAYER_MAJOR`",
         )
 
 

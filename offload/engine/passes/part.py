@@ -18,7 +18,7 @@ from offload.engine.batch import (
     with_labels,
 )
 from offload.engine.model.layers import LayeredModel
-from offload.engine.model.router import RouterScope, require_whole_step
+from offload.engine.model.router import alone, require_whole_step
 from offload.engine.objective import OutputObjective
 from offload.engine.passes.reference import SwitchedModel, require_owners
 from offload.engine.passes.scoring import Scoring
@@ -39,12 +39,12 @@ class Part:
         batches: Those that are trained on, on the compute device.
         model: How they are computed.
         adapter: The adapter that computes them; None for those that are active.
-        num_label_tokens: Divisor of the sum of the losses; with an objective only of a router loss.
+        num_label_tokens: Divisor of the sum of the losses; an objective divides by itself.
         scoring: What is scored, with an objective.
         seed: Dropout is seeded by (seed, layer, id), so that the recompute repeats it.
         seeding: How these become a generator's seed.
         ids: Number in the run's whole step of each micro-batch that is trained on.
-        router_loss: What a router loss is taken over.
+        add_up: As of `RunStep`.
         reducer: Adds up its gradients over processes; None if there is one.
         loss_scale: Factor of all gradients.
         state: What its ops find out.
@@ -59,7 +59,7 @@ class Part:
     seed: int = 0
     seeding: Seeding = NEWEST
     ids: Sequence[int] = ()
-    router_loss: RouterScope = field(default_factory=RouterScope)
+    add_up: Callable[[torch.Tensor], torch.Tensor] = alone
     reducer: Reducer | None = None
     loss_scale: float = 1.0
     state: RunState = field(default_factory=RunState)
@@ -87,13 +87,11 @@ class Part:
         """Begin the router loss of a step, if the model has one.
 
         Raises:
-            OffloadError: It is over a step whose micro-batches pass the layers one after another.
+            OffloadError: Its micro-batches pass the layers one after another.
         """
         if model.router_loss is not None and self.batches:
-            require_whole_step(schedule, self.router_loss)
-            self.state.balance = model.router_loss.balance(
-                self.router_loss, self.batches, self.num_label_tokens
-            )
+            require_whole_step(schedule)
+            self.state.balance = model.router_loss.balance(self.batches, self.add_up)
 
     def hear(self, layer: int, number: int, logits: Sequence[torch.Tensor]) -> None:
         """Note the router logits of a forward visit."""
@@ -186,7 +184,7 @@ class _Given:
             seed=seed,
             seeding=run.seeding,
             ids=ids,
-            router_loss=run.router_loss,
+            add_up=run.add_up,
             reducer=run.reducer,
             loss_scale=run.loss_scale,
         )
