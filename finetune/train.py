@@ -14,7 +14,6 @@ from finetune.env import launch_notes
 from finetune.errors import ApartError
 from finetune.planning.ranks import (
     require_micro_batch_per_rank,
-    require_owners,
     require_ranks_for,
     require_shares,
 )
@@ -221,7 +220,6 @@ def _opened(start: Start, run_dir: RunDir, ranks: Ranks, *, adapter: str | None)
     require_micro_batch_per_rank(recipe.train, num_ranks=ranks.num)
     require_ranks_for(recipe.train, num_ranks=ranks.num)
     require_shares(recipe.train, num_ranks=ranks.num)
-    require_owners(recipe, num_ranks=ranks.num)
     preflight.require_loggers(recipe.report.log_to)
     if ranks.num == 1 and recipe.train.reduce_dtype != "fp32":
         screen.note(

@@ -6,7 +6,6 @@ masters together and taking them apart) is done on the same piece while it is in
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -35,7 +34,6 @@ class HostOptimizer:
         *,
         name: Optimizer,
         weight_decay: float,
-        states: Mapping[str, States] = MappingProxyType({}),
     ) -> None:
         """Make states, which are zero, and the rest of weights in 16 bits, as if just rounded.
 
@@ -43,13 +41,10 @@ class HostOptimizer:
             weights: Name -> contiguous tensor on the host, in fp32, bf16 or fp16.
             name: The optimizer.
             weight_decay: Of tensors of two dimensions or more.
-            states: Those of weights whose states have memory already, zeros.
         """
         self._weights, self._name, self._weight_decay = dict(weights), name, weight_decay
         self._rules = {n: rule_of(name, w) for n, w in weights.items()}
-        self._states = {
-            n: states[n] if n in states else fresh_states(name, w) for n, w in weights.items()
-        }
+        self._states = {n: fresh_states(name, w) for n, w in weights.items()}
         self.num_updates = 0
 
     @property

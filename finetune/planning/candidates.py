@@ -15,6 +15,7 @@ from finetune.errors import ConfigError
 from finetune.planning.request import full_request, has_router_loss, request_for
 from finetune.recipe.recipe import Recipe, with_micro_batch_size
 from finetune.recipe.rules import NEVER_ENCODED
+from finetune.recipe.sharded_rules import streamed_instead
 from offload.plan.facts.codec import CodecName
 from offload.plan.facts.embedding import why_on_device
 from offload.plan.facts.facts import ModelFacts
@@ -148,7 +149,7 @@ def chooser(recipe: Recipe) -> Callable[[ModelFacts, Machine, Sequence[PlanReque
             "train.parallel: fsdp2, and the model's config asks for a router loss",
             limit="it counts the tokens of the whole step, and here each micro-batch passes through"
             " the model by itself",
-            hint="`train.router_loss_coef: 0`, or `train.parallel: stream`",
+            hint=f"`train.router_loss_coef: 0`, or {streamed_instead(recipe.train)}",
         )
     return choose_sharded
 

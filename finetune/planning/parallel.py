@@ -6,9 +6,9 @@ Both are planned for the same step, with all rows full, and the faster of those 
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from finetune.planning.candidates import choose, choose_sharded, full_requests
-from finetune.planning.ranks import LAUNCHED, require_owners, require_ranks_for
-from finetune.planning.request import has_router_loss
+from finetune.errors import ConfigError
+from finetune.planning.candidates import choose, chooser, full_requests
+from finetune.planning.ranks import LAUNCHED, require_ranks_for
 from finetune.recipe.recipe import Recipe, with_parallel
 from finetune.recipe.sharded_rules import broken_sharded_rules
 from finetune.report.format import shown_gib, shown_time
@@ -57,7 +57,7 @@ class Ways:
         """The way that is faster, of those that fit; of equals the stream.
 
         Raises:
-            SluiceError: Neither fits; the error is that of the stream.
+            SluiceError: Neither fits; the error is that of the stream, if it is possible.
         """
         stream, sharded = self.stream.plan, self.sharded.plan
         if stream is not None and (sharded is None or stream.step_s <= sharded.step_s):
@@ -65,7 +65,8 @@ class Ways:
         if sharded is not None:
             return self.sharded
         assert self.stream.error is not None
-        raise self.stream.error
+        is_possible = isinstance(self.stream.error, DoesNotFitError)
+        raise self.stream.error if is_possible else self.sharded.error or self.stream.error
 
     @property
     def reason(self) -> str:
@@ -99,26 +100,44 @@ def compare_ways(
         num_ranks: Processes that share the step, two at least.
         setting: What their number is set by.
     """
-    requests = full_requests(with_parallel(recipe, "auto"), facts, num_ranks=num_ranks)
-    stream, sharded = (with_parallel(recipe, name) for name in (STREAM, FSDP2))
+    return Ways(
+        stream=_streamed(
+            with_parallel(recipe, STREAM), facts, machine, num_ranks=num_ranks, setting=setting
+        ),
+        sharded=_sharded(with_parallel(recipe, FSDP2), facts, machine, num_ranks=num_ranks),
+    )
+
+
+def _streamed(
+    recipe: Recipe, facts: ModelFacts, machine: Machine, *, num_ranks: int, setting: str
+) -> Way:
     try:
-        require_ranks_for(stream.train, num_ranks=num_ranks, setting=setting)
-        require_owners(stream, num_ranks=num_ranks)
-        streamed = Way(name=STREAM, choice=choose(facts, machine, requests))
+        require_ranks_for(recipe.train, num_ranks=num_ranks, setting=setting)
+    except ConfigError as error:
+        return Way(name=STREAM, choice=None, why_not=_why(error), error=error)
+    requests = full_requests(recipe, facts, num_ranks=num_ranks)
+    try:
+        return Way(name=STREAM, choice=choose(facts, machine, requests))
     except SluiceError as error:
-        streamed = Way(name=STREAM, choice=None, why_not=_why(error), error=error)
-    breach = next(broken_sharded_rules(sharded), None)
+        return Way(name=STREAM, choice=None, why_not=_why(error), error=error)
+
+
+def _sharded(recipe: Recipe, facts: ModelFacts, machine: Machine, *, num_ranks: int) -> Way:
+    breach = next(broken_sharded_rules(recipe), None)
     if breach is not None:
         why = f"as {breach.what.partition(' and train.parallel')[0]}: {breach.limit}"
-        return Ways(stream=streamed, sharded=Way(name=FSDP2, choice=None, why_not=why))
-    if has_router_loss(recipe):
-        why = "as a router loss counts the tokens of the whole step"
-        return Ways(stream=streamed, sharded=Way(name=FSDP2, choice=None, why_not=why))
+        broken = ConfigError(breach.what, limit=breach.limit, hint=breach.hint)
+        return Way(name=FSDP2, choice=None, why_not=why, error=broken)
     try:
-        parts = Way(name=FSDP2, choice=choose_sharded(facts, machine, requests))
+        choose_sharded = chooser(recipe)
+    except ConfigError as error:
+        why = "as a router loss counts the tokens of the whole step"
+        return Way(name=FSDP2, choice=None, why_not=why, error=error)
+    requests = full_requests(recipe, facts, num_ranks=num_ranks)
+    try:
+        return Way(name=FSDP2, choice=choose_sharded(facts, machine, requests))
     except DoesNotFitError as error:
-        parts = Way(name=FSDP2, choice=None, why_not=_why(error), error=error)
-    return Ways(stream=streamed, sharded=parts)
+        return Way(name=FSDP2, choice=None, why_not=_why(error), error=error)
 
 
 def way_line(way: Way) -> str:

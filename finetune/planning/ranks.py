@@ -1,7 +1,6 @@
 """Whether a step can be shared: by processes of a launcher, or by GPUs that are planned for."""
 
 from finetune.errors import ConfigError
-from finetune.recipe.recipe import Recipe
 from finetune.recipe.sections import TrainSection
 from offload.plan.machine.machine import Machine
 
@@ -59,7 +58,7 @@ def require_shares(train: TrainSection, *, num_ranks: int, setting: str = LAUNCH
 
 
 def require_ranks_for(train: TrainSection, *, num_ranks: int, setting: str = LAUNCHED) -> None:
-    """Refuse several processes that would each train a head, or one that is to share the model.
+    """Refuse several processes that would each train a head or stream weights that train, or one.
 
     Args:
         train: The recipe's section.
@@ -86,36 +85,30 @@ def require_ranks_for(train: TrainSection, *, num_ranks: int, setting: str = LAU
             limit="features are computed and kept by one process",
             hint=f"`{setting} 1`, or `{fix}`",
         )
+    if train.parallel == "stream":
+        require_sharded(train, num_ranks=num_ranks, setting=setting)
 
 
-def require_owners(recipe: Recipe, *, num_ranks: int) -> None:
-    """Refuse several processes that stream weights which train, and cannot share their updates.
+def require_sharded(train: TrainSection, *, num_ranks: int, setting: str = LAUNCHED) -> None:
+    """Refuse several processes that stream weights of the model which train.
 
     Args:
-        recipe: The recipe.
+        train: The recipe's section.
         num_ranks: Processes that share the step.
+        setting: What their number is set by.
 
     Raises:
-        ConfigError: Updates or states are to be where one process has them for itself.
+        ConfigError: There are several, and the model is not sharded.
     """
-    train = recipe.train
-    if num_ranks == 1 or not train.is_full or train.parallel != "stream":
+    if num_ranks == 1 or not train.is_full or train.is_sharded:
         return
-    why = "a layer is updated by one process for all of its machine, in memory that they share"
-    for what, is_set, limit, hint in (
-        (
-            "model.init: random",
-            recipe.model.init == "random",
-            f"{why}; random weights are made by each process in its own",
-            "`model.init: pretrained`, from a folder that a model was saved to",
-        ),
-    ):
-        if is_set:
-            raise ConfigError(
-                f"{what} and train.what: {train.what}, with {num_ranks} processes",
-                limit=limit,
-                hint=f"{hint}, from the start of a run; or one process",
-            )
+    what = train.what if isinstance(train.what, str) else list(train.what)
+    raise ConfigError(
+        f"train.what: {what} and train.parallel: {train.parallel}, with {num_ranks} processes",
+        limit="weights of the model that train over several GPUs are sharded; one process alone"
+        " streams and updates them",
+        hint=f"`train.parallel: fsdp2`, or `{setting} 1`",
+    )
 
 
 def require_gpus(train: TrainSection, machine: Machine, *, num_gpus: int, setting: str) -> None:

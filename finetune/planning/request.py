@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from finetune.adapter.targets import chosen_targets
 from finetune.errors import ConfigError
 from finetune.model.config import read_config
-from finetune.planning.ranks import require_owners
+from finetune.planning.ranks import require_sharded
 from finetune.recipe.objective_section import ObjectiveSection
 from finetune.recipe.offload_section import OffloadSection
 from finetune.recipe.recipe import Recipe
@@ -347,7 +347,7 @@ def _places(offload: OffloadSection, facts: ModelFacts) -> tuple[WeightPlace, We
 def _request(
     recipe: Recipe, facts: ModelFacts, *, typical: Workload, largest: Workload, num_ranks: int
 ) -> PlanRequest:
-    require_owners(recipe, num_ranks=num_ranks)
+    require_sharded(recipe.train, num_ranks=num_ranks)
     num = recipe.adapter.num_in_front
     if recipe.train.seq_len + num > facts.max_position_embeddings:
         raise ConfigError(

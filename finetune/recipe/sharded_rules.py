@@ -1,10 +1,11 @@
 """Rules for recipes whose processes each hold a part of the model: what it cannot have."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from finetune.recipe.breach import Allowed, Breach, breaches
 from finetune.recipe.offload_section import OffloadSection
-from finetune.recipe.sections import Settings
+from finetune.recipe.sections import Settings, TrainSection
 
 OPTIMIZERS = ("adamw", "sgd")
 _OF_SLOTS = (
@@ -21,8 +22,15 @@ _OF_CHUNKS = ("head_chunk", "mlp_chunk")
 
 def broken_sharded_rules(recipe: Settings) -> Iterator[Breach]:
     """Yield the rules that a recipe breaks with `train.parallel: fsdp2`."""
-    rules = (*_training(recipe), *_holding(recipe))
-    yield from breaches(rules, setting="train.parallel", value="fsdp2", instead="stream")
+    for breach in breaches(
+        (*_training(recipe), *_holding(recipe)), setting="train.parallel", value="fsdp2"
+    ):
+        yield replace(breach, hint=f"{breach.hint}, or {streamed_instead(recipe.train)}")
+
+
+def streamed_instead(train: TrainSection) -> str:
+    """Return the setting that streams the model in place of sharding it, for hints."""
+    return "`train.parallel: stream`" + (" with one process" if train.is_full else "")
 
 
 def _training(recipe: Settings) -> Iterator[Allowed]:

@@ -43,12 +43,12 @@ LANES = {
     "compute": ("forward", "decode", "head and loss", "backward", "stall", "optimizer"),
     "h2d": ("h2d",),
     "d2h": ("d2h",),
-    "network": ("network", "exposed network", "awaited updates", "exposed awaited updates"),
+    "network": ("network", "exposed network"),
     "host": ("reads", "updates", "exposed updates", "data wait"),
 }
 OPTIONAL = (
     *("decode", "d2h", "reads", "updates", "exposed updates"),
-    *("network", "exposed network", "awaited updates", "exposed awaited updates"),
+    *("network", "exposed network"),
 )
 
 

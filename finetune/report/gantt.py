@@ -25,7 +25,6 @@ COLOURS = {
     Kind.FRONT: "#8da0cb",
     Kind.READ: "#bdbdbd",
     Kind.UPDATE: "#b15928",
-    Kind.AWAIT: "#d7b5a6",
     Kind.LOAD: "#fc8d62",
     Kind.DECODE: "#e5c494",
     Kind.FORWARD: "#66c2a5",

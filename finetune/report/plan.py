@@ -402,17 +402,13 @@ def _whole_line(plan: Plan, whole: WholeWeights) -> str:
     words = {LOW_HALVES: "fp32 masters"} if whole.low_bytes else {}
     parts = ", ".join(f"{size:.3g} {words.get(n, n)}" for n, size in sizes.items() if size)
     timeline = plan.predict()
-    kinds = Kind.UPDATE, Kind.AWAIT  # each rank's own, and those that it waits for meanwhile
-    update_s = max(timeline.busy_s(kind) for kind in kinds)
-    exposed = f"{shown_time(max(map(timeline.exposed_s, kinds)))} of it exposed"
-    num_here = plan.request.local_ranks
-    by_one = f" by one of {num_here} ranks" if num_here > 1 else ""
-    once = ", once for all ranks of a machine" if num_here > 1 else ""
+    update_s = timeline.busy_s(Kind.UPDATE)
+    exposed = f"{shown_time(timeline.exposed_s(Kind.UPDATE))} of it exposed"
     return (
         f"no adapter: {shown_count(whole.num_parameters)} of"
         f" {shown_count(plan.facts.num_parameters)} weights trained,"
-        f" {sum(sizes.values()):.3g} bytes each in RAM ({parts}){once}; updated there by"
-        f" {workload.optimizer}, each layer{by_one} before its next load: {shown_time(update_s)},"
+        f" {sum(sizes.values()):.3g} bytes each in RAM ({parts}); updated there by"
+        f" {workload.optimizer}, each layer before its next load: {shown_time(update_s)},"
         f" {exposed}"
     )
 
@@ -481,7 +477,6 @@ def _time_table(plan: Plan) -> Table:
         ("updates", "host: updates of weights, during compute"),
         ("network", "network: what ranks send each other, during compute"),
         ("exposed network", "network: the part with nothing to compute"),
-        ("awaited updates", "network: waits for updates by other ranks, during compute"),
     ):
         always = ("forward", "head and loss", "backward", "stall", "optimizer", "h2d")
         if name not in always and not phases.get(name):

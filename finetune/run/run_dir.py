@@ -415,20 +415,20 @@ def as_begun(recipe: Recipe, begun: Recipe | None, *, num_ranks: int = 1) -> Rec
 def _placed_as_begun(recipe: Recipe, begun: Recipe, *, num_ranks: int) -> Recipe:
     """Return the recipe with embedding and head where they were, unless one is moved now.
 
-    Both may be one weight, so if one is moved the other is not kept. Several processes train a head
-    on their devices alone, and those that each hold a part of the model have both there.
+    Both may be one weight, so if one is moved the other is not kept. Processes that each hold a
+    part of the model have both on their devices.
     """
     now, then = recipe.offload, begun.offload
     asked = ((now.embeddings, then.embeddings), (now.head, then.head))
     is_moved = any(new != "auto" and (new == "host") != (old == "host") for new, old in asked)
-    is_split = num_ranks > 1 and "fsdp2" in (recipe.train.parallel, begun.train.parallel)
+    ways = recipe.train.parallel, begun.train.parallel
+    is_split = num_ranks > 1 and (recipe.train.is_full or "fsdp2" in ways)
     if is_moved or is_split:
         return recipe
-    may_stay = num_ranks == 1 or not recipe.train.is_full
     return with_offload(
         recipe,
         embeddings=then.embeddings if now.embeddings == "auto" else None,
-        head=then.head if now.head == "auto" and may_stay else None,
+        head=then.head if now.head == "auto" else None,
     )
 
 

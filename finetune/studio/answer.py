@@ -15,7 +15,7 @@ from typing import Any, Literal, cast, get_args
 
 from pydantic import ValidationError
 
-from finetune.planning.candidates import chosen_plan, full_requests, nearest_request
+from finetune.planning.candidates import chooser, chosen_plan, full_requests, nearest_request
 from finetune.planning.collector import uncollected
 from finetune.planning.ranks import require_gpus
 from finetune.planning.request import with_backend
@@ -120,6 +120,9 @@ class Planner:
         num_cards = setup.num_cards
         require_gpus(planned.recipe.train, here, num_gpus=num_cards, setting="cards:")
         requests = full_requests(planned.recipe, planned.facts, num_ranks=num_cards)
+        if planned.recipe.train.is_sharded:
+            choice = chooser(planned.recipe)(planned.facts, here, requests)
+            return planned.facts, here, requests, choice.plan
         return planned.facts, here, requests, chosen_plan(planned.facts, here, requests)
 
 

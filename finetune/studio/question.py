@@ -83,7 +83,7 @@ class Setup(Section):
             "epochs": 1,
         }
         if self.method == "all":
-            train["what"] = "all"
+            train |= {"what": "all"} | ({"parallel": "fsdp2"} if self.num_cards > 1 else {})
         return {
             "model": {"path": source},
             **({"adapter": adapter} if adapter else {}),

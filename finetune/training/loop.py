@@ -3,7 +3,7 @@
 import gc
 import math
 import time
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
@@ -226,11 +226,6 @@ class Loop:
     def saved(self) -> Saved:
         """Return what a checkpoint is made of; all ranks call it, and the main one writes."""
         return self._update.saved()
-
-    @property
-    def of_main_alone(self) -> Collection[str]:
-        """What of a checkpoint the main rank restores for all, by name."""
-        return self._update.of_main_alone
 
     def restore(self, restored: Restored) -> None:
         """Go on from what a checkpoint holds."""

@@ -109,15 +109,8 @@ class Update(Protocol):
     def saved(self) -> Saved:
         """Return what a checkpoint is made of; all ranks call it, and the main one writes."""
 
-    @property
-    def of_main_alone(self) -> Collection[str]:
-        """What of a checkpoint the main rank restores for all, and no other asks for, by name."""
-
     def restore(self, restored: Restored) -> None:
-        """Take what a checkpoint holds; all ranks ask for its tensors in the same order.
-
-        Some of it may be in memory of several ranks, who `publish` it once all have restored.
-        """
+        """Take what a checkpoint holds; all ranks ask for its tensors in the same order."""
 
     def rehearsal(self) -> Callable[[], None]:
         """Return a function that undoes all steps, at a learning rate of 0, from here on."""
@@ -215,11 +208,6 @@ class AdapterUpdate:
     def saved(self) -> Saved:
         """Return the masters and their states."""
         return Saved(weights=self.weights, optimizer=self.optimizer)
-
-    @property
-    def of_main_alone(self) -> Collection[str]:
-        """Nothing: each rank has all of it."""
-        return ()
 
     def restore(self, restored: Restored) -> None:
         """Take masters and states, and round the masters into what computes."""

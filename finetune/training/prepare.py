@@ -243,7 +243,7 @@ def with_way(run: Run, facts: ModelFacts, machine: Machine) -> Recipe:
     recipe, num = run.recipe, run.ranks.num
     if recipe.train.parallel != "auto":
         return recipe
-    if num == 1 or machine.device == "cpu":
+    if num == 1 or (machine.device == "cpu" and not recipe.train.is_full):
         recipe = with_parallel(recipe, "stream")
     else:
         ways = compare_ways(recipe, facts, machine, num_ranks=num)

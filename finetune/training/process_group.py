@@ -17,13 +17,11 @@ error, so those that have nothing to report wait until the one that shows the er
 """
 
 import atexit
-import math
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
-from functools import partial
 from threading import Event, Thread
 from types import TracebackType
 from typing import Any, TypeVar
@@ -56,7 +54,6 @@ from finetune.training.world.parcel import (
     sealed,
     unpacked,
 )
-from finetune.training.world.row_rounds import RowRounds
 from finetune.training.world.secret import secret_of
 from offload.errors import SluiceError
 from offload.plan.facts.linears import FP32_BYTES
@@ -271,22 +268,6 @@ class ProcessGroup(Ranks):
         for i in set.intersection(*gathered):
             parameters[i].grad = None
 
-    def gather_rows(
-        self,
-        tokens_N: torch.Tensor,
-        rows_ND: torch.Tensor,
-        *,
-        to: Collection[int],
-        dtype: torch.dtype,
-        add: Callable[[torch.Tensor, torch.Tensor], None],
-    ) -> None:
-        """See `Ranks`."""
-        rounds = RowRounds(rows_ND, index=self.index, num=self.num, to=to, dtype=dtype)
-        # All memory is allocated, see `sum_gradients`.
-        every = self._exchange(tokens_N.numpy(), limit_s=self._step_timeout_s())
-        with self._connected():
-            rounds.run(every, add=add, wait=partial(self._wait, limit_s=self._step_timeout_s()))
-
     def send_from_main(self, tensors: Sequence[torch.Tensor]) -> None:
         """Replace tensors by those of the main rank; all are fp32."""
         num_elements = min(self._bucket_bytes // FP32_BYTES, sum(map(torch.Tensor.numel, tensors)))
@@ -329,18 +310,6 @@ class ProcessGroup(Ranks):
         """Add up a vector over the ranks, in rank order; waits for the device."""
         every = self._exchange(own.tolist(), limit_s=self._step_timeout_s())
         return torch.tensor([sum(one) for one in zip(*every, strict=True)]).to(own)
-
-    def wait_until(self, is_done: Callable[[], bool], *, rank: int) -> None:
-        """See `Ranks`; it looks about every millisecond, and whether all ranks live."""
-        start_s, limit_s = time.monotonic(), self._step_timeout_s()
-        while not is_done():
-            waited_s = time.monotonic() - start_s
-            self._require_answers(waited_s=waited_s, limit_s=math.inf, idle_s=math.inf)
-            if self._heartbeat.reason():
-                self._exchange(None, limit_s=limit_s)  # to which the rank that fails has come
-            if waited_s > limit_s:
-                raise self._lost([rank], f"others have waited for it for {limit_s:,.0f} s")
-            time.sleep(min(_POLL_S + _POLL_FRAC * waited_s, _MOST_POLL_S))
 
     def require_same(self, what: str, digest: Callable[[], str]) -> None:
         """Check that all ranks have the same of something."""

@@ -9,7 +9,7 @@ slab, writes its store and its cache of tokens.
 """
 
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
 from types import TracebackType
@@ -154,28 +154,6 @@ class Ranks:
                 that its bits depend on nothing else.
         """
 
-    def gather_rows(
-        self,
-        tokens_N: "torch.Tensor",
-        rows_ND: "torch.Tensor",
-        *,
-        to: Collection[int],
-        dtype: "torch.dtype",
-        add: "Callable[[torch.Tensor, torch.Tensor], None]",
-    ) -> None:
-        """Bring gradients by rows from all ranks to some of them, which add these up.
-
-        Args:
-            tokens_N: Of this rank's rows, on the host; ascending, each once.
-            rows_ND: The gradients by them, on the host, in fp32.
-            to: The ranks that add them up; the same on all.
-            dtype: That rows are sent in.
-            add: Called on those ranks with tokens and rows: with those of each token once per rank
-                that has it, in the order of the ranks.
-        """
-        if self.index in to:
-            add(tokens_N, rows_ND.to(dtype))
-
     def send_from_main(self, tensors: "Sequence[torch.Tensor]") -> None:
         """Replace tensors by those of the main rank."""
 
@@ -186,18 +164,6 @@ class Ranks:
     def add_up(self, own: "torch.Tensor") -> "torch.Tensor":
         """Add up a vector over the ranks, in rank order, so that all get the same bits."""
         return own
-
-    def wait_until(self, is_done: Callable[[], bool], *, rank: int) -> None:
-        """Wait for what a rank of this machine does in memory that this one sees too.
-
-        Args:
-            is_done: Whether it has done so.
-            rank: Which one.
-
-        Raises:
-            RankError: A rank has failed, is gone, or does not come to it.
-        """
-        assert is_done(), "there is no other rank"
 
     def require_same(self, what: str, digest: Callable[[], str]) -> None:
         """Check that all ranks have the same of something.

@@ -27,7 +27,6 @@ from finetune.report.format import shown_graphs
 from finetune.run.loss_scale import LossScale
 from finetune.run.references import References, read_references
 from finetune.training.compile import FAILURES, compile_layers, refusal
-from finetune.training.full.owners import no_shared_memory
 from finetune.training.full.update import FullUpdate
 from finetune.training.loop import Loop, StepEngine, StepRecord
 from finetune.training.objectives import Evaluation, Objectives, parts_of
@@ -50,7 +49,6 @@ from offload.engine.model.layers import LayeredModel
 from offload.plan.facts.linears import Linear
 from offload.plan.facts.trainable import SCORE
 from offload.plan.machine.machine import GIB
-from offload.plan.owners import owned_by
 from offload.plan.plan import Plan, calibrate, costs_of, with_costs
 from offload.plan.schedule.schedule import MIN_SLOTS
 
@@ -323,7 +321,7 @@ def load_adapted(runs: Sequence[Run], plan: Plan) -> Adapted:
             seed=recipe.train.seed,
             tier=recipe.offload.load_tier,
             experts_implementation=plan.experts_implementation,
-            make_slab=_shared_slab(ranks, run.device, place.node, is_trained=recipe.train.is_full),
+            make_slab=_shared_slab(ranks, run.device, place.node),
             on_put=on_put,
             on_wait=ranks.mark,
         )
@@ -331,7 +329,7 @@ def load_adapted(runs: Sequence[Run], plan: Plan) -> Adapted:
     shared = None
     is_tied = plan.facts.tie_word_embeddings  # each rank has a head's weight by itself
     if plan.request.typical.embeddings == "host" and ranks.num > 1 and not is_tied:
-        make_slab = _shared_slab(ranks, run.device, place.node, is_trained=recipe.train.is_full)
+        make_slab = _shared_slab(ranks, run.device, place.node)
         shared = _shared_embedding(loaded.model, make_slab)
     ranks.exchange(None)  # from here on the slab is filled
     if shared is not None:
@@ -389,11 +387,7 @@ def engine_of(run: Run, plan: Plan, adapted: Adapted) -> StepEngine:
         return ShardedEngine(adapted.model, device=run.device, ranks=run.ranks)
     if run.recipe.train.compile:
         compile_layers(LayeredModel(adapted.model).layers)
-    options, whole = EngineOptions.planned(plan), plan.request.typical.adapter.whole
-    if whole is not None and run.ranks.num > 1:
-        num_here = run.ranks.nodes.count(run.ranks.nodes[run.ranks.index])
-        owned = owned_by(run.ranks.local_index, whole.layers, num_ranks=num_here)
-        options = replace(options, owned_layers=owned)
+    options = EngineOptions.planned(plan)
     return Engine(adapted.streamed, device=run.device, options=options, backing=adapted.backing)
 
 
@@ -466,7 +460,7 @@ def _update(run: Run, model: "PeftModel | PreTrainedModel", engine: StepEngine) 
             ranks=run.ranks,
         )
     if recipe.train.is_full:
-        return FullUpdate(engine, train=recipe.train, ranks=run.ranks)
+        return FullUpdate(engine, train=recipe.train)
     tensors, own_layers = trained(model, run.adapter), engine.own_layers
     is_rounded = recipe.adapter.dtype == "bfloat16"
     layers: list[set[str]] = [set() for _ in engine.layer_bytes]
@@ -485,12 +479,11 @@ def _update(run: Run, model: "PeftModel | PreTrainedModel", engine: StepEngine) 
 
 
 def _shared_slab(
-    ranks: Ranks, device: torch.device, node: int | None, *, is_trained: bool
+    ranks: Ranks, device: torch.device, node: int | None
 ) -> Callable[[Sequence[Record]], Slab]:
     """Return what makes a rank's slab: the first of a machine fills one, the others map it.
 
-    CUDA does not page-lock read-only mappings, so for a GPU the mapping is writable; and it is if
-    weights in it are trained, by all ranks.
+    CUDA does not page-lock read-only mappings, so for a GPU the mapping is writable.
     """
 
     def near_device(address: int, num_bytes: int) -> str:
@@ -501,11 +494,9 @@ def _shared_slab(
         handle = ranks.from_first_here(lambda: own.handle if own and not own.reason else None)
         if own is not None:
             return own
-        if handle is None and is_trained:
-            raise no_shared_memory()
         if handle is None:  # there is no memfd in this container: each rank has its own slab
             return Slab(records, before_touch=near_device)
-        return Slab.open(handle, records, is_writable=is_trained or device.type == "cuda")
+        return Slab.open(handle, records, is_writable=device.type == "cuda")
 
     return make
 

@@ -56,8 +56,6 @@ class EngineOptions:
     trains with other weights on the host, its gradient goes back.
     `sums_in_fp32` is whether gradients of such a head are added up in fp32, as the update of a
     whole model in 16 bits needs them, or in the weight's type, as an optimizer of torch's does.
-    `owned_layers` are those of trained weights that this process updates, of several that share the
-    layers' memory; None for all.
     `order` is that of a step's loops: over layers first, or over micro-batches.
     `locked_bytes` is what a plan page-locks in addition to layers and head: layer inputs, rows of
     the embedding, and what else of activations is sent.
@@ -82,7 +80,6 @@ class EngineOptions:
     embeddings: WeightPlace = "device"
     head: WeightPlace = "device"
     sums_in_fp32: bool = False
-    owned_layers: frozenset[int] | None = None
     locked_bytes: int = 0
     order: Order = Order.LAYER_MAJOR
 
@@ -146,7 +143,7 @@ class EngineOptions:
             embeddings=asked.typical.embeddings,
             head=asked.typical.head,
             locked_bytes=sum(one.num_bytes for one in plan.host_memory if one.name in _LOCKED)
-            + locked_update_bytes(asked.typical, asked.local_ranks),
+            + locked_update_bytes(asked.typical),
             sums_in_fp32=asked.typical.adapter.whole is not None,
             order=asked.order,
             joins_rows=any(
@@ -240,7 +237,6 @@ def bind(
         names={id(parameter): name for name, parameter in model.named_parameters()},
         allocate_host=host.blocks.allocate,
         allocate_device=allocate_device,
-        owned=options.owned_layers,
     )
     updates = LateUpdates(host_gradients)
     stash, sent = (
@@ -308,7 +304,6 @@ def bind(
     sizes = TransferSizes(
         layer_bytes=tuple(record.num_bytes for record in records),
         gradient_bytes=host_gradients.gradient_bytes,
-        owned=options.owned_layers,
         decoded_bytes=tuple(record.decoded_bytes for record in records),
         piece_bytes=host.piece_bytes,
         num_staging=len(host.staging),

@@ -114,7 +114,6 @@ class Engine(Attached):
             device = open_device(
                 device,
                 is_staged=self._host.is_staged or options.uses_host_lane,
-                returns_sums=options.owned_layers is not None,
                 prepare_thread=self._host.prepare_thread,
             )
         self._device = device
@@ -412,7 +411,7 @@ class Engine(Attached):
         afterwards: reading one is an error until `detach` gives them back or the model is reloaded.
         """
         if self._state is _State.ATTACHED:
-            self.updates.close()
+            self.updates.flush()
             self._state = _State.CLOSED
             self._guard.lift()
             self._seal.close()
@@ -568,7 +567,6 @@ class Engine(Attached):
                 yield
             except BaseException:
                 self._ring = cold_ring(len(self._ring))
-                self.updates.give_up()
                 self._device.abort()
                 raise
             finally:

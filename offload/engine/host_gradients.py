@@ -12,7 +12,6 @@ Of an input embedding on the host gradients come back by the rows of each micro-
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -41,22 +40,6 @@ class LayerUpdate:
     gradients: Mapping[str, torch.Tensor]
 
 
-class OtherOwners(Protocol):
-    """The processes of this machine that share the layers' memory, each with layers of its own.
-
-    Updates of a step have a number, which is the same in all processes.
-    """
-
-    def note_updated(self, layer: int, number: int) -> None:
-        """Let the others load a layer that this process has updated."""
-
-    def await_updated(self, layer: int, number: int) -> None:
-        """Wait until the process that has a layer has updated it."""
-
-    def give_up(self) -> None:
-        """End the waits of this process with an error: it fails, and others may wait for it."""
-
-
 class HostGradients:
     """The masters of all layers, and the memory of their gradients on both sides."""
 
@@ -68,7 +51,6 @@ class HostGradients:
         names: Mapping[int, str],
         allocate_host: Allocate,
         allocate_device: Allocate,
-        owned: frozenset[int] | None = None,
     ) -> None:
         """Make a master for each streamed parameter that trains.
 
@@ -78,9 +60,7 @@ class HostGradients:
             names: id of a parameter -> its name in the model.
             allocate_host: Returns uint8 host memory for device-to-host copies.
             allocate_device: Returns uint8 memory on the compute device.
-            owned: The layers whose gradients come to the host; None for all.
         """
-        self.owned = owned
         self.parameters: dict[str, nn.Parameter] = {}
         self.norms: dict[str, torch.Tensor] = {}
         self._weights: list[dict[str, Field]] = [{} for _ in records]
@@ -96,12 +76,8 @@ class HostGradients:
             for record in records
         ]
         self.gradient_bytes = tuple(record.num_bytes for record in self._gradients)
-        sink_bytes = [
-            num_bytes if owned is None or layer in owned else 0
-            for layer, num_bytes in enumerate(self.gradient_bytes)
-        ]
-        on_host = allocate_host(sum(sink_bytes))
-        self._sinks = on_host.split(sink_bytes)
+        on_host = allocate_host(sum(self.gradient_bytes))
+        self._sinks = on_host.split(list(self.gradient_bytes))
         self._buffers = [
             allocate_device(max(self.gradient_bytes)) for _ in range(NUM_GRADIENT_BUFFERS)
         ]
@@ -189,36 +165,21 @@ class LateUpdates:
     schedule. It is made on the host before the load. Whoever reads weights before that calls
     `flush`.
 
-    Processes may share the layers' memory. Then each makes the updates of its own layers, and waits
-    for those of the others, which is a line of the schedule too. So each flushes as often.
-
     Attributes:
         layer_of: The layer of each master, by its name.
-        owned: The layers that this process updates; None for all.
         norms: Of the newest step's gradients, fp32 scalars by name.
     """
 
     def __init__(self, gradients: HostGradients) -> None:
         """Nothing is to be made."""
         self.layer_of, self.norms = gradients.layer_of(), gradients.norms
-        self.owned = gradients.owned
-        self._others: OtherOwners | None = None
-        self._number = 0
         self._gradients = gradients
         self._update: Callable[[LayerUpdate], None] | None = None
         self._layers: set[int] = set()
 
-    def share_with(self, others: OtherOwners) -> None:
-        """Tell other processes of updates from here on, and wait for theirs."""
-        self._others = others
-
-    def gradients_of(self, layer: int) -> list[nn.Parameter]:
-        """Return what trains of a layer, with its gradient on the device until that leaves."""
-        return self._gradients.on_buffer(layer)
-
     @property
     def layers(self) -> frozenset[int]:
-        """The layers that are still to be updated, by whichever process."""
+        """The layers that are still to be updated."""
         return frozenset(self._layers)
 
     def defer(self, update: Callable[[LayerUpdate], None]) -> None:
@@ -232,45 +193,14 @@ class LateUpdates:
         """
         self.flush()
         self._update, self._layers = update, set(self.layer_of.values())
-        self._number += 1
 
     def run(self, layer: int) -> None:
         """Update a layer on the host."""
         assert self._update is not None
         self._update(self._gradients.on_host(layer))
-        if self._others is not None:
-            self._others.note_updated(layer, self._number)
-        self._layers.remove(layer)
-
-    def wait_for(self, layer: int) -> None:
-        """Wait until another process has updated a layer; on its lane, or on the caller's thread.
-
-        Raises:
-            OffloadError: The other process is gone, or does not come to it.
-        """
-        assert self._others is not None
-        self._others.await_updated(layer, self._number)
         self._layers.remove(layer)
 
     def flush(self) -> None:
-        """Update all layers that are left, in order, and wait for those of other processes."""
-        for layer in sorted(filter(self._is_own, self._layers)):
-            self.run(layer)
+        """Update all layers that are left, in order."""
         for layer in sorted(self._layers):
-            self.wait_for(layer)
-
-    def give_up(self) -> None:
-        """Wait for no other process any more: a pass has failed, and cannot be made up for."""
-        if self._others is not None:
-            self._others.give_up()
-
-    def close(self) -> None:
-        """Flush, unless processes share the memory: then those that read it have flushed.
-
-        When a run fails there may be no other to wait for.
-        """
-        if self._others is None:
-            self.flush()
-
-    def _is_own(self, layer: int) -> bool:
-        return self.owned is None or layer in self.owned
+            self.run(layer)

@@ -174,7 +174,6 @@ class CudaDevice:
         torch_device: torch.device,
         *,
         is_staged: bool,
-        returns_sums: bool = False,
         prepare_thread: Callable[[], object] = stay_put,
     ) -> None:
         """Create the streams of this device.
@@ -183,8 +182,6 @@ class CudaDevice:
             torch_device: The GPU.
             is_staged: Whether a thread issues the loads: they pass a staging ring or wait for
                 updates on the host, or the driver makes it wait for each.
-            returns_sums: Whether a thread issues the d2h lane: gradients leave once they are added
-                up over ranks, and the caller would wait for that before the next visit.
             prepare_thread: Called first on each thread that reads or issues.
         """
         self.torch_device = torch_device
@@ -197,8 +194,7 @@ class CudaDevice:
         self._base = torch.cuda.Event(enable_timing=True)
         self._start_s = time.perf_counter()
         loading = (Lane.HOST, Lane.H2D) if is_staged else ()
-        returning = (Lane.D2H,) if returns_sums else ()
-        self._issued_by_thread = (*loading, *returning, Lane.NETWORK)
+        self._issued_by_thread = (*loading, Lane.NETWORK)
         self._workers = Workers(
             self._issued_by_thread,
             clock_s=lambda: time.perf_counter() - self._start_s,
@@ -349,7 +345,6 @@ def open_device(
     torch_device: torch.device,
     *,
     is_staged: bool,
-    returns_sums: bool = False,
     prepare_thread: Callable[[], object] = stay_put,
 ) -> Device:
     """Return the lanes for a `cpu` or `cuda` device; arguments as of `CudaDevice`."""
@@ -359,7 +354,6 @@ def open_device(
         return CudaDevice(
             torch_device,
             is_staged=is_staged,
-            returns_sums=returns_sums,
             prepare_thread=prepare_thread,
         )
     return CpuDevice(prepare_thread=prepare_thread)

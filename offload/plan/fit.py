@@ -231,7 +231,7 @@ class MemoryNeeds:
     @property
     def _gradient_bytes(self) -> int:
         """Page-locked memory of a rank for gradients of layers' own weights."""
-        return locked_update_bytes(self.request.largest, self.request.local_ranks)
+        return locked_update_bytes(self.request.largest)
 
     def _rank_locked_bytes(self, host: Mapping[str, int]) -> int:
         """Return the page-locked memory of a rank without layers."""

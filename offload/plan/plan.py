@@ -17,7 +17,6 @@ from offload.plan.memory.memory import MemoryTerm, total_bytes
 from offload.plan.memory.traced import MemoryGrade
 from offload.plan.memory.visit import visit_bytes
 from offload.plan.other_rank import OtherRank, arrivals_of
-from offload.plan.owners import with_owners
 from offload.plan.reduction import network_of, with_network
 from offload.plan.refusal import refusal
 from offload.plan.request import PlanRequest
@@ -244,9 +243,6 @@ def costs_of(facts: ModelFacts, machine: Machine, request: PlanRequest) -> Costs
         costs, facts, machine, request.typical, num_micro_batches=request.round_micro_batches
     )
     costs = with_updates(costs, machine, request.typical)
-    whole = request.typical.adapter.whole
-    if whole is not None and request.num_ranks > 1 and not request.is_sharded:
-        costs = with_owners(costs, whole.layers, num_ranks=request.local_ranks)
     costs = with_network(costs, facts, machine, request)
     if request.objective is None:
         return costs
@@ -389,10 +385,7 @@ def _measured(
     if saved.has_output(number):
         back_s += attention_s
     # not in the step after an evaluation, which has made the update
-    is_updated, is_awaited = (
-        any(s.kind is kind and s.layer == number for s in measured.spans)
-        for kind in (Kind.UPDATE, Kind.AWAIT)
-    )
+    is_updated = any(s.kind is Kind.UPDATE and s.layer == number for s in measured.spans)
     return replace(
         layer,
         forward_s=forward_s,
@@ -403,7 +396,6 @@ def _measured(
         graph_pack_s=graph_pack_s,
         decode_s=_mean_s(measured, Kind.DECODE, number) if layer.decode_s else 0.0,
         update_s=_mean_s(measured, Kind.UPDATE, number) if is_updated else layer.update_s,
-        await_s=_mean_s(measured, Kind.AWAIT, number) if is_awaited else layer.await_s,
         reference_s=_mean_s(measured, Kind.REFERENCE, number)
         if measured.busy_s(Kind.REFERENCE)
         else layer.reference_s,

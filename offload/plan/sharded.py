@@ -322,13 +322,14 @@ def _host_terms(
 
 
 def _refusal(nearest: Plan) -> DoesNotFitError:
+    is_full = nearest.request.typical.adapter.whole is not None
     return DoesNotFitError(
         f"sharded over {nearest.request.num_ranks} ranks the plan needs"
         f" {' and '.join(shortages(nearest))}",
         limit=f"each rank of {nearest.machine.name} holds its part of the model, the layer that"
         " computes, and its micro-batch",
-        hint="`train.parallel: stream`, more processes, a smaller `train.micro_batch_size` or a"
-        " shorter `train.seq_len`",
+        hint=f"`train.parallel: stream`{' with one process' if is_full else ''}, more processes, a"
+        " smaller `train.micro_batch_size` or a shorter `train.seq_len`",
     )
 
 

@@ -14,7 +14,6 @@ from offload.plan.facts.head import head_bytes, head_gradient_bytes
 from offload.plan.facts.trainable import outer_module_sizes
 from offload.plan.facts.workload import Workload
 from offload.plan.memory.memory import input_bytes, layer_weight_bytes
-from offload.plan.owners import owned_by
 from offload.plan.reduction import reduced_of, row_sum_bytes_of
 from offload.plan.request import PlanRequest
 from offload.plan.schedule.op import Kind, Lane, Op
@@ -74,9 +73,6 @@ def schedule_of(
             sizes,
             gradient_bytes=tuple(dtype_bytes * number for number in trained),
             updated=frozenset(layer for layer, number in enumerate(trained) if number),
-            owned=owned_by(0, trained, num_ranks=request.local_ranks)
-            if request.num_ranks > 1 and not request.is_sharded
-            else None,
         )
     if is_draft:
         sizes = replace(sizes, piece_bytes=max(sizes.layer_bytes))
@@ -166,7 +162,7 @@ def _duration_of(costs: Costs) -> Callable[[Op], float]:
     }
 
     def duration_s(op: Op) -> float:
-        if op.kind in (Kind.UPDATE, Kind.AWAIT):
+        if op.kind is Kind.UPDATE:
             return _of_layer_s(costs.layers[op.layer_index], op)
         if op.kind in (Kind.HEAD, Kind.FETCH, Kind.RETURN):
             return costs.h2d_latency_s + op.num_bytes / costs.fetch_bytes_per_s
@@ -193,8 +189,6 @@ def _of_layer_s(layer: LayerCost, op: Op) -> float:
         return layer.decode_s
     if op.kind is Kind.UPDATE:
         return layer.update_s
-    if op.kind is Kind.AWAIT:
-        return layer.await_s or 0.0
     if op.kind is Kind.REFERENCE:
         return layer.reference_s
     if op.kind is Kind.FORWARD:

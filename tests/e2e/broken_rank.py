@@ -25,18 +25,13 @@ from finetune.env import launch
 from finetune.run import checkpoint
 from finetune.run.checkpoint import Stateful
 from finetune.training import optimizer, process_group, session
-from finetune.training.full import update
-from finetune.training.full.update import _InRows
 from finetune.training.loop import Loop, Request
 from finetune.training.sharded.engine import _Clock
 from finetune.training.world import heartbeat, surroundings
 from offload.engine.executor import Executor
-from offload.engine.host.embedding import RowSums
-from offload.engine.host_gradients import LateUpdates, LayerUpdate
 from offload.engine.passes.part import Part
 from offload.engine.results import PassState
 from offload.errors import TransferError
-from offload.plan.owners import owned_around
 from offload.plan.schedule.op import Kind, Op
 
 FAILING_STEP = 2  # counted from 0
@@ -128,66 +123,6 @@ def in_visit(act: Callable[[], None]) -> None:
     _Clock.mark = broken_in_parts  # type: ignore[method-assign]
 
 
-def in_update(act: Callable[[], None]) -> None:
-    """Do something as this rank is to update its second layer by the gradients of its third step.
-
-    It has one of them, and the other rank waits for both.
-    """
-    run, deferred, updated = LateUpdates.run, LateUpdates.defer, list[int]()
-    steps: list[int] = []
-
-    def begun() -> None:
-        steps.append(FAILING_STEP)
-
-    def deferring(self: LateUpdates, update: Callable[[LayerUpdate], None]) -> None:
-        deferred(self, update)
-        updated[:] = []
-
-    def broken(self: LateUpdates, layer: int) -> None:
-        updated.append(layer)
-        if steps and len(updated) == 2:
-            act()
-        run(self, layer)
-
-    in_step(begun)
-    LateUpdates.run = broken  # type: ignore[method-assign]
-    LateUpdates.defer = deferring  # type: ignore[method-assign]
-
-
-def in_adding_rows(act: Callable[[], None]) -> None:
-    """Do something as this rank is to add its third step's first rows of the embedding in RAM."""
-    add, steps = RowSums.add, list[int]()
-
-    def begun() -> None:
-        steps.append(FAILING_STEP)
-
-    def broken(self: RowSums, *rows: torch.Tensor) -> None:
-        if steps:
-            steps.clear()
-            act()
-        add(self, *rows)
-
-    in_step(begun)
-    RowSums.add = broken  # type: ignore[method-assign, assignment]
-
-
-def in_updating_rows(act: Callable[[], None]) -> None:
-    """Do something as this rank is to update the embedding in RAM by its third step's gradients."""
-    taken, steps = _InRows.taken, list[int]()
-
-    def begun() -> None:
-        steps.append(FAILING_STEP)
-
-    def broken(self: _InRows) -> torch.Tensor:
-        if steps:
-            steps.clear()
-            act()
-        return taken(self)
-
-    in_step(begun)
-    _InRows.taken = broken  # type: ignore[method-assign]
-
-
 def in_evaluation(act: Callable[[], None]) -> None:
     """Do something as this rank's first evaluation begins."""
     whole = Loop.validation_loss
@@ -271,15 +206,6 @@ def have_another_version() -> None:
     vars(surroundings)["version"] = other_version
 
 
-def reverse_owners() -> None:
-    """Deal weights around the layers out from the last rank on, on all ranks."""
-
-    def reversed_owners(rank: int, sizes: Sequence[int], *, num_ranks: int) -> frozenset[int]:
-        return owned_around(num_ranks - 1 - rank, sizes, num_ranks=num_ranks)
-
-    vars(update)["owned_around"] = reversed_owners
-
-
 def hang() -> None:
     """Sleep for longer than others wait."""
     time.sleep(600)
@@ -299,17 +225,6 @@ IN_VISIT: Mapping[str, Callable[[], object]] = {
     "bug in a visit": partial(raise_, KeyError("layer")),
     "hangs in a visit": hang,
 }
-IN_UPDATE: Mapping[str, Callable[[], object]] = {
-    "named in an update": partial(raise_, NAMED),
-    "hangs in an update": hang,
-    "killed in an update": partial(send_itself, signal.SIGKILL),
-}
-IN_ROWS: Mapping[str, Callable[[], object]] = {
-    "named": partial(raise_, NAMED),
-    "hangs": hang,
-    "killed": partial(send_itself, signal.SIGKILL),
-}
-ADDING, UPDATING = " in adding rows", " in updating rows"
 DIFFERENT: Mapping[str, Callable[[], object]] = {
     "drifts": drift,
     "slow": be_slow,
@@ -322,7 +237,6 @@ HANGS_BETWEEN: Mapping[str, Callable[[Callable[[], None]], None]] = {
     "hangs in the rehearsal": in_rehearsal,
     "hangs in a checkpoint": in_checkpoint,
 }
-REVERSED = "reversed owners"  # of all ranks
 MAIN = " (rank 0)"  # ends kinds of the main rank
 FULL_DISK = "full disk" + MAIN  # it writes the run's directory
 
@@ -338,19 +252,11 @@ def main(argv: Sequence[str]) -> None:
         **IN_STEP,
         FULL_DISK: partial(fill_disk, words),
     }
-    if kind == REVERSED:
-        reverse_owners()
-    elif launch().index == (0 if kind.endswith(MAIN) else 1):
+    if launch().index == (0 if kind.endswith(MAIN) else 1):
         if kind in in_steps:
             in_step(failing(in_steps[kind]))
         elif kind in IN_VISIT:
             in_visit(failing(IN_VISIT[kind]))
-        elif kind in IN_UPDATE:
-            in_update(failing(IN_UPDATE[kind]))
-        elif kind.endswith(ADDING):
-            in_adding_rows(failing(IN_ROWS[kind.removesuffix(ADDING)]))
-        elif kind.removesuffix(MAIN).endswith(UPDATING):
-            in_updating_rows(failing(IN_ROWS[kind.removesuffix(MAIN).removesuffix(UPDATING)]))
         elif kind.removesuffix(MAIN) in HANGS_BETWEEN:
             HANGS_BETWEEN[kind.removesuffix(MAIN)](failing(hang))
         else:

@@ -19,7 +19,7 @@ from finetune.errors import (
     ToldRankError,
 )
 from finetune.training.process_group import ProcessGroup
-from finetune.training.world import blocks, row_rounds
+from finetune.training.world import blocks
 from finetune.training.world.from_main import FromMain
 
 
@@ -33,9 +33,8 @@ def sums() -> None:
         assert step == 0
         assert torch.equal(moments, torch.full((3, 2), 1.5))
         stored = {"a": torch.full((2,), 0.5), "b": torch.arange(3), "c": torch.ones(1)}
-        sent = FromMain(None if me else stored, alone={"c"}, ranks=ranks)
+        sent = FromMain(None if me else stored, ranks=ranks)
         assert torch.equal(sent["b"], torch.arange(3))
-        assert me or sent["c"] is stored["c"]
         assert torch.equal(sent["a"], torch.full((2,), 0.5))
         own = torch.tensor([0.25, 2.0 * me], dtype=torch.float64)
         assert torch.equal(ranks.add_up(own), torch.tensor([0.5, 2.0], dtype=torch.float64))
@@ -152,42 +151,6 @@ def sums_in_order() -> None:
                     expected = expected + summand.to(dtype).float()
                 assert one is not None
                 assert torch.equal(one, expected.to(dtype).float())
-
-
-def rows_in_order() -> None:
-    """Owners add rows in the order of the ranks, however they are cut; the others get none.
-
-    Tokens are shared, of one rank alone, or none at all; sums of fp32 numbers show the order.
-    """
-    num_tokens, width = 40, 3
-
-    def rows(rank: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-        generator = torch.Generator().manual_seed(10 * seed + rank)
-        share = (0.6, 0.0, 1.0, 0.3)[(rank + seed) % 4]
-        (tokens_N,) = torch.where(torch.rand(num_tokens, generator=generator) < share)
-        return tokens_N, torch.randn(len(tokens_N), width, generator=generator)
-
-    def gathered(seed: int, *, to: set[int], dtype: torch.dtype) -> torch.Tensor | None:
-        found: list[torch.Tensor] = []
-
-        def add(tokens_N: torch.Tensor, rows_ND: torch.Tensor) -> None:
-            found[:] = found or [torch.zeros(num_tokens, width)]
-            found[0].index_add_(0, tokens_N, rows_ND.float())
-
-        ranks.gather_rows(*rows(ranks.index, seed), to=to, dtype=dtype, add=add)
-        return found[0] if found else None
-
-    with ProcessGroup(launch()) as ranks:
-        owners = ({0}, {ranks.num - 1}, {0, ranks.num - 1}, set(range(ranks.num)))
-        dtypes, sizes = (torch.float32, torch.bfloat16), (1, 4 * 5 * 12 * 3, 16 * 2**20)
-        for to, dtype, num_bytes, seed in itertools.product(owners, dtypes, sizes, range(4)):
-            vars(row_rounds)["ROW_ROUNDS_BYTES"] = num_bytes
-            found, expected = gathered(seed, to=to, dtype=dtype), torch.zeros(num_tokens, width)
-            for rank in range(ranks.num):
-                tokens_N, rows_ND = rows(rank, seed)
-                expected[tokens_N] += rows_ND.to(dtype).float()
-            assert (found is not None) == (ranks.index in to)
-            assert found is None or torch.equal(found, expected)
 
 
 def one_hangs() -> None:

@@ -105,6 +105,20 @@ def test_either_engine_goes_on_from_a_checkpoint_of_the_other(
             assert (trained[name] - tensor).norm() <= WEIGHT_TOLERANCE * tensor.norm(), name
 
 
+@pytest.mark.thorough
+def test_two_processes_do_not_stream_weights_that_train(
+    tmp_path, write_recipe, machine_file, forked
+) -> None:
+    words = ("finetune", recipe_of(write_recipe, is_full=True), "--machine", machine_file)
+    ranks = forked.start_ranks(*words)
+    assert [rank.end() for rank in ranks] == [1, 1]
+    shown = " ".join(ranks[0].shown.split())
+    assert "train.what: all and train.parallel: stream, with 2 processes" in shown
+    assert "hint: `train.parallel: fsdp2`, or `--num_processes 1`" in shown
+    assert not (tmp_path / "run").exists() or not any((tmp_path / "run").glob("checkpoints/*"))
+    assert run(*words, f"output.dir={tmp_path / 'one'}") == 0
+
+
 @pytest.mark.slow
 def test_all_weights_in_bf16_train_in_parts_as_in_one_stream(
     tmp_path, write_recipe, machine_file, forked

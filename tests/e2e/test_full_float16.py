@@ -116,27 +116,3 @@ def test_move_each_way_to_run_has_the_same_bits(way, tmp_path, words) -> None:
     found = left_by(tmp_path / "other")
     assert found[0][-1][-1] > 0
     assert_same(found, left_by(tmp_path / "run"))
-
-
-@pytest.mark.slow
-def test_two_ranks_skip_what_one_process_skips_and_train_as_it_does(
-    tmp_path, words, forked
-) -> None:
-    assert run(*words) == 0
-    ends = []
-    for name, place in (("two", "device"), ("again", "device"), ("in RAM", "host")):
-        places = (f"offload.embeddings={place}", f"output.dir={tmp_path / name}")
-        ranks = forked.start_ranks(*words, *places)
-        assert [rank.end() for rank in ranks] == [0, 0], [rank.shown for rank in ranks]
-        ends.append(left_by(tmp_path / name))
-    for other in ends[1:]:
-        assert_same(ends[0], other)
-    steps, masters = left_by(tmp_path / "run")
-    assert 0 < steps[-1][-1] < NUM_STEPS
-    for mine, other in zip(ends[0][0], steps, strict=True):
-        assert mine[0] == pytest.approx(other[0], rel=1e-3)
-        assert mine[2:] == other[2:]  # the factor, and how many were skipped
-    for name, weight in masters.items():
-        if ":" not in name:
-            error = (ends[0][1][name].float() - weight.float()).norm() / weight.float().norm()
-            assert error <= 0.02, name

@@ -241,15 +241,3 @@ def test_two_ranks_train_alike(tmp_path, write_tied, machine_file, forked) -> No
     }
     assert HEAD in names
     assert EMBEDDINGS not in names
-
-
-@pytest.mark.slow
-def test_two_ranks_that_train_layers_have_the_bits_of_the_weight_on_the_device(
-    tmp_path, write_tied, machine_file, forked
-) -> None:
-    recipe = full_recipe(write_tied, what=["last_2_layers"], steps=4)
-    for place in ("device", "host"):
-        words = ("finetune", recipe, "--machine", machine_file, *placed(place))
-        ranks = forked.start_ranks(*words, f"output.dir={tmp_path / place}")
-        assert [rank.end() for rank in ranks] == [0, 0], [rank.shown for rank in ranks]
-    assert_same_runs(tmp_path / "host", tmp_path / "device")

@@ -86,7 +86,7 @@ def loop_of(
     return Loop(
         model=model,
         engine=engine,
-        update=FullUpdate(engine, train=train, ranks=Ranks()),
+        update=FullUpdate(engine, train=train),
         train=train,
         num_steps=1000,
         ranks=Ranks(),

@@ -20,7 +20,6 @@ from transformers import (
 import offload
 from finetune.full.chosen_weights import choose_weights
 from finetune.run.loss_scale import LossScale
-from finetune.training.full.owners import Owners
 from finetune.training.full.update import _InRows
 from finetune.training.loop import Loop
 from offload.engine.engine import Engine
@@ -204,27 +203,6 @@ def test_gradients_by_rows_are_added_up_over_processes_if_all_others_are() -> No
         engine.forward_backward(rows_of(0))
     assert refused.value.hint == "`RunStep(..., reducer=...)`"
     engine.detach()
-
-
-def test_a_rank_waits_for_the_owner_of_the_table_before_it_looks_tokens_up_again() -> None:
-    """Of two ranks, that own the table and all else around the layers, this is the other one."""
-    loop, owners = loop_of(made("padded"), embeddings="host"), mock.create_autospec(Owners)
-    update: Any = loop.update
-    update._owners, names = owners, list(update._own_around)
-    update._own_around[TOKENS] = False
-    sums = engine_of(loop).row_sums
-    assert sums is not None
-    before = loop.weights[TOKENS].clone()
-    loop.step(0, share_of(rows_of(0)))
-    assert update._norms.keys() == loop.weights.keys() & update._layer_of.keys() | set(names) - {
-        TOKENS
-    }
-    assert owners.await_updated.mock_calls == [mock.call(names.index(TOKENS), 1)]
-    noted = [mock.call(number, 1) for number, name in enumerate(names) if name != TOKENS]
-    assert owners.note_updated.mock_calls == noted
-    assert torch.equal(loop.weights[TOKENS], before)  # as only its owner updates it
-    loop.step(1, share_of(rows_of(1)))
-    assert owners.await_updated.mock_calls[1:] == [mock.call(names.index(TOKENS), 2)]
 
 
 def losses_of(loop: Loop, numbers: Sequence[int] = range(3)) -> list[float]:

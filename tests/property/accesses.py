@@ -32,10 +32,9 @@ class Accesses:
         self._last_layer = max(op.layer for op in schedule.ops if op.layer is not None)
         self._is_stashed = any(op.kind is Kind.STASH for op in schedule.ops)
         self._encoded = {op.layer for op in schedule.ops if op.kind is Kind.DECODE}
-        self._trained = {op.layer for op in schedule.ops if op.kind in (Kind.GRADIENT, Kind.AWAIT)}
-        self._summed = {op.layer for op in schedule.ops if op.kind is Kind.REDUCE}
+        self._trained = {op.layer for op in schedule.ops if op.kind is Kind.GRADIENT}
         self._is_scored = any(op.kind is Kind.OBJECTIVE for op in schedule.ops)
-        updates = [op for op in schedule.ops if op.kind in (Kind.UPDATE, Kind.AWAIT)]
+        updates = [op for op in schedule.ops if op.kind is Kind.UPDATE]
         self._updated = {op.layer for op in updates}
         self._head = {op.slot for op in schedule.ops if op.kind is Kind.HEAD}
 
@@ -56,8 +55,6 @@ class Accesses:
         return [] if op.carrier is None else [(mode, place, (op.layer, op.micro_batch))]
 
     def _updating(self, op: Op, layer: int) -> list[Access]:
-        if op.kind is Kind.AWAIT:
-            return [("write", ("weights", layer), "updated")]
         return [("read", ("sink", layer), None), ("write", ("weights", layer), "updated")]
 
     def _looked_up(self, op: Op, m: int | None) -> list[Access]:
@@ -74,9 +71,7 @@ class Accesses:
         if op.kind is Kind.REDUCE_ROWS:
             return [("read", "row sums", "of all")]
         layers = [layer] if op.layer is not None else range(-1, self._last_layer + 1)
-        final: list[Access] = [("read", ("gradients of the rank", i), "of a step") for i in layers]
-        summed: Access = ("change", ("gradient", layer % 2), (layer, ("summed", layer)))
-        return [*final, *([summed] if op.layer in self._trained else [])]
+        return [("read", ("gradients of the rank", i), "of a step") for i in layers]
 
     def _filled(self, op: Op, layer: int) -> list[Access]:
         if op.kind is Kind.HEAD:
@@ -88,7 +83,7 @@ class Accesses:
     def _moved(self, op: Op, layer: int, m: int | None) -> list[Access]:
         if op.kind in SUMS:
             return self._reduced(op, layer)
-        if op.kind in (Kind.UPDATE, Kind.AWAIT):
+        if op.kind is Kind.UPDATE:
             return self._updating(op, layer)
         if op.kind in (Kind.LOOK_UP, Kind.ROWS, Kind.ROW_GRADIENTS, Kind.ADD_ROWS):
             return self._looked_up(op, m)
@@ -110,8 +105,7 @@ class Accesses:
             return [("read", ("sent", layer, m), None), carried]
         assert op.kind is Kind.GRADIENT
         sunk: Access = ("write" if not op.offset else "add", ("sink", layer), "new")
-        whole = ("summed", layer) if layer in self._summed else layer
-        return [("read", ("gradient", op.buffer), whole), sunk]
+        return [("read", ("gradient", op.buffer), layer), sunk]
 
     def _visited(self, op: Op, layer: int, m: int | None) -> list[Access]:
         written = ("read", ("slot", op.slot), layer)
@@ -183,7 +177,7 @@ def check_order(schedule: Schedule) -> None:
                 content[place], readers[place], writers[place] = wanted, [], [number]
             else:
                 writers[place].append(number)
-    of_trained = (Kind.GRADIENT, Kind.UPDATE, Kind.AWAIT)
+    of_trained = (Kind.GRADIENT, Kind.UPDATE)
     trained = {op.layer for op in schedule.ops if op.kind in of_trained}
     slots = (content[("slot", slot)] for slot in range(len(schedule.ring_before)))
     assert schedule.ring_after == tuple(None if i in trained or i == "head" else i for i in slots)

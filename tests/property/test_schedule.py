@@ -56,25 +56,22 @@ def steps(draw: st.DrawFn) -> Schedule:
         decoded_bytes=tuple(draw(st.sampled_from([0, 50])) for _ in range(num_layers)),
         piece_bytes=draw(st.sampled_from([7, 100])),
         num_staging=draw(st.integers(0, 3)),
-        reduced=draw(st.sampled_from([(), (draw(reduced(num_layers)),)])),
+        reduced=draw(st.sampled_from([(), (draw(reduced(num_layers)),)]))
+        if not any(is_trained)
+        else (),
         row_bytes=draw(st.sampled_from([(), tuple(range(20, 20 + num_micro_batches))])),
         row_gradient_bytes=draw(st.sampled_from([(), tuple(range(10, 10 + num_micro_batches))])),
         head_bytes=draw(st.sampled_from([0, 17, 60, 900])) if any(layer_bytes) else 0,
     )
     trains_front = draw(st.booleans())
+    if trains_front and sizes.row_gradient_bytes and draw(st.booleans()):
+        sizes = replace(sizes, row_sum_bytes=7)
     ring = draw(st.sampled_from([warm_ring(num_slots), cold_ring(num_slots)]))
     if draw(st.booleans()):
         ring = forward_schedule(sizes, ring=ring, num_micro_batches=1).ring_after
     if draw(st.booleans()):
         updated = frozenset(i for i in range(num_layers) if is_trained[i] and draw(st.booleans()))
         sizes = replace(sizes, updated=updated)
-        if draw(st.booleans()):  # ranks that update together
-            owned = frozenset(i for i in range(num_layers) if draw(st.booleans()))
-            trained = frozenset(i for i in range(num_layers) if is_trained[i])
-            all_summed = Reduced(layers=(9,) * num_layers, rest=draw(st.sampled_from([0, 2])))
-            sizes = replace(sizes, updated=trained, owned=owned, reduced=(all_summed,))
-            has_rows = trains_front and sizes.row_gradient_bytes
-            sizes = replace(sizes, row_sum_bytes=7 if has_rows else 0)
         ring = without_trained(ring, sizes)
     num_kept_graphs = draw(st.integers(0, num_layers))
     residency = Residency(

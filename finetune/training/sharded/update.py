@@ -6,7 +6,7 @@ it: they are gathered one by one, and only the main rank keeps them.
 """
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,11 +51,6 @@ class ShardedUpdate:
     def copies(self) -> Mapping[str, torch.Tensor]:
         """Nothing: each rank has a part of its own."""
         return {}
-
-    @property
-    def of_main_alone(self) -> Collection[str]:
-        """Nothing: of each tensor every rank takes its part."""
-        return ()
 
     def __init__(
         self,

@@ -152,12 +152,10 @@ def _restore_all(session: "Session", step: int) -> None:
     restored = Restored(
         seeding=Seeding(seeding),
         scaling=scaling,
-        tensors=FromMain(stored, alone=session.loop.of_main_alone, ranks=ranks),
+        tensors=FromMain(stored, ranks=ranks),
         optimizer=optimizer,
     )
     _restore(session, restored)
-    ranks.exchange(None)  # some of it may be in memory that ranks share
-    session.loop.update.publish()
 
 
 def _restore(session: "Session", restored: Restored) -> None:

@@ -4,8 +4,6 @@ A checkpoint of a model's own weights and states is as large as all of it, so no
 at once: each takes what it needs of one tensor before it asks for the next.
 """
 
-from collections.abc import Collection
-
 import torch
 
 from finetune.run.checkpoint import NamedTensors
@@ -15,28 +13,23 @@ from finetune.training.ranks import Ranks
 class FromMain:
     """Tensors by name; all ranks ask for the same ones, in the same order."""
 
-    def __init__(
-        self, tensors: NamedTensors | None, *, alone: Collection[str], ranks: Ranks
-    ) -> None:
+    def __init__(self, tensors: NamedTensors | None, *, ranks: Ranks) -> None:
         """Take what the main rank has.
 
         Args:
             tensors: What there is, on the main rank; None on others.
-            alone: Names that the main rank alone asks for.
             ranks: That ask.
         """
-        self._tensors, self._alone, self._ranks = tensors, alone, ranks
+        self._tensors, self._ranks = tensors, ranks
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """Return a tensor in memory of its own, or as the main rank has it.
 
-        It takes part in a collective, unless the main rank alone asks.
+        It takes part in a collective.
 
         Raises:
             RankError: A rank has failed, or is gone.
         """
-        if name in self._alone:
-            return self._of_main(name)
         return self._ranks.from_main(lambda: self._of_main(name))
 
     def _of_main(self, name: str) -> torch.Tensor:

@@ -51,7 +51,6 @@ class Transfers:
             Kind.RETURN: partial(self._return, state),
             Kind.GRADIENT: self._gradient,
             Kind.UPDATE: lambda op: self._updates.run(op.layer_index),
-            Kind.AWAIT: lambda op: self._updates.wait_for(op.layer_index),
         }
 
     def _read(self, op: Op) -> None:

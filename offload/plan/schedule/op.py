@@ -23,7 +23,6 @@ class Kind(StrEnum):
     FRONT: run the modules before the layers, for one micro-batch.
     UPDATE: update a layer's trained weights by the gradients of the step before, ahead of their
         load (host).
-    AWAIT: wait until the rank of this machine that updates a layer has done so (network).
     READ: read a piece of a layer from disk or pageable memory into a staging buffer (host).
     LOAD: copy a piece of a layer into its slot (h2d).
     DECODE: decode a layer from its slot into the buffer that it computes from, once per visit.
@@ -56,7 +55,6 @@ class Kind(StrEnum):
     ROWS = "rows"
     FRONT = "front"
     UPDATE = "update"
-    AWAIT = "await"
     READ = "read"
     LOAD = "load"
     DECODE = "decode"

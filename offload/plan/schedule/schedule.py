@@ -75,7 +75,6 @@ from offload.plan.schedule.passes import Passes, numbered
 from offload.plan.schedule.reduced import Reduced
 from offload.plan.schedule.residency import NOTHING_SAVED, Saved
 from offload.plan.schedule.updates import (
-    awaited_update,
     gradients_of,
     host_update,
     leaving_gradients,
@@ -116,8 +115,6 @@ class TransferSizes:
             in page-locked memory.
         updated: Layers that are updated by the gradients of the step before, each where it is first
             loaded.
-        owned: Those that this rank updates, and whose gradients leave to its host memory; the ranks
-            that share the layers' memory update the others. None for all.
         reduced: What of each run's gradients crosses the network; none with a single rank.
         row_bytes: Of the input embedding's rows, by pass; empty if the device has all of them.
         row_gradient_bytes: Of gradients by these rows, by pass; empty if none go to the host.
@@ -138,7 +135,6 @@ class TransferSizes:
     row_sum_bytes: int = 0
     head_bytes: int = 0
     head_gradient_bytes: int = 0
-    owned: frozenset[int] | None = None
 
     def head_place(self, num_slots: int) -> HeadPlace:
         """Return the slots that the head computes in."""
@@ -148,10 +144,6 @@ class TransferSizes:
     def head_piece_bytes(self) -> int:
         """The largest copy of the head, of a draft's too."""
         return min(self.piece_bytes, PIECE_BYTES)
-
-    def is_owned(self, layer: int) -> bool:
-        """Return whether this rank updates a layer whose weights train."""
-        return self.owned is None or layer in self.owned
 
     @classmethod
     def frozen(
@@ -480,7 +472,7 @@ class _Program:
                 op = Op(
                     lane=Lane.NETWORK, kind=Kind.REDUCE, layer=layer, run=run, num_bytes=num_bytes
                 )
-                own = (rank_gradients(layer, run), *gradients_of(layer, self.sizes))
+                own = (rank_gradients(layer, run),)
                 layers = range(len(sizes.layers)) if layer is None else ()
                 read = (*own, *(rank_gradients(i, run) for i in layers))
                 self.lines.append(Line(ops=(op,), reads=read, writes=own))
@@ -503,9 +495,7 @@ class _Program:
         if self.ring[slot] != layer:
             self.ring[slot], self.has_head = layer, False
             is_due = layer in self.sizes.updated and layer not in self.are_updated
-            if is_due and not self.sizes.is_owned(layer):
-                self.lines.append(awaited_update(layer))
-            elif is_due:
+            if is_due:
                 self.lines.append(host_update(layer, self.sizes))
             self.lines += self._copies(layer, slot)
             self.are_updated.add(layer)

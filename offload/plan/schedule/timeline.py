@@ -103,8 +103,7 @@ class Timeline:
         Compute phases and `stall` add up to `step`; `h2d`, `d2h`, `reads` and `updates` overlap
         with them. `exposed updates` are the part of `updates` in which nothing else is computed.
         With several ranks there are `network`, what they gather and their sums of gradients, with
-        the waits for other ranks, and `exposed network`; where they update layers for each other,
-        the waits for that are `awaited updates`.
+        the waits for other ranks, and `exposed network`.
         """
         phases = {
             "step": self.step_s,
@@ -124,9 +123,6 @@ class Timeline:
         if any(span.lane is Lane.NETWORK for span in self.spans):
             phases["network"] = self.busy_s(*OVER_NETWORK)
             phases["exposed network"] = self.exposed_s(*OVER_NETWORK)
-        if any(span.kind is Kind.AWAIT for span in self.spans):
-            phases["awaited updates"] = self.busy_s(Kind.AWAIT)
-            phases["exposed awaited updates"] = self.exposed_s(Kind.AWAIT)
         return phases
 
     def to_json(self) -> str:

@@ -1,8 +1,5 @@
 """The update of a layer as lines of a step: on the host, before its load copies what is there.
 
-Ranks of a machine share the layers' weights. Each layer has one owner among them, which alone gets
-its gradients, summed over the ranks, and updates it; the others load it once that has happened.
-
 Source: of updates by the CPU, arXiv:2101.06840; here they take the norm and the learning rate of
 the step that has ended.
 """
@@ -20,14 +17,14 @@ NUM_GRADIENT_BUFFERS = 2  # layers whose gradients are on the device: one fills,
 
 
 def leaving_gradients(layer: int, sizes: "TransferSizes") -> Iterator[Line]:
-    """Yield the copies of a layer's gradients to the host, if this rank updates it.
+    """Yield the copies of a layer's gradients to the host, if its own weights train.
 
     Args:
         layer: Which layer.
         sizes: Of all layers.
     """
     num_bytes, buffered = sizes.gradient_bytes[layer], gradients_of(layer, sizes)
-    if num_bytes and sizes.is_owned(layer):
+    if num_bytes:
         buffer = layer % NUM_GRADIENT_BUFFERS
         op = Op(lane=Lane.D2H, kind=Kind.GRADIENT, layer=layer, buffer=buffer)
         pieces = op.pieces(num_bytes, sizes.piece_bytes)
@@ -51,16 +48,6 @@ def host_update(layer: int, sizes: "TransferSizes") -> Line:
     num_bytes = sizes.gradient_bytes[layer]
     op = Op(lane=Lane.HOST, kind=Kind.UPDATE, layer=layer, num_bytes=num_bytes)
     return Line(ops=(op,), reads=(gradients_on_host(layer),), writes=(weights_on_host(layer),))
-
-
-def awaited_update(layer: int) -> Line:
-    """Return the wait for another rank of this machine to update a layer in the memory of both.
-
-    The lane has nothing else to do in the forward. On that of the host the wait would delay the
-    rank's own updates, for which the others wait.
-    """
-    op = Op(lane=Lane.NETWORK, kind=Kind.AWAIT, layer=layer)
-    return Line(ops=(op,), writes=(weights_on_host(layer),))
 
 
 def slot_of(slot: int) -> Resource:

@@ -131,9 +131,7 @@ class StepBound:
             back_s=tuple(cost.back_s(has_graph=False) for cost in costs.layers),
             graph_back_s=tuple(cost.back_s(has_graph=True) for cost in costs.layers),
             decodes_s=tuple(cost.decode_s for cost in costs.layers),
-            host_updates_s=tuple(
-                cost.update_s if cost.await_s is None else 0.0 for cost in costs.layers
-            ),
+            host_updates_s=tuple(cost.update_s for cost in costs.layers),
             fetch_s=costs.h2d_latency_s + stashed_bytes / costs.fetch_bytes_per_s,
         )
 

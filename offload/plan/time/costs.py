@@ -74,7 +74,6 @@ class LayerCost:
         graph_pack_s: Copying that to the buffer that it is sent from.
         reference_s: Forward without adapters, as a reference computes it.
         update_s: Updating its weights, once per step; 0 if they are frozen.
-        await_s: Waiting for another rank's update, after the wait before; None if it is made here.
         decode_s: Decoding: once per visit, whatever the number of micro-batches.
         weight_bytes: What one load moves.
         forward_flops: Of the forward.
@@ -97,7 +96,6 @@ class LayerCost:
     graph_bytes: int = 0
     graph_pack_s: float = 0.0
     update_s: float = 0.0
-    await_s: float | None = None
     reference_s: float = 0.0
 
     def forth_s(self, *, is_sent: bool, has_graph: bool = False) -> float:

@@ -3,7 +3,6 @@
 import pytest
 
 from finetune.planning.parallel import Ways
-from offload.plan.facts.optimizer import HOST_STATES
 from offload.plan.plan import Plan
 from offload.plan.schedule.op import OVER_NETWORK, Kind
 from tests.tools.clusters import CLUSTERS, Cluster, ways_of
@@ -63,8 +62,10 @@ def test_eight_h100_hold_llama_70b_and_gather_it_faster_than_a_link_loads_it() -
     assert ways_of(CLUSTERS[0]).faster.name == "fsdp2"
 
 
-def test_eight_h100_train_all_weights_of_qwen_8b_faster_in_parts_than_from_the_ram_of_all() -> None:
-    stream, sharded = both(ways_of(CLUSTERS[1]))
+def test_eight_h100_train_all_weights_of_qwen_8b_in_parts() -> None:
+    ways = ways_of(CLUSTERS[1])
+    sharded = ways.sharded.plan
+    assert sharded is not None
     weights = 36 * QWEN_8B + QWEN_8B_OUTER
     gathered, added = 72 * 2 * QWEN_8B + 2 * QWEN_8B_OUTER, 4 * weights  # bf16, and fp32 sums
     seconds(
@@ -76,10 +77,8 @@ def test_eight_h100_train_all_weights_of_qwen_8b_faster_in_parts_than_from_the_r
     terms = {term.name: term.num_bytes for term in sharded.device_memory}
     own = sum(terms[name] for name in ("own part of the weights", "gradients", "optimizer states"))
     assert own == 16 * weights // 8
-    in_ram = {term.name: term.num_bytes for term in stream.host_memory}
-    assert in_ram[HOST_STATES] == 8 * weights  # once for all eight, around the layers too
-    assert stream.step_s > 10 * sharded.step_s
-    assert ways_of(CLUSTERS[1]).faster.name == "fsdp2"
+    assert ways.stream.plan is None
+    assert ways.faster.name == "fsdp2"
 
 
 def test_two_rtx_3090_stream_qwen_8b_whose_gathers_cost_more_than_its_loads() -> None:

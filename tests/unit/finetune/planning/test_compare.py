@@ -90,6 +90,7 @@ def test_a_plan_of_gpus_says_whose_memory_it_is(capsys) -> None:
     ("words", "match"),
     [
         (("train.tokens_per_step=2048",), "a step of 1 micro-batches for 2 processes"),
+        (("train.what=all",), "train.what: all and train.parallel: stream, with 2 processes"),
         (("--what-if",), "--gpus 2 with --what-if"),
     ],
 )

@@ -8,7 +8,7 @@ from finetune.errors import ConfigError
 from finetune.planning.parallel import Ways, compare_ways, ways_json, ways_lines
 from finetune.planning.ranks import require_ranks_for
 from finetune.planning.subject import subject_of
-from offload.errors import DoesNotFitError
+from offload.errors import DoesNotFitError, SluiceError
 from offload.plan.machine.interconnect import with_interconnect
 from offload.plan.machine.machine import GIB, named_machine
 
@@ -42,11 +42,39 @@ def test_over_a_slow_network_layers_are_streamed() -> None:
     assert found.reason.startswith("stream: ")
 
 
-def test_weights_that_train_are_streamed_or_in_parts() -> None:
+def test_weights_that_train_are_sharded_wherever_that_fits() -> None:
     found = ways_of("qwen3-8b", "train.what=[model.layers.*]")
-    assert found.stream.plan is not None
     assert found.faster is found.sharded
-    assert found.reason.startswith("fsdp2: ")
+    assert found.stream.why_not.startswith("train.what: ['model.layers.*'] and train.parallel: st")
+    assert found.reason.startswith("fsdp2: stream is not possible, train.what: ['model.layers.*']")
+
+
+@pytest.mark.parametrize(
+    ("settings", "card", "num", "what", "hint"),
+    [
+        ((), "rtx4090", 2, r"sharded over 2 ranks the plan needs .* of 22\.68 GiB", ""),
+        (
+            ("train.optimizer=adafactor",),
+            "h100",
+            8,
+            r"train\.optimizer is adafactor and train\.parallel is fsdp2",
+            r"`train\.optimizer: adamw`, or ",
+        ),
+    ],
+)
+def test_what_cannot_be_sharded_of_weights_that_train_is_refused_with_the_fix(
+    settings, card, num, what, hint
+) -> None:
+    found = ways_of("qwen3-8b", "train.what=all", *settings, card=card, between="pcie", num=num)
+    one = r"`train\.parallel: stream` with one process"
+    with pytest.raises(SluiceError, match=rf"{what}(.|\n)*\n\nhint: {hint}{one}"):
+        _ = found.faster
+
+
+def test_a_router_loss_of_weights_that_train_over_several_gpus_is_refused_with_the_fix() -> None:
+    found = ways_of("qwen3-30b-a3b", "train.what=[model.layers.0.*]", "train.router_loss_coef=0.01")
+    with pytest.raises(ConfigError, match=r"`train\.router_loss_coef: 0`, or `.*with one process"):
+        _ = found.faster
 
 
 def test_what_the_parts_cannot_do_is_streamed_and_said() -> None:

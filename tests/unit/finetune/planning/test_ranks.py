@@ -1,11 +1,13 @@
 """Steps that several processes or GPUs can share, and those that they cannot."""
 
+import re
 from dataclasses import replace
 
 import pytest
 
 from finetune.errors import ConfigError
-from finetune.planning.ranks import require_gpus, require_micro_batch_per_rank, require_owners
+from finetune.planning.candidates import full_requests
+from finetune.planning.ranks import require_gpus, require_micro_batch_per_rank
 from finetune.planning.subject import subject_of
 from finetune.recipe.sections import TrainSection
 from offload.plan.machine.machine import named_machine
@@ -34,7 +36,6 @@ def test_gpus_that_cannot_share_a_step_are_refused_with_the_flag_that_asked_for_
     require_gpus(train, card, num_gpus=3, setting="--gpus")
     with pytest.raises(ConfigError, match=r"hint: `train\.grad_accum_steps: 4`, or `--gpus 3`"):
         require_gpus(train, card, num_gpus=4, setting="--gpus")
-    require_gpus(train_section(what="all", grad_accum_steps=2), card, num_gpus=2, setting="--gpus")
     with pytest.raises(ConfigError, match=r"train\.probe_steps: 9, with 2 .*\n\nhint: `--gpus 1`"):
         require_gpus(
             train_section(probe_steps=9, grad_accum_steps=2), card, num_gpus=2, setting="--gpus"
@@ -45,18 +46,23 @@ def test_gpus_that_cannot_share_a_step_are_refused_with_the_flag_that_asked_for_
         require_gpus(train, cpu, num_gpus=2, setting="--gpus")
 
 
-@pytest.mark.parametrize(
-    ("setting", "what", "hint"),
-    [
-        ("model.init=random", "model.init: random", "`model.init: pretrained`"),
-    ],
-)
-def test_what_ranks_cannot_share_of_an_update_is_refused_by_name(setting, what, hint) -> None:
-    recipe = subject_of("qwen3-8b", ["train.what=all", setting]).recipe
-    require_owners(recipe, num_ranks=1)
+@pytest.mark.parametrize("what", ["all", ["model.layers.*"]])
+def test_weights_of_the_model_train_sharded_over_several_gpus_or_in_one_process(what) -> None:
+    card = named_machine("h100", dtype="bfloat16")
+    train = train_section(what=what, grad_accum_steps=2)
+    require_gpus(train, card, num_gpus=1, setting="--gpus")
     with pytest.raises(
-        ConfigError, match=f"{what} and train.what: all, with 2 proc.*\n\nhint: {hint}"
+        ConfigError,
+        match=rf"train\.what: {re.escape(str(what))} and train\.parallel: stream, with 2 processes;"
+        r" .* are sharded; .*\n\nhint: `train\.parallel: fsdp2`, or `--gpus 1`",
     ):
-        require_owners(recipe, num_ranks=2)
-    adapter = subject_of("qwen3-8b", []).recipe
-    require_owners(adapter, num_ranks=2)
+        require_gpus(train, card, num_gpus=2, setting="--gpus")
+    for parallel in ("fsdp2", "auto"):
+        sharded = train.model_copy(update={"parallel": parallel})
+        require_gpus(sharded, card, num_gpus=2, setting="--gpus")
+
+
+def test_no_plan_streams_weights_that_train_over_several_gpus() -> None:
+    subject = subject_of("qwen3-8b", ["train.what=all", "train.parallel=auto"])
+    with pytest.raises(ConfigError, match=r"train\.what: all and train\.parallel: auto, with 2"):
+        full_requests(subject.recipe, subject.facts, num_ranks=2)

@@ -111,9 +111,8 @@ def test_one_that_trains_or_looks_virtual_tokens_up_is_refused_by_name(
 @pytest.mark.parametrize("what", ['["*q_proj*"]', '["last_4_layers"]'])
 def test_weights_of_layers_may_train_with_it_in_ram(what: str) -> None:
     words = (f"train.what={what}", "train.steps=3")
-    for num_ranks in (1, 2):
-        assert places(*words, *ON_HOST, num_ranks=num_ranks) == {("host", "host")}
-        assert places(*words, num_ranks=num_ranks) == {("device", "device"), ("host", "host")}
+    assert places(*words, *ON_HOST) == {("host", "host")}
+    assert places(*words) == {("device", "device"), ("host", "host")}
 
 
 def test_the_other_place_comes_last_and_does_not_change_the_requests_before_it() -> None:

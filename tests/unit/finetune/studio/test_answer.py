@@ -48,6 +48,7 @@ def planned(words: list[str], capsys) -> dict[str, object]:
                 {"model": "llama-2-7b", "ram_gib": 48.5, "link_gb_per_s": 11.5},
                 {"micro_batch_size": "auto", "tokens_per_step": 65536, "card": "h100"},
                 {"num_cards": 3, "codec": "nf4"},
+                {"num_cards": 4, "method": "all", "card": "h100", "ram_gib": 512.0},
             )
         ),
     ],
@@ -145,11 +146,14 @@ def test_several_cards_share_a_step(planner: Planner) -> None:
     assert planner.answer("ways", question(num_cards=2))["other_ways"] is None
 
 
-def test_several_cards_share_a_step_of_all_weights(planner: Planner) -> None:
-    one, two = (
-        planner.answer("plan", question(num_cards=n, method="all"))["figures"] for n in (1, 2)
-    )
-    assert 1.5 < two["predicted"]["tokens_per_s"] / one["predicted"]["tokens_per_s"] < 2.1
+def test_several_cards_train_all_weights_sharded(planner: Planner) -> None:
+    answer = planner.answer("plan", question(num_cards=4, method="all", card="h100", ram_gib=512.0))
+    assert answer["error"] is None
+    assert "parallel: fsdp2" in answer["recipe"]
+    assert answer["fits"]
+    short = planner.answer("plan", question(num_cards=2, method="all", model="llama-2-7b"))["error"]
+    assert short["what"].startswith("sharded over 2 ranks the plan needs")
+    assert short["hint"].startswith("`train.parallel: stream` with one process, more processes")
 
 
 def test_cards_that_cannot_share_a_step_are_refused(planner: Planner) -> None:

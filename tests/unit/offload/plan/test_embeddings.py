@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from offload.engine.bound import EngineOptions
-from offload.errors import DoesNotFitError, OffloadError
 from offload.plan.facts.embedding import rows_bytes, why_on_device
 from offload.plan.facts.facts import AdapterSpec, WholeWeights
 from offload.plan.facts.optimizer import HOST_GRADIENTS, HOST_STATES, LOW_HALVES
@@ -24,10 +23,9 @@ from offload.plan.memory.memory import (
     MemoryTerm,
 )
 from offload.plan.plan import Plan, plan, with_costs
-from offload.plan.request import ObjectiveCost, Reduction, sharing, with_embeddings
+from offload.plan.request import ObjectiveCost, with_embeddings
 from offload.plan.schedule.op import Kind, Lane
 from offload.plan.split import draft_step_s
-from offload.plan.what_if.what_if import what_if
 from tests.builders import lora, qwen3_8b, request, workload
 from tests.parity.steps import MODELS
 
@@ -220,22 +218,16 @@ def test_its_update_sends_nothing_and_reads_its_gradients_once_more_for_the_norm
     assert host.costs.front_backward_s < device.costs.front_backward_s
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("num_micro_batches", [1, 2, 3, 7])
-@pytest.mark.parametrize(
-    "slow",
-    ["look_up_bytes_per_s", "add_rows_bytes_per_s", "d2h_bytes_per_s", "row_sums_bytes_per_s"],
-)
+@pytest.mark.parametrize("slow", ["look_up_bytes_per_s", "add_rows_bytes_per_s", "d2h_bytes_per_s"])
 def test_a_draft_of_a_step_that_trains_it_takes_as_long_as_the_step(
-    num_micro_batches: int, slow: str, num_ranks: int
+    num_micro_batches: int, slow: str
 ) -> None:
     """Also where buffers of rows are what a step waits for.
 
     Of a copy in pieces the step has the latency of each, and the draft of one: here it is zero.
     """
-    num = num_micro_batches * num_ranks
-    ranks = {"num_ranks": num_ranks, "is_slab_shared": True}
-    asked = request(workload(adapter=ALL), num_slots=4, num_micro_batches=num, **ranks)
+    asked = request(workload(adapter=ALL), num_slots=4, num_micro_batches=num_micro_batches)
     asked = with_embeddings(asked, "host")
     needs = MemoryNeeds.of(FACTS, LARGE, asked)
     found = plan(FACTS, LARGE, asked)
@@ -258,124 +250,3 @@ def test_an_engine_leaves_room_to_page_lock_rows_and_layer_inputs_after_the_laye
     assert head == locked + model.get_output_embeddings().weight.nbytes
     plain = EngineOptions.planned(plan(FACTS, LARGE, request(num_slots=4)))
     assert plain.others_to_lock(model) == 0
-
-
-# ------------------------------------------------------------------------------------ over ranks
-
-
-STEP_ROWS = 16 * 2**20 + 2 * 2048 * (8 + 4096 * 4)  # of two micro-batches, and what is on its way
-
-
-def both_over(num_ranks: int, **changes: Any) -> tuple[Plan, Plan]:
-    """Return plans of ranks of one machine, each with two micro-batches."""
-    ranks = {"num_ranks": num_ranks, "is_slab_shared": True, "num_micro_batches": 2 * num_ranks}
-    return both_trained(**ranks | changes)
-
-
-def test_ranks_have_it_and_its_sums_once_and_each_the_rows_of_its_own_step() -> None:
-    """The first rank has the embedding, of two the other one the head."""
-    for num in (2, 3):
-        device, host = both_over(num)
-        ram, before = sizes(host.host_memory), sizes(device.host_memory)
-        assert ram[EMBEDDINGS] == TABLE
-        assert ram[EMBEDDING_GRADIENTS] == 2 * TABLE + STEP_ROWS
-        for same in (HOST_STATES, LOW_HALVES, "slab"):
-            assert before[same] == ram[same]
-        own = 2 * OF_2048 + STEP_ROWS
-        assert host.host_bytes - device.host_bytes == num * own
-        assert ram[OTHER_RANKS] - before[OTHER_RANKS] == (num - 1) * own
-
-
-def test_machines_of_a_rank_each_have_all_of_it() -> None:
-    _, alone = both_over(1)
-    _, host = both_over(2, most_local_ranks=1)
-    ram, of_one = sizes(host.host_memory), sizes(alone.host_memory)
-    assert ram[EMBEDDING_GRADIENTS] == of_one[EMBEDDING_GRADIENTS] + STEP_ROWS
-    assert host.host_bytes - alone.host_bytes == STEP_ROWS
-
-
-def test_rows_of_ranks_are_added_up_last_and_no_gradient_of_it_is_sent_whole() -> None:
-    """Its owner gets the tokens and fp32 rows of each other rank, and says how many they are."""
-    for num in (2, 3):
-        device, host = both_over(num)
-        (added,) = (op for op in host.schedule.ops if op.kind is Kind.REDUCE_ROWS)
-        of_one = 8 + 4096 * (8 + 4096 * 4)
-        assert (added.lane, added.num_bytes) == (Lane.NETWORK, (num - 1) * of_one)
-        rest = [
-            sum(op.num_bytes for op in one.schedule.ops if op.kind is Kind.REDUCE)
-            for one in (device, host)
-        ]
-        assert rest[0] - rest[1] == pytest.approx(2 * (num - 1) / num * 2 * TABLE, abs=64)
-        spans = host.predict().spans
-        (span,) = (one for one in spans if one.kind is Kind.REDUCE_ROWS)
-        earlier = (Kind.REDUCE, Kind.ADD_ROWS)
-        assert span.start_s == max(one.end_s for one in spans if one.kind in earlier)
-        costs = host.costs
-        late = with_costs(host, replace(costs, add_rows_bytes_per_s=1e7)).predict().spans
-        (reduced,) = (one for one in late if one.kind is Kind.REDUCE_ROWS)
-        assert reduced.start_s == max(one.end_s for one in late if one.kind is Kind.ADD_ROWS)
-        on_network_s = costs.network_latency_s + added.num_bytes / costs.network_bytes_per_s
-        adding_s = num * of_one * 3 / LARGE.host_memory_bytes_per_s.value  # with its own
-        received_s = added.num_bytes / 1e9
-        assert span.duration_s == pytest.approx(on_network_s + received_s + adding_s, rel=1e-6)
-
-
-def test_rows_that_are_sent_in_bf16_are_half_as_large() -> None:
-    _, host = both_over(2, reduction=Reduction(element_bytes=2))
-    (added,) = (op for op in host.schedule.ops if op.kind is Kind.REDUCE_ROWS)
-    assert added.num_bytes == 8 + 4096 * (8 + 4096 * 2)
-
-
-def test_a_small_vocabulary_is_sent_at_most_once() -> None:
-    facts = qwen3_8b(vocab_size=1000)
-    ranks = {"num_ranks": 2, "is_slab_shared": True, "num_micro_batches": 4}
-    load = workload(adapter=AdapterSpec.none(all_weights(facts)))
-    asked = request(load, num_slots=4, **ranks)
-    found = plan(facts, LARGE, with_embeddings(asked, "host"))
-    (added,) = (op for op in found.schedule.ops if op.kind is Kind.REDUCE_ROWS)
-    width = facts.embedding_parameters // 1000
-    assert added.num_bytes == 8 + 1000 * (8 + 4 * width)
-
-
-def test_the_network_that_is_needed_has_room_for_its_rows() -> None:
-    """At this rate the step takes at most a hundredth longer than without a limit."""
-    _, host = both_over(2)
-    needed = host.network_needed_bytes_per_s
-    steps = [
-        with_costs(host, replace(host.costs, network_bytes_per_s=rate)).predict().step_s
-        for rate in (needed, 1e30)
-    ]
-    assert steps[0] == pytest.approx(1.01 * steps[1], rel=1e-6)
-
-
-def test_runs_that_share_a_step_have_it_in_one_place() -> None:
-    runs = [request(workload(seq_len=1024)), with_embeddings(request(), "host")]
-    with pytest.raises(OffloadError, match="one has its embedding on the host") as refused:
-        sharing(runs)
-    assert refused.value.limit == "the first has it on the device"
-    shared = sharing([with_embeddings(one, "host") for one in runs])
-    found = plan(FACTS, CARD, shared)
-    # both runs use the same buffers
-    assert sizes(found.device_memory)[ROWS] == 2 * OF_2048
-
-
-def test_a_refusal_names_the_setting_where_it_helps() -> None:
-    small = replace(CARD, vram_bytes=5 * GIB)
-    with pytest.raises(DoesNotFitError) as refused:
-        plan(FACTS, small, request())
-    assert "2.32 GiB  embeddings, norm and head; less with `offload.embeddings: host`" in str(
-        refused.value.limit
-    )
-    with pytest.raises(DoesNotFitError, match=r"36 layers, the embedding in RAM, the plan needs"):
-        plan(FACTS, replace(CARD, vram_bytes=2 * GIB), with_embeddings(request(), "host"))
-
-
-def test_the_other_place_is_priced_with_the_slots_as_they_are() -> None:
-    device, host = both()
-    (there,) = (x for x in what_if(device, num_cards=2).options if x.name == "offload embeddings")
-    assert (there.standing, there.how) == ("a setting", "`offload.embeddings: host`")
-    assert there.figures is not None
-    assert there.figures.vram_bytes == host.peak_bytes
-    assert there.figures.step_s == host.step_s
-    (back,) = (x for x in what_if(host, num_cards=2).options if x.name == "offload embeddings")
-    assert (back.standing, back.how) == ("in the plan", "`offload.embeddings: device`")
