@@ -147,12 +147,20 @@ def _parts_of(
         if (part := proven.of(module, partial(_part_of, module))) is not None
         and NAMES[type(part)] not in plain_parts
     }
+    num_held = Counter(child for module in layer.modules() for child in module.children())
+    alone = {module: part for module, part in found.items() if num_held[module] == 1}
     for module, part in found.items():
-        yield FusedModule(module=module, part=part, normed=_normed(module, part, found))
+        yield FusedModule(module=module, part=part, normed=_normed(module, part, alone))
 
 
 def _normed(module: nn.Module, part: Part, found: Mapping[nn.Module, Part]) -> HeadNorms | None:
-    """Return the norms of what a module rotates, if one operator can compute all of it."""
+    """Return the norms of what a module rotates, if one operator can compute all of it.
+
+    Args:
+        module: It.
+        part: What it computes.
+        found: What is known of modules that one module alone holds.
+    """
     if not isinstance(part, Rotary) or part.norms is None:
         return None
     norms = [module._modules.get(name) for name in part.norms]

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from itertools import product
 from types import CodeType, FunctionType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -115,23 +115,25 @@ def find_rotary(module: nn.Module) -> Rotary | None:
         if isinstance(function, FunctionType) and _takes_angles(function):
             found = _proven_rotary(function)
             if found is not None:
-                norms = _norms_before(forward, name)
+                norms = _norms_before(type(module), name)
                 return Rotary(name=name, dtypes=found[0], is_partial=found[1], norms=norms)
     return None
 
 
-def _norms_before(forward: FunctionType, rotary: str) -> tuple[str, str] | None:
-    """Return the children whose results a function rotates and nothing else reads; None if unsure.
+def _norms_before(kind: type[nn.Module], rotary: str) -> tuple[str, str] | None:
+    """Return the children whose results a forward rotates and nothing else reads; None if unsure.
 
-    Known is straight code alone, in the body of a forward itself:
+    Known is straight code alone, in the body of the forward itself:
 
         q = self.one(...).transpose(1, 2)
         k = self.other(...).transpose(1, 2)
         q, k = rotary(q, k, ...)
 
     where the transpositions may be missing, and other assignments may stand between, which name
-    neither q, k, the children nor the function, and write nothing in place.
+    neither q, k, the children nor the function, and write nothing in place. No other code of the
+    class names the children.
     """
+    forward = cast("FunctionType", kind.forward)
     try:
         (function,) = ast.parse(textwrap.dedent(inspect.getsource(forward.__code__))).body
     except (OSError, SyntaxError, ValueError):
@@ -145,12 +147,30 @@ def _norms_before(forward: FunctionType, rotary: str) -> tuple[str, str] | None:
     for name in _rotated_names(calls[0], rotary) or ():
         naming = [i for i, x in enumerate(before) if _num_named(x, name)]
         child = _normed_by(before[naming[-1]], name) if naming else None
-        if child is None or _num_named(function, child) != 1:
+        if child is None or _num_named(function, child) != 1 or _names_elsewhere(kind, child):
             return None
         if any(map(_writes_in_place, before[naming[-1] + 1 :])):
             return None
         norms.append(child)
     return (norms[0], norms[1]) if norms[0] != norms[1] else None
+
+
+def _names_elsewhere(kind: type[nn.Module], child: str) -> bool:
+    """Return whether code of a class names a child, other than its forward and constructors."""
+    own = [base for base in kind.__mro__ if not issubclass(nn.Module, base)]
+    functions = [
+        inspect.unwrap(getattr(x, "fget", None) or getattr(x, "__func__", None) or x)
+        for base in own
+        for name, x in vars(base).items()
+        if name != "__init__" and callable(getattr(x, "fget", None) or x)
+    ]
+    codes = [x.__code__ for x in functions if isinstance(x, FunctionType) and x != kind.forward]
+    return any(_has_name(code, child) for code in codes)
+
+
+def _has_name(code: CodeType, name: str) -> bool:
+    inner = (const for const in code.co_consts if isinstance(const, CodeType))
+    return name in code.co_names or any(_has_name(one, name) for one in inner)
 
 
 def _writes_in_place(statement: ast.stmt) -> bool:

@@ -294,6 +294,62 @@ def test_norms_are_computed_with_the_rotation_unless_something_listens_to_them()
     assert not any("forward" in vars(module) for module in attention.modules())
 
 
+class ByMethod(Normed):
+    """Norms something else too, in a method."""
+
+    def also(self, x: torch.Tensor) -> torch.Tensor:
+        return self.one(self.b(x))
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        v = self.also(x)
+        q = self.one(self.a(x).unflatten(-1, (-1, D))).transpose(1, 2)
+        k = self.other(self.b(x).unflatten(-1, (-1, D))).transpose(1, 2)
+        q, k = half_rotated(q, k, cos, sin)
+        return q, k, v
+
+
+class Inherited(Normed):
+    """Norms something else too, in the code of its parent."""
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        v = super().forward(x, cos, sin)[1]
+        q = self.one(self.a(x).unflatten(-1, (-1, D))).transpose(1, 2)
+        k = self.other(self.b(x).unflatten(-1, (-1, D))).transpose(1, 2)
+        q, k = half_rotated(q, k, cos, sin)
+        return q, k, v
+
+
+class Sharing(Normed):
+    """Has a child that norms by the same module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(self.one)
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        v = self.inner(self.b(x))
+        q = self.one(self.a(x).unflatten(-1, (-1, D))).transpose(1, 2)
+        k = self.other(self.b(x).unflatten(-1, (-1, D))).transpose(1, 2)
+        q, k = half_rotated(q, k, cos, sin)
+        return q, k, v
+
+
+@pytest.mark.parametrize("kind", [ByMethod, Inherited, Sharing])
+def test_a_norm_that_other_code_calls_as_well_is_not_left_to_the_rotation(
+    kind: type[Normed],
+) -> None:
+    torch.manual_seed(0)
+    attention = kind()
+    x, cos, sin = torch.randn(2, 5, D), torch.randn(2, 5, D), torch.randn(2, 5, D)
+    fused = FusedLayers([attention])
+    with torch.no_grad():
+        own = attention(x, cos, sin)
+        with fused.visited(0):
+            found = attention(x, cos, sin)
+    torch.testing.assert_close(found, own)
+    assert fused.counts(0) == {"Norm": 2, "Rotary": 1, "HeadNorms": 0}
+
+
 @pytest.mark.thorough
 def test_proofs_draw_nothing_from_torchs_generator_and_leave_modules_alone() -> None:
     mlp, norm = Mlp(), PlainNorm()
