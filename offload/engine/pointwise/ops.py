@@ -137,7 +137,8 @@ def norm_rotate(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return queries and keys, each head normed, and rotated; the weights get no gradient.
 
-    Bits are those of `norm` and `rotate` one after the other.
+    What is rounded is what `norm` and `rotate` round, one after the other; a card may sum a head's
+    squares in another order than they do.
     """
     both: tuple[torch.Tensor, torch.Tensor] = _NormRotate.apply(  # type: ignore[no-untyped-call]
         q_BHTD, k_BHTD, *weights_D, cos_BTD, sin_BTD, eps, offset, is_cast_first
