@@ -272,16 +272,14 @@ def with_forms(
             for request in ways
             if num_tokens < request.largest.num_tokens
         ]
-    each = [(run.typical.adapter, run.num_ranks) for run in ways[0].runs]
+    adapters = [run.typical.adapter for run in ways[0].runs]
     if facts.tie_word_embeddings:
         may_move = may_move_embeddings and may_move_head
-        may_move &= not any(why_head_on_device(facts, x, num_ranks=num) for x, num in each)
+        may_move &= not any(why_head_on_device(facts, adapter) for adapter in adapters)
         return [*found, *(with_tied(one, "host") for one in found if may_move)]
-    if may_move_embeddings and not any(why_on_device(facts, adapter) for adapter, _ in each):
+    if may_move_embeddings and not any(why_on_device(facts, adapter) for adapter in adapters):
         found += [with_embeddings(request, "host") for request in found]
-    if may_move_head and not any(
-        why_head_on_device(facts, adapter, num_ranks=num) for adapter, num in each
-    ):
+    if may_move_head and not any(why_head_on_device(facts, adapter) for adapter in adapters):
         last = found[-1].typical.embeddings
         found += [with_head(one, "host") for one in found if one.typical.embeddings == last]
     return found

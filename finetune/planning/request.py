@@ -416,23 +416,21 @@ def _require_places(
     """
     places = {"embeddings": offload.embeddings, "head": offload.head}
     moved = [name for name, place in places.items() if place == "host"]
-    autos = {name: f"`offload.{name}: auto`" for name in moved}
+    fixes = {name: f"`offload.{name}: device`" for name in moved}
     if facts.tie_word_embeddings:
-        autos = dict.fromkeys(moved, " with ".join(autos.values()))
+        fixes = dict.fromkeys(moved, " with ".join(fixes.values()))
     if "embeddings" in moved and (why := why_on_device(facts, typical.adapter)):
         raise ConfigError(
             f"offload.embeddings: host for this {facts.model_type} model: {why}",
-            limit="an embedding in host memory is frozen, or trains with weights of the model and"
-            " is not the head too",
-            hint=autos["embeddings"],
+            limit="an embedding in host memory is frozen",
+            hint=fixes["embeddings"],
         )
-    why = why_head_on_device(facts, typical.adapter, num_ranks=num_ranks)
+    why = why_head_on_device(facts, typical.adapter)
     if "head" in moved and why:
         raise ConfigError(
             f"offload.head: host for this {facts.model_type} model: {why}",
-            limit="a head in host memory is frozen, or trains with weights of the model in one"
-            " process and is not the embedding too",
-            hint=autos["head"],
+            limit="a head in host memory is frozen",
+            hint=fixes["head"],
         )
     if facts.tie_word_embeddings and typical.embeddings != typical.head:
         (here,) = moved

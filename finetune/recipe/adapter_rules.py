@@ -153,7 +153,7 @@ def broken_embedding_rules(recipe: Settings) -> Iterator[Breach]:
             "adapter.modules_to_save",
             ", ".join(modules),
             EMBEDDING not in modules,
-            "a copy of an embedding trains next to an adapter, on the device",
+            "an embedding in host memory is frozen",
             f"[{others}]",
         ),
         (
@@ -164,7 +164,7 @@ def broken_embedding_rules(recipe: Settings) -> Iterator[Breach]:
             "lora",
         ),
     )
-    yield from breaches(rules, setting="offload.embeddings", value="host", instead="auto")
+    yield from breaches(rules, setting="offload.embeddings", value="host", instead="device")
 
 
 def broken_head_rules(recipe: Settings) -> Iterator[Breach]:
@@ -173,7 +173,7 @@ def broken_head_rules(recipe: Settings) -> Iterator[Breach]:
         return
     modules = recipe.adapter.modules_to_save
     others = ", ".join(name for name in modules if name != HEAD)
-    on_device = "a copy of a head trains next to an adapter, on the device"
+    on_device = "a head in host memory is frozen"
     named = ", ".join(modules)
     rules = (("adapter.modules_to_save", named, HEAD not in modules, on_device, f"[{others}]"),)
-    yield from breaches(rules, setting="offload.head", value="host", instead="auto")
+    yield from breaches(rules, setting="offload.head", value="host", instead="device")

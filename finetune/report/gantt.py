@@ -35,17 +35,13 @@ COLOURS = {
     Kind.SCORE: "#f1b6da",
     Kind.OBJECTIVE: "#c51b7d",
     Kind.TAIL: "#e78ac3",
-    Kind.HEAD_GRADIENT: "#e08214",
     Kind.FETCH: "#ffd92f",
     Kind.RETURN: "#d9b300",
     Kind.BACKWARD: "#4c9ac9",
     Kind.GRADIENT: "#a6761d",
     Kind.FRONT_BACKWARD: "#7570b3",
-    Kind.ROW_GRADIENTS: "#cab2d6",
-    Kind.ADD_ROWS: "#737373",
     Kind.GATHER: "#1b9e77",
     Kind.REDUCE: "#d95f02",
-    Kind.REDUCE_ROWS: "#e6550d",
     Kind.OPTIMIZER: "#a6d854",
 }
 

@@ -138,7 +138,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             "d2h_bytes": plan.schedule.d2h_bytes,
             "break_even_tokens": plan.break_even_tokens,
         },
-        **({} if embedding is None else {"embeddings": _embeddings_json(embedding)}),
+        **({} if embedding is None else {"embeddings": asdict(embedding)}),
         **({} if head is None else {"head": asdict(head)}),
         **({} if plan.network is None else {"network": _network_json(plan, plan.network)}),
         "objective": _objective_json(plan),
@@ -158,24 +158,14 @@ def plan_json(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _embeddings_json(cost: EmbeddingCost) -> dict[str, Any]:
-    """Return what an input embedding in host memory saves and costs, gradients with the rest."""
-    written = asdict(cost)
-    return written | (written.pop("gradients") or {})
-
-
 def embeddings_line(cost: EmbeddingCost, *, is_tied: bool) -> str:
-    """Return the same for people."""
-    saved, back, gradients = cost.saved_vram_bytes, "", cost.gradients
+    """Return what an input embedding in host memory saves and costs, for people."""
+    saved = cost.saved_vram_bytes
     size = f"{shown_gib(abs(saved))} {'less' if saved > 0 else 'more'} of device memory"
-    if gradients is not None:
-        back = f" and {shown_mib(gradients.most_d2h_bytes)} of their gradients back,"
-        if gradients.most_reduced_bytes:
-            back += f" {shown_mib(gradients.most_reduced_bytes)} of these between ranks,"
     one = ", one weight with the head" if is_tied else ""
     return (
         f"in RAM (`offload.embeddings: host`{one}): {size}, and at most"
-        f" {shown_mib(cost.most_h2d_bytes)} of rows to it{back} per step, which is"
+        f" {shown_mib(cost.most_h2d_bytes)} of rows to it per step, which is"
         f" {shown_time(cost.added_s)} longer"
     )
 
@@ -183,10 +173,9 @@ def embeddings_line(cost: EmbeddingCost, *, is_tied: bool) -> str:
 def head_line(cost: HeadCost) -> str:
     """Return what a head in host memory saves and costs, for people."""
     loads = "1 load" if cost.num_loads == 1 else f"{cost.num_loads} loads"
-    back = f", {shown_gib(cost.d2h_bytes)} of its gradient back" if cost.d2h_bytes else ""
     return (
         f"in RAM (`offload.head: host`): {shown_gib(cost.saved_vram_bytes)} less of device"
-        f" memory; copied over slots once per step{back}, and {loads} more, which is"
+        f" memory; copied over slots once per step, and {loads} more, which is"
         f" {shown_time(cost.added_s)} longer"
     )
 

@@ -7,12 +7,10 @@ import torch
 from torch import nn
 
 from offload.engine.bound import Bound
-from offload.engine.host.embedding import RowSums
 from offload.engine.host.weights import HostWeights
 from offload.engine.memory_meter import Arena
 from offload.engine.model.inventory import inventory_of
 from offload.engine.model.layers import LayeredModel
-from offload.engine.passes.head_gradient import HeadGradient
 from offload.engine.recompute.tiled import names_left_out
 from offload.engine.streams import Device
 from offload.plan.facts.weights import WeightInventory
@@ -58,7 +56,7 @@ class Attached:
         head = self._bound.head
         return (
             *self._host.arenas,
-            *(() if head is None else head.arenas),
+            *(() if head is None else (head.arena,)),
             *self._bound.slot_arenas,
             *self._bound.host_gradients.arenas,
             self._bound.stash.arena,
@@ -69,52 +67,6 @@ class Attached:
     def computes_on(self) -> torch.device:
         """Where the model computes."""
         return self._device.torch_device
-
-    @property
-    def row_sums(self) -> RowSums | None:
-        """The sums of gradients by the input embedding; None unless it trains on the host."""
-        embedding = self._layered.embedding
-        return None if embedding is None else embedding.sums
-
-    @property
-    def row_weight(self) -> nn.Parameter | None:
-        """The input embedding's weight; None unless it is on the host."""
-        embedding = self._layered.embedding
-        return None if embedding is None else embedding.weight
-
-    @property
-    def head_gradient(self) -> HeadGradient | None:
-        """The gradient of the output head; None unless that trains on the host."""
-        head = self._bound.head
-        return None if head is None else head.gradient
-
-    def _on_host(self) -> dict[str, nn.Parameter]:
-        """Return by name what trains on the host: masters of layers, input embedding and head."""
-        row_weight = self.row_weight if self.row_sums is not None else None
-        head_weight = None if self.head_gradient is None else self.head_gradient.weight
-        own = [one for one in (row_weight, head_weight) if one is not None]
-        around = {n: p for n, p in self._model.named_parameters() if any(p is one for one in own)}
-        return self._bound.host_gradients.parameters | around
-
-    def _begin_gradients(self) -> None:
-        """Let a step write gradients on the host anew.
-
-        Raises:
-            OffloadError: A weight still has those of an earlier step.
-        """
-        self._bound.host_gradients.require_clear()
-        if self._layered.embedding is not None:
-            self._layered.embedding.begin_step()
-        if self.head_gradient is not None:
-            self.head_gradient.begin_step()
-
-    def _publish_gradients(self) -> None:
-        """Give the weights on the host the gradients that have arrived."""
-        self._bound.host_gradients.publish()
-        if self._layered.embedding is not None:
-            self._layered.embedding.publish()
-        if self.head_gradient is not None:
-            self.head_gradient.publish()
 
     @property
     def num_issued(self) -> int:

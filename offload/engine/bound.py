@@ -28,7 +28,7 @@ from offload.plan.facts.fused import FusedPart
 from offload.plan.facts.workload import WeightPlace
 from offload.plan.machine.machine import Tier
 from offload.plan.memory.host import LOCKED_TERMS, locked_update_bytes
-from offload.plan.memory.memory import HEAD, HEAD_GRADIENT, SENT, STASH
+from offload.plan.memory.memory import HEAD, SENT, STASH
 from offload.plan.plan import Plan
 from offload.plan.schedule.residency import Residency
 from offload.plan.schedule.schedule import MIN_SLOTS, Order, TransferSizes
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 LayerKernels = Literal["plain", "fused"]
-_LOCKED = frozenset(LOCKED_TERMS) - {HEAD, HEAD_GRADIENT}  # these depend on the model's own head
+_LOCKED = frozenset(LOCKED_TERMS) - {HEAD}  # it depends on the model's own head
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,12 +50,8 @@ class EngineOptions:
     activations: the model's own code, or fused operators where that is proven to be the same, but
     for `plain_parts`.
     `joins_rows` is whether attention of packed rows is one call where torch's kernel computes it.
-    `embeddings` is where the input embedding's weight is; of one on the host, rows are brought, and
-    if it trains with other weights on the host, gradients by them go back.
-    `head` is where the output head's weight is; one on the host computes in the slots, and if it
-    trains with other weights on the host, its gradient goes back.
-    `sums_in_fp32` is whether gradients of such a head are added up in fp32, as the update of a
-    whole model in 16 bits needs them, or in the weight's type, as an optimizer of torch's does.
+    `embeddings` is where the input embedding's weight is; of one on the host, rows are brought.
+    `head` is where the output head's weight is; one on the host computes in the slots.
     `order` is that of a step's loops: over layers first, or over micro-batches.
     `locked_bytes` is what a plan page-locks in addition to layers and head: layer inputs, rows of
     the embedding, and what else of activations is sent.
@@ -79,7 +75,6 @@ class EngineOptions:
     joins_rows: bool = False
     embeddings: WeightPlace = "device"
     head: WeightPlace = "device"
-    sums_in_fp32: bool = False
     locked_bytes: int = 0
     order: Order = Order.LAYER_MAJOR
 
@@ -89,13 +84,7 @@ class EngineOptions:
         Raises:
             UnsupportedModelError: As for `HostHead`.
         """
-        return self.locked_bytes + bytes_to_lock(
-            model,
-            self.head,
-            self.embeddings,
-            may_train=self.trained_weights == "host",
-            sums_in_fp32=self.sums_in_fp32,
-        )
+        return self.locked_bytes + bytes_to_lock(model, self.head, self.embeddings)
 
     @property
     def uses_host_lane(self) -> bool:
@@ -144,7 +133,6 @@ class EngineOptions:
             head=asked.typical.head,
             locked_bytes=sum(one.num_bytes for one in plan.host_memory if one.name in _LOCKED)
             + locked_update_bytes(asked.typical),
-            sums_in_fp32=asked.typical.adapter.whole is not None,
             order=asked.order,
             joins_rows=any(
                 asked.typical.joins_rows(layer.attention, is_cuda=plan.machine.device == "cuda")
@@ -255,8 +243,6 @@ def bind(
             layered.model.get_output_embeddings(),
             blocks=host.blocks,
             embeddings=options.embeddings,
-            may_train=options.trained_weights == "host",
-            sums_in_fp32=options.sums_in_fp32,
         )
         layered.unread_head = head.unread
     layered.embedding = None
@@ -265,7 +251,6 @@ def bind(
             layered.model,
             torch_device,
             _freeing(host, device),
-            may_train=options.trained_weights == "host",
             head=without_adapter(layered.model.get_output_embeddings()),
             is_head_on_host=head is not None,
         )
@@ -277,7 +262,6 @@ def bind(
         allocate_device=allocate_device,
         staging=host.staging,
         head_bytes=0 if head is None else head.num_bytes,
-        head_gradient_bytes=0 if head is None else head.gradient_bytes,
     )
     if head is not None and slots.head is not None:
         head.compute_in(slots.head)
@@ -308,7 +292,6 @@ def bind(
         piece_bytes=host.piece_bytes,
         num_staging=len(host.staging),
         head_bytes=0 if head is None else head.num_bytes,
-        head_gradient_bytes=0 if head is None else head.gradient_bytes,
     )
     return Bound(
         executor=executor,

@@ -137,7 +137,7 @@ class Engine(Attached):
         self._ring = cold_ring(options.num_slots)
         self._num_writes = self._host.num_writes
         self._composition = Composition(model, self._layered.model.config)
-        self._masters = self._on_host()
+        self._masters = self._bound.host_gradients.parameters
         self._hooks = GradientHooks(model, self._layered, self._masters)
         self._seal = Seal(
             self._host.records,
@@ -258,7 +258,7 @@ class Engine(Attached):
                 self._device.finish()
             if self._masters:
                 self._device.finish()
-                self._publish_gradients()
+                self._bound.host_gradients.publish()
         result = partial(
             StepResult, executor=executor, device=self._device, schedule=schedule, events=events
         )
@@ -579,7 +579,7 @@ class Engine(Attached):
         require_gradients()
         self._composition.require_unchanged()
         self._hooks.require_exact()
-        self._begin_gradients()
+        self._bound.host_gradients.require_clear()
 
     def _require_usable(self) -> None:
         if self._state is not _State.ATTACHED:

@@ -139,8 +139,6 @@ class Executor:
         def front_backward(op: Op) -> None:
             m = op.micro_batch_index
             state.fronts.pop(m).backward(state.gradient.pop(m))
-            if op.buffer is not None and self._embedding is not None:
-                self._embedding.take_gradients(op)
 
         visits: Table = {
             Kind.FRONT: front,

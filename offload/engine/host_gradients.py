@@ -6,8 +6,6 @@ The optimizer gets the master, and a step fills the master's `.grad`.
 
 On the device, one of a few buffers accumulates a layer's gradients over the micro-batches; it is
 copied to the host when the visit is over, and measured on the way, for clipping.
-
-Of an input embedding on the host gradients come back by the rows of each micro-batch's tokens.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,10 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from offload.engine.host.embedding import left_over
 from offload.engine.host.layer_layout import Field, Record, lay_out
 from offload.engine.host.stash import Allocate
 from offload.engine.memory_meter import Arena
+from offload.errors import OffloadError
 from offload.plan.facts.optimizer import HOST_GRADIENTS
 from offload.plan.memory.memory import LAYER_GRADIENTS
 from offload.plan.schedule.updates import NUM_GRADIENT_BUFFERS
@@ -141,7 +139,13 @@ class HostGradients:
             with torch._C.DisableTorchFunctionSubclass():  # it is sealed between passes
                 is_left = field.parameter.grad is not None
             if is_left or self.parameters[name].grad is not None:
-                raise left_over(name)
+                raise OffloadError(
+                    f"{name} still has the gradient of an earlier step",
+                    limit="gradients of weights on the host are written anew, not added",
+                    hint="`optimizer.zero_grad(set_to_none=True)` after `optimizer.step()`, of an"
+                    " optimizer over `engine.trained_parameters`; `model.zero_grad()` before"
+                    " `offload.attach`",
+                )
 
     def let_go(self) -> None:
         """Detach the buffers from the layers' parameters."""

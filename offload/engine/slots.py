@@ -3,12 +3,11 @@
 A layer's parameters permanently alias its slot, or the decoded buffer, which all encoded layers
 share: no address changes while the engine is attached.
 
-An output head that waits in host memory computes in the slots too, over several of them, and its
-gradient is added up there. They are one block of memory then, of at least the size of both.
+An output head that waits in host memory computes in the slots too, over several of
+them. They are one block of memory then, of at least its size.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -16,20 +15,7 @@ import torch
 from offload.engine.host.layer_layout import Record
 from offload.engine.host.stash import Allocate
 from offload.engine.memory_meter import Arena
-from offload.plan.schedule.head import gradient_start, head_slots, room_bytes, slots_bytes
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HeadMemory:
-    """Memory of slots that an output head computes in, uint8.
-
-    Attributes:
-        weight: Of its weight.
-        gradient: Of the sum of its gradient, after it; empty if the head is frozen.
-    """
-
-    weight: torch.Tensor
-    gradient: torch.Tensor
+from offload.plan.schedule.head import head_slots, slots_bytes
 
 
 class Slots:
@@ -46,7 +32,6 @@ class Slots:
         allocate_device: Allocate,
         staging: Sequence[torch.Tensor],
         head_bytes: int,
-        head_gradient_bytes: int,
     ) -> None:
         """Allocate the buffers and bind every layer's parameters to where they compute.
 
@@ -58,30 +43,24 @@ class Slots:
             allocate_device: Returns uint8 memory on the compute device.
             staging: Host buffers that loads go through, if any.
             head_bytes: Of an output head that computes in the slots; 0 if there is none.
-            head_gradient_bytes: Of its gradient; 0 if it is frozen.
         """
         slot_bytes = max(record.num_bytes for record in records)
-        room = room_bytes(head_bytes, head_gradient_bytes)
-        self.head: HeadMemory | None = None
-        """Where the output head computes, if it does so in the slots."""
+        self.head: torch.Tensor | None = None
+        """Where the output head's weight computes, uint8, if it does so in the slots."""
         if head_bytes:
-            block = allocate_device(slots_bytes(num_slots, slot_bytes, room))
+            block = allocate_device(slots_bytes(num_slots, slot_bytes, head_bytes))
             starts = [slot_bytes * slot for slot in range(num_slots + 1)]
             self._buffers, blocks = [block[a:b] for a, b in pairwise(starts)], [block]
             sizes = [record.num_bytes for record in records]
-            start = starts[head_slots(sizes, num_slots, room).start]
-            after = start + gradient_start(head_bytes)
-            self.head = HeadMemory(
-                weight=block[start : start + head_bytes],
-                gradient=block[after : after + head_gradient_bytes],
-            )
+            start = starts[head_slots(sizes, num_slots, head_bytes).start]
+            self.head = block[start : start + head_bytes]
         else:
             self._buffers = blocks = [allocate_device(slot_bytes) for _ in range(num_slots)]
         self._staging = list(staging)
         self._records = tuple(records)
         decoded_bytes = max(record.decoded_bytes for record in records)
         self._decoded = allocate_device(decoded_bytes)
-        self.num_bytes = slots_bytes(num_slots, slot_bytes, room) + decoded_bytes
+        self.num_bytes = slots_bytes(num_slots, slot_bytes, head_bytes) + decoded_bytes
         self.arenas = (
             Arena(name="slots", blocks=blocks),
             Arena(name="decoded layer", blocks=[self._decoded]),

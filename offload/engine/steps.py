@@ -54,7 +54,7 @@ class Steps:
 
         Raises:
             OffloadError: The order is not possible with weights that train on the host, or with an
-                objective; or gradients of a head that does are to be added up over processes.
+                objective.
         """
         if order is not Order.LAYER_MAJOR and any(part.scoring is not None for part in parts):
             raise OffloadError(
@@ -68,19 +68,14 @@ class Steps:
                 limit="their gradients leave a layer once per step",
                 hint="`order=Order.LAYER_MAJOR`",
             )
-        if self._bound.sizes.head_gradient_bytes:
-            _require_own_gradient(parts, order)
         batches = [batch for part in parts for batch in part.batches]
-        row_bytes, embedding = self._row_bytes(parts), self._layered.embedding
         input_bytes = self.input_bytes(batches) if self._options.stash == "host" else ()
         saved = self._saved(parts)
         schedule = step_schedule(
             replace(
                 self._sizes,
                 reduced=tuple(p.reducer.reduced for p in parts if p.reducer is not None),
-                row_bytes=row_bytes,
-                row_gradient_bytes=embedding.gradient_bytes(row_bytes) if embedding else (),
-                row_sum_bytes=self._row_sum_bytes(parts),
+                row_bytes=self._row_bytes(parts),
             ),
             ring=ring,
             runs=[part.passes for part in parts],
@@ -109,17 +104,7 @@ class Steps:
         if embedding is None:
             return ()
         each = [(part, number) for part in parts for number in part.passes.all]
-        return embedding.prepare(
-            {number: part.given_ids(number) for part, number in each},
-            trained=[number for part in parts for number in part.passes.trained],
-        )
-
-    def _row_sum_bytes(self, parts: Sequence[Part]) -> int:
-        """Return what is sent of gradients by these rows; nothing if a step only scores."""
-        embedding = self._layered.embedding
-        if embedding is None or embedding.sums is None or not any(p.reducer for p in parts):
-            return 0
-        return embedding.sums.reduced_bytes
+        return embedding.prepare({number: part.given_ids(number) for part, number in each})
 
     def input_bytes(self, batches: Sequence[LabelledBatch]) -> tuple[int, ...]:
         """Return the size of a layer's input for each micro-batch."""
@@ -158,23 +143,3 @@ class Steps:
                 ]
             )
         return residency.saved(tuple(map(tuple, outputs)), tuple(map(tuple, graphs)))
-
-
-def _require_own_gradient(parts: Sequence[Part], order: Order) -> None:
-    """Check that the gradient of a head that trains on the host is whole after a single turn.
-
-    Raises:
-        OffloadError: It is not.
-    """
-    if order is not Order.LAYER_MAJOR:
-        raise OffloadError(
-            f"order is {order.value} where the output head trains on the host",
-            limit="its gradient leaves the slots once per step",
-            hint='`order=Order.LAYER_MAJOR`, or `head="device"`',
-        )
-    if any(part.reducer is not None for part in parts):
-        raise OffloadError(
-            "gradients are added up over processes, and the output head trains on the host",
-            limit="its gradient goes to the host of the process that computed it",
-            hint='`head="device"`',
-        )

@@ -132,7 +132,6 @@ class MemoryNeeds:
                     workload=run.largest,
                     num_workers=run.num_workers,
                     num_stashed=run.num_stashed,
-                    num_summed=run.largest_micro_batches if run.num_ranks > 1 else 0.0,
                     feature_bytes=run.feature_bytes(self.facts.hidden_size),
                 )
                 for run in request.runs

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from offload.plan.facts.head import head_bytes, head_gradient_bytes
+from offload.plan.facts.head import head_bytes
 from offload.plan.plan import Plan
 from offload.plan.request import with_head
-from offload.plan.schedule.head import room_bytes, slots_bytes
+from offload.plan.schedule.head import slots_bytes
 from offload.plan.schedule.op import Kind
 from offload.plan.schedule.simulate import simulate
 from offload.plan.step import duration_of, schedule_of
@@ -16,11 +16,9 @@ class HeadCost:
     """What of a plan is due to where its head is.
 
     Attributes:
-        saved_vram_bytes: Device memory that it does not take, with its gradient if it trains.
+        saved_vram_bytes: Device memory that it does not take.
         h2d_bytes: What is copied over slots in each step.
         h2d_s: Predicted time of these copies on the link.
-        d2h_bytes: Of its gradient, which goes to the host in each step; 0 if it is frozen.
-        d2h_s: Predicted time of these copies on the link.
         num_loads: Layers under it that are loaded again in each step.
         added_s: By what a step is predicted to be longer.
     """
@@ -28,8 +26,6 @@ class HeadCost:
     saved_vram_bytes: int
     h2d_bytes: int
     h2d_s: float
-    d2h_bytes: int
-    d2h_s: float
     num_loads: int
     added_s: float
 
@@ -40,9 +36,7 @@ class HeadCost:
         if not size:
             return None
         slot_bytes = max(layer.weight_bytes for layer in plan.costs.layers)
-        gradient = head_gradient_bytes(plan.facts, plan.request.largest)
-        room = room_bytes(size, gradient)
-        beyond = slots_bytes(plan.num_slots, slot_bytes, room) - plan.num_slots * slot_bytes
+        beyond = slots_bytes(plan.num_slots, slot_bytes, size) - plan.num_slots * slot_bytes
         plain = schedule_of(
             plan.facts,
             with_head(plan.request, "device"),
@@ -52,11 +46,9 @@ class HeadCost:
         )
         predicted = plan.predict()
         return cls(
-            saved_vram_bytes=size + gradient - beyond,
+            saved_vram_bytes=size - beyond,
             h2d_bytes=size,
             h2d_s=predicted.busy_s(Kind.HEAD),
-            d2h_bytes=gradient,
-            d2h_s=predicted.busy_s(Kind.HEAD_GRADIENT),
             num_loads=plan.schedule.num_loads - plain.num_loads,
             added_s=predicted.step_s - simulate(plain, duration_of(plan.costs)).step_s,
         )

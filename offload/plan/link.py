@@ -3,7 +3,7 @@
 import math
 from dataclasses import replace
 
-from offload.plan.schedule.op import OVER_NETWORK, SUMS, Kind
+from offload.plan.schedule.op import OVER_NETWORK, Kind
 from offload.plan.schedule.schedule import Schedule
 from offload.plan.schedule.simulate import times_s
 from offload.plan.schedule.timeline import Timeline
@@ -33,7 +33,7 @@ def needed_bytes_per_s(schedule: Schedule, costs: Costs) -> float:
     allowed_s = (1 + FREE_FRAC) * max(ends_s, default=0.0)
     needed, num_bytes, own_s = 0.0, 0, 0.0
     for op, start_s in zip(reversed(schedule.ops), reversed(starts_s), strict=True):
-        if op.kind in SUMS:
+        if op.kind is Kind.REDUCE:
             num_bytes += op.num_bytes
             own_s += at_once(op)
             needed = max(needed, num_bytes / (allowed_s - start_s - own_s))

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, replace
 
 from offload.plan.machine.machine import Machine
-from offload.plan.schedule.op import SUMS
+from offload.plan.schedule.op import Kind
 from offload.plan.schedule.schedule import Schedule
 from offload.plan.schedule.simulate import simulate
 from offload.plan.step import duration_of
@@ -39,4 +39,4 @@ def arrivals_of(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
     """
     free = replace(costs, network_latency_s=0.0, network_bytes_per_s=math.inf)
     timeline = simulate(schedule, duration_of(free))
-    return tuple(span.start_s for span in timeline.spans if span.kind in SUMS)
+    return tuple(span.start_s for span in timeline.spans if span.kind is Kind.REDUCE)

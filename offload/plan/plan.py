@@ -345,7 +345,6 @@ def calibrate(
         ),
         read_bytes_per_s=_rate(measured, Kind.READ, costs.read_bytes_per_s),
         look_up_bytes_per_s=_rate(measured, Kind.LOOK_UP, costs.look_up_bytes_per_s),
-        add_rows_bytes_per_s=_rate(measured, Kind.ADD_ROWS, costs.add_rows_bytes_per_s),
     )
 
 

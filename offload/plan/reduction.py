@@ -2,11 +2,6 @@
 
 from dataclasses import replace
 
-from offload.plan.facts.embedding import (
-    most_step_rows,
-    num_trained_on_host,
-    summed_row_bytes,
-)
 from offload.plan.facts.facts import ModelFacts
 from offload.plan.facts.linears import FP32_BYTES
 from offload.plan.facts.trainable import layer_parameters, trained_parameters
@@ -18,10 +13,6 @@ from offload.plan.time.costs import Costs
 # Until a launch measures them. Between machines 1 Gb/s Ethernet, of which TCP leaves 0.94.
 ETHERNET = Rate(value=0.94e9 / 8, source="assumed: 1 Gb/s Ethernet")
 NETWORK_LATENCY = Rate(value=1e-3, source="assumed")
-# Gradients by rows go from host memory to host memory over gloo: the processors of both sides copy
-# them several times. Of two processes over loopback, with a thread each, one receives 1.0 to 1.7
-# GB/s in messages of 1 to 4 MiB, four at a time (2026-11-26).
-GLOO_BYTES_PER_S = 1.0e9
 
 
 def reduced_of(facts: ModelFacts, request: PlanRequest) -> tuple[Reduced, ...]:
@@ -40,36 +31,10 @@ def _reduced(facts: ModelFacts, run: PlanRequest) -> Reduced:
     layers = layer_parameters(facts, spec)
     return Reduced.of(
         layers,
-        trained_parameters(facts, spec) - sum(layers) - num_trained_on_host(facts, run.typical),
+        trained_parameters(facts, spec) - sum(layers),
         element_bytes=run.reduction.element_bytes,
         num_ranks=run.num_ranks,
     )
-
-
-def row_sum_bytes_of(facts: ModelFacts, run: PlanRequest) -> int:
-    """Return what a rank that updates the embedding in RAM gets of gradients by its rows, at most.
-
-    They are those of as many rows as the rank's own micro-batches have tokens.
-    """
-    num_trained = num_trained_on_host(facts, run.typical)
-    if run.num_ranks == 1 or not num_trained:
-        return 0
-    return summed_row_bytes(
-        most_step_rows(facts, run.typical, run.rank_micro_batches),
-        num_trained // facts.vocab_size * run.reduction.element_bytes,
-        num_ranks=run.num_ranks,
-    )
-
-
-def _row_sums_rate(machine: Machine, request: PlanRequest) -> float:
-    """Return at which rate rows of other ranks are received and added, with the rank's own.
-
-    Each is read, as it is or cast to fp32 first, and its sum is read and written.
-    """
-    element_bytes, num = request.reduction.element_bytes, request.num_ranks
-    moved_bytes = element_bytes + (2 if element_bytes == FP32_BYTES else 4) * FP32_BYTES
-    added_s = num / (num - 1) * moved_bytes / element_bytes / machine.host_memory_bytes_per_s.value
-    return 1 / (1 / GLOO_BYTES_PER_S + added_s)
 
 
 def network_of(machine: Machine, request: PlanRequest) -> Network:
@@ -105,7 +70,6 @@ def with_network(costs: Costs, facts: ModelFacts, machine: Machine, request: Pla
         costs,
         network_latency_s=latency_s,
         network_bytes_per_s=bytes_per_s,
-        row_sums_bytes_per_s=_row_sums_rate(machine, request),
         optimizer_s=costs.optimizer_s
         + (latency_s + update_bytes(facts, request) / bytes_per_s) * sends_update,
     )

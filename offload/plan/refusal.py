@@ -6,7 +6,7 @@ from dataclasses import replace
 from offload.errors import DoesNotFitError
 from offload.plan.facts.codec import EXACT_CODECS, ROUNDING, CodecName
 from offload.plan.facts.embedding import why_on_device
-from offload.plan.facts.head import head_room_bytes, why_head_on_device
+from offload.plan.facts.head import head_bytes, why_head_on_device
 from offload.plan.facts.trainable import EMBEDDING, HEAD, NORMS, ROUTER, SCORE
 from offload.plan.fit import DEVICE, RAM, MemoryNeeds, Shortage
 from offload.plan.machine.machine import GIB
@@ -91,7 +91,7 @@ def _effective(term: MemoryTerm, needs: MemoryNeeds) -> list[str]:
     """Return the settings that make a term smaller and are not in effect yet."""
     request, largest = needs.request, needs.request.largest
     is_tied = needs.facts.tie_word_embeddings
-    if term.name == SLOTS and term.num_bytes == head_room_bytes(needs.facts, largest):
+    if term.name == SLOTS and term.num_bytes == head_bytes(needs.facts, largest):
         return []  # smaller or fewer slots would be as large
     has_no_effect = {
         MICRO_BATCH: largest.micro_batch_size == 1,
@@ -120,8 +120,7 @@ def _may_move_embedding(needs: MemoryNeeds) -> bool:
 def _may_move_head(needs: MemoryNeeds) -> bool:
     """Return whether the output head is in a device's memory of its own, and need not be."""
     is_cuda, largest = needs.machine.device == "cuda", needs.request.largest
-    num_ranks = needs.request.num_ranks
-    is_free = not why_head_on_device(needs.facts, largest.adapter, num_ranks=num_ranks)
+    is_free = not why_head_on_device(needs.facts, largest.adapter)
     return is_cuda and is_free and largest.head == "device"
 
 

@@ -5,16 +5,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from offload.plan.facts.embedding import (
-    most_row_gradients_bytes,
     most_rows_bytes,
-    num_trained_on_host,
 )
 from offload.plan.facts.facts import ModelFacts
-from offload.plan.facts.head import head_bytes, head_gradient_bytes
+from offload.plan.facts.head import head_bytes
 from offload.plan.facts.trainable import outer_module_sizes
-from offload.plan.facts.workload import Workload
 from offload.plan.memory.memory import input_bytes, layer_weight_bytes
-from offload.plan.reduction import reduced_of, row_sum_bytes_of
+from offload.plan.reduction import reduced_of
 from offload.plan.request import PlanRequest
 from offload.plan.schedule.op import Kind, Lane, Op
 from offload.plan.schedule.passes import Passes, numbered
@@ -82,13 +79,8 @@ def schedule_of(
     passes = [run.passes(number) for run, number in zip(runs, numbers, strict=True)]
     sizes = replace(
         sizes,
-        row_bytes=_row_bytes(facts, request, passes, most_rows_bytes),
-        row_gradient_bytes=_row_bytes(facts, request, passes, most_row_gradients_bytes)
-        if num_trained_on_host(facts, typical)
-        else (),
-        row_sum_bytes=sum(row_sum_bytes_of(facts, run) for run in runs),
+        row_bytes=_row_bytes(facts, request, passes),
         head_bytes=head_bytes(facts, typical),
-        head_gradient_bytes=head_gradient_bytes(facts, typical),
     )
     stashed = zip(runs, numbers, strict=True) if request.is_stashed else ()
     return step_schedule(
@@ -106,16 +98,13 @@ def schedule_of(
 
 
 def _row_bytes(
-    facts: ModelFacts,
-    request: PlanRequest,
-    passes: Sequence[Passes],
-    most_bytes: Callable[[ModelFacts, Workload], int],
+    facts: ModelFacts, request: PlanRequest, passes: Sequence[Passes]
 ) -> tuple[int, ...]:
-    """Return what each pass moves of the input embedding at most; nothing if the device has it."""
+    """Return what each pass brings of the input embedding at most; nothing if the device has it."""
     if request.typical.embeddings == "device":
         return ()
     each = zip(request.runs, numbered(passes), strict=True)
-    sizes = {n: most_bytes(facts, run.typical) for run, one in each for n in one.all}
+    sizes = {n: most_rows_bytes(facts, run.typical) for run, one in each for n in one.all}
     return tuple(sizes[number] for number in range(len(sizes)))
 
 
@@ -158,7 +147,6 @@ def _duration_of(costs: Costs) -> Callable[[Op], float]:
     }
     rates = {
         Kind.LOOK_UP: costs.look_up_bytes_per_s,
-        Kind.ADD_ROWS: costs.add_rows_bytes_per_s,
     }
 
     def duration_s(op: Op) -> float:
@@ -169,8 +157,7 @@ def _duration_of(costs: Costs) -> Callable[[Op], float]:
         if op.lane is Lane.H2D:
             return costs.h2d_latency_s + op.num_bytes / costs.h2d_bytes_per_s
         if op.lane is Lane.NETWORK:
-            own_s = op.num_bytes / costs.row_sums_bytes_per_s if op.kind is Kind.REDUCE_ROWS else 0
-            return own_s + costs.network_latency_s + op.num_bytes / costs.network_bytes_per_s
+            return costs.network_latency_s + op.num_bytes / costs.network_bytes_per_s
         if op.kind in rates:
             return op.num_bytes / rates[op.kind]
         if op.lane is Lane.HOST:

@@ -4,19 +4,9 @@ import json
 import signal
 
 import pytest
-import torch
 
-from offload.engine.host.embedding import RowSums
-from offload.plan.memory.memory import EMBEDDING_GRADIENTS, EMBEDDINGS, OUTER, ROWS
-from tests.e2e.full_runs import (
-    assert_same_runs,
-    assert_trained_alike,
-    computing_in,
-    full_recipe,
-    reported,
-)
+from offload.plan.memory.memory import EMBEDDINGS, OUTER, ROWS
 from tests.e2e.runs import assert_same_training, losses, rows_of, run, same_adapter
-from tests.tiers import mostly_slow
 
 ON_HOST = "offload.embeddings=host"
 
@@ -77,70 +67,3 @@ def test_two_ranks_have_it_once_and_train_alike(
     assert [rank.end() for rank in ranks] == [0, 0], [rank.shown for rank in ranks]
     assert run(*words, f"output.dir={tmp_path / 'one'}") == 0
     assert_same_training(tmp_path / "two", tmp_path / "one")
-
-
-# ---------------------------------------------------------------------------------- one that trains
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("dtype", mostly_slow(["bfloat16", "float32", "float16"], "bfloat16"))
-def test_all_weights_train_alike_and_are_what_plain_transformers_loads(
-    dtype, tmp_path, write_recipe, machine_file, model_dir
-) -> None:
-    recipe = full_recipe(write_recipe, dtype=dtype)
-    machine = computing_in(dtype, machine_file, tmp_path)
-    for place in ("device", "host"):
-        words = ("--machine", machine, f"offload.embeddings={place}", "report.samples=2")
-        assert run("finetune", recipe, *words, f"output.dir={tmp_path / place}") == 0
-    host, device = tmp_path / "host", tmp_path / "device"
-    table = assert_trained_alike(host, device, base=model_dir, name="model.embed_tokens.weight")
-    terms, on_device, in_ram = reported(host)
-    assert terms[EMBEDDINGS] == in_ram[EMBEDDINGS] == table.nbytes
-    assert in_ram[EMBEDDING_GRADIENTS] == 4 * table.numel()
-    assert 0 < terms[EMBEDDING_GRADIENTS] <= in_ram[EMBEDDING_GRADIENTS]
-    assert 0 < terms[ROWS] <= in_ram[ROWS]
-    others, on_device_before, _ = reported(device)
-    assert others[OUTER] - terms[OUTER] == on_device_before[OUTER] - on_device[OUTER]
-    assert others[OUTER] - terms[OUTER] == table.nbytes
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("step", "place"), [(2, "host"), (5, "host"), (3, "device")])
-def test_a_killed_run_of_all_weights_resumes_to_the_bit_in_either_place(
-    step, place, tmp_path, write_recipe, machine_file, forked
-) -> None:
-    recipe = full_recipe(write_recipe, dtype="bfloat16", steps=8)
-    run_dir, whole = tmp_path / "run", tmp_path / "whole"
-    machine = ("--machine", computing_in("bfloat16", machine_file, tmp_path))
-    words, on_device = (*machine, ON_HOST), (*machine, "offload.embeddings=device")
-    assert run("finetune", recipe, *on_device, f"output.dir={whole}") == 0
-    metrics = run_dir / "metrics.jsonl"
-    process = forked.start("finetune", recipe, *words)
-    process.wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= step)
-    process.end(signal.SIGKILL)
-    assert run("finetune", recipe, *machine, f"offload.embeddings={place}", "--resume") == 0
-    assert_same_runs(run_dir, whole)
-
-
-@pytest.mark.thorough
-def test_a_run_that_has_ended_between_backward_and_update_resumes_to_the_bit(
-    tmp_path, write_recipe, machine_file, monkeypatch
-) -> None:
-    recipe, whole = full_recipe(write_recipe), tmp_path / "whole"
-    words = ("--machine", machine_file, ON_HOST)
-    assert run("finetune", recipe, *words, f"output.dir={whole}") == 0
-    add, num = RowSums.add, 0
-
-    def add_some(self: RowSums, *args: torch.Tensor) -> None:
-        nonlocal num
-        num += 1
-        if num > 17:  # some micro-batches of a later step are added, others never
-            raise OSError("killed")
-        add(self, *args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(RowSums, "add", add_some)
-        assert run("finetune", recipe, *words) != 0
-    assert len(losses(tmp_path / "run")) < 6
-    assert run("finetune", recipe, *words, "--resume") == 0
-    assert_same_runs(tmp_path / "run", whole)

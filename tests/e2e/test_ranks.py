@@ -50,8 +50,8 @@ def test_two_ranks_talk(scene: str, forked) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("scene", ["sums_in_order"])
 @pytest.mark.parametrize("sizes", [(2,), (2, 2)])
-def test_ranks_add_up_in_their_order(scene, sizes, forked) -> None:
-    ranks = forked.start_machines(scene, sizes=sizes, module="tests.e2e.scenes")
+def test_ranks_add_up_in_their_order(sizes, forked) -> None:
+    ranks = forked.start_machines("sums_in_order", sizes=sizes, module="tests.e2e.scenes")
     assert [rank.end() for rank in ranks] == [0] * sum(sizes), [rank.shown for rank in ranks]
 
 

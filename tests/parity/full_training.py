@@ -14,10 +14,8 @@ from finetune.run.loss_scale import LossScale
 from finetune.training.full.update import FullUpdate
 from finetune.training.loop import Loop
 from finetune.training.ranks import Ranks
-from offload.engine.bound import EngineOptions
 from offload.engine.engine import Engine
 from offload.plan.facts.optimizer import Optimizer
-from offload.plan.facts.workload import WeightPlace
 from tests.parity.steps import MODELS, SHAPE
 
 Batch = dict[str, torch.Tensor]
@@ -93,24 +91,10 @@ def loop_of(
     )
 
 
-def attached(model: nn.Module, *, head: WeightPlace = "device", **options: Any) -> Engine:
-    """Return an engine of a model; gradients of a head on the host are added up as runs do."""
-    if head == "device":
-        options = {"num_slots": 2, **options, "trained_weights": "host"}
-        return offload.attach(model, device="cpu", head_chunk_tokens=7, **options)
-    graphs = {"num_kept_graphs": options.pop("kept_graphs", 0)}
-    options = {"num_slots": 2, "stash": "device", **options, **graphs}
-    made = EngineOptions(
-        codec="native",
-        tier="ram",
-        store_dir=None,
-        trained_weights="host",
-        head_chunk_tokens=7,
-        head=head,
-        sums_in_fp32=True,
-        **options,
-    )
-    return Engine(model, device=torch.device("cpu"), options=made)
+def attached(model: nn.Module, **options: Any) -> Engine:
+    """Return an engine of a model whose weights train on the host."""
+    options = {"num_slots": 2, **options, "trained_weights": "host"}
+    return offload.attach(model, device="cpu", head_chunk_tokens=7, **options)
 
 
 def engine_of(loop: Loop) -> Engine:

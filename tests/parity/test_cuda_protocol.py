@@ -9,7 +9,7 @@ import copy
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from queue import SimpleQueue
@@ -17,25 +17,19 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import offload
 from offload.engine.engine import Engine
-from offload.engine.run_step import RunStep
 from offload.engine.streams import CudaDevice, copy_on_host
 from offload.plan.facts.codec import CodecName
 from offload.plan.facts.workload import WeightPlace
-from offload.plan.schedule import schedule
-from offload.plan.schedule.hazards import Line, parallel
-from offload.plan.schedule.op import Kind, Lane, Op
-from offload.plan.schedule.reduced import Reduced
+from offload.plan.schedule.op import Kind, Lane
 from offload.plan.schedule.schedule import Order
 from tests.parity.rounding import rounded
 from tests.parity.steps import (
     MODELS,
     NUM_LAYERS,
     OPTIONS,
-    SHAPE,
     assert_equal,
     gradients,
     micro_batches,
@@ -284,77 +278,6 @@ def test_move_rows_of_an_embedding_on_the_host_are_there_when_a_front_looks_them
     engine.detach()
 
 
-class Twin:
-    """Two processes that have the same rows: this one updates the embedding."""
-
-    reduced = Reduced(layers=(0,) * NUM_LAYERS, rest=0)
-
-    def num_bytes(self, num_rows: int) -> int:
-        return 1 + num_rows
-
-    def gather(
-        self,
-        tokens_N: torch.Tensor,
-        rows_ND: torch.Tensor,
-        add: Callable[[torch.Tensor, torch.Tensor], None],
-    ) -> None:
-        for _ in range(2):
-            add(tokens_N, rows_ND)
-
-    def reduce(self, layer: int | None) -> None:
-        raise AssertionError(layer)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("seed", "num_staging", "has_twin"), [(0, 0, False), (1, 2, False), (2, 0, True), (3, 2, True)]
-)
-def test_move_gradients_by_rows_are_on_the_host_before_their_buffers_are_used_again(
-    open_device: Open, seed: int, num_staging: int, *, has_twin: bool
-) -> None:
-    """More micro-batches than buffers, and copies that are late; with updates of the layers.
-
-    With a twin the embedding's gradient is twice as large, and its rate half as high.
-    """
-    batches, name = micro_batches(5), "model.embed_tokens.weight"
-
-    def trained(device: FakeCudaDevice | None) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        model: Any = MODELS["qwen3"]().train()
-        options: dict[str, Any] = {"trained_weights": "host"}
-        if device is None:
-            options |= {"num_slots": 2, "device": "cpu", "head_chunk_tokens": 7}
-            engine = offload.attach(model, **options)
-        else:
-            options |= {"num_staging": num_staging, "embeddings": "host"}
-            engine = attached(model, device, **options)
-        twin = Twin() if has_twin and device is not None else None
-        if twin is not None:
-            assert engine.row_sums is not None
-            engine.row_sums.share_with(twin, is_own=True)
-        found = []
-        for _ in range(2):
-            (result,) = engine.forward_backward_runs([RunStep(micro_batches=batches, reducer=twin)])
-            kinds = [span.kind for span in result.timeline.spans]
-            assert kinds.count(Kind.REDUCE_ROWS) == (twin is not None)
-            gradient = engine.trained_parameters[name].grad
-            assert gradient is not None
-            gradient.mul_(1.0 if twin is None else 0.5)
-            found.append(gradient.clone())
-            for weight in engine.trained_parameters.values():
-                assert weight.grad is not None
-                weight.data.sub_(0.1 * weight.grad)
-                weight.grad = None
-        engine.detach()
-        return found
-
-    expected = trained(None)
-    device = open_device(seed=seed, is_staged=True)
-    for ours, theirs in zip(trained(device), expected, strict=True):
-        assert torch.equal(ours, theirs)
-    assert device.cuda.num_waits_for_nothing == 0
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize(("seed", "num_staging"), [(0, 0), (1, 2)])
 def test_move_a_head_on_the_host_is_in_the_slots_when_it_computes_and_layers_are_after_it(
@@ -375,77 +298,6 @@ def test_move_a_head_on_the_host_is_in_the_slots_when_it_computes_and_layers_are
     assert kinds.count(Kind.HEAD) > 2  # over both slots, in pieces
     assert device.cuda.num_waits_for_nothing == 0
     engine.detach()
-
-
-def trained_head(device: FakeCudaDevice | None, num_staging: int = 0) -> list[torch.Tensor]:
-    """Return the head's gradients of two steps, and its weight, where all weights train."""
-    torch.manual_seed(0)
-    # its weight and gradient are wider than both slots
-    model: Any = Qwen3ForCausalLM(Qwen3Config(**SHAPE | {"vocab_size": 400})).train()
-    if device is None:
-        options: dict[str, Any] = {"num_slots": 2, "device": "cpu", "head_chunk_tokens": 7}
-        engine = offload.attach(model, trained_weights="host", **options)
-    else:
-        engine = attached(
-            model, device, num_staging=num_staging, head="host", trained_weights="host"
-        )
-    found: list[torch.Tensor] = []
-    for _ in range(2):
-        engine.forward_backward(micro_batches(), dropout_seed=0)
-        trained = engine.trained_parameters
-        gradient = trained["lm_head.weight"].grad
-        assert gradient is not None
-        found.append(gradient.clone())
-        for weight in trained.values():
-            assert weight.grad is not None
-            weight.data.sub_(0.1 * weight.grad)
-            weight.grad = None
-    found.append(engine.trained_parameters["lm_head.weight"].detach().clone())
-    engine.detach()
-    return found
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(("seed", "num_staging"), [(0, 0), (1, 2)])
-def test_move_the_gradient_of_a_head_has_left_when_layers_are_loaded_over_it(
-    open_device: Open, seed: int, num_staging: int
-) -> None:
-    device = open_device(seed=seed, is_staged=True)
-    for ours, expected in zip(trained_head(device, num_staging), trained_head(None), strict=True):
-        assert torch.equal(ours, expected)
-    assert device.cuda.num_waits_for_nothing == 0
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("is_missing", [False, True])
-def test_without_the_wait_for_its_copy_the_gradient_of_a_head_is_wrong(
-    open_device: Open, monkeypatch: pytest.MonkeyPatch, is_missing: bool
-) -> None:
-    """The copies to the host are late, so that only the wait of a load keeps the gradient."""
-    device = open_device(seed=0, is_staged=True)
-    copies: Any = device._streams[Lane.D2H]
-    put = copies.put
-
-    def put_late(work: Callable[[], Any]) -> None:
-        put(lambda: time.sleep(0.02))
-        put(work)
-
-    def without(program: Sequence[Line]) -> tuple[Op, ...]:
-        """Let no load wait for the copies of the head's gradient; they wait for what adds it up."""
-        return parallel(
-            [
-                line._replace(reads=tuple(one for one in line.reads if one[0] != "slot"))
-                if line.ops[0].kind is Kind.HEAD_GRADIENT
-                else line
-                for line in program
-            ]
-        )
-
-    monkeypatch.setattr(copies, "put", put_late)
-    if is_missing:
-        monkeypatch.setattr(schedule, "parallel", without)
-    ours, expected = trained_head(device), trained_head(None)
-    assert torch.equal(ours[0], expected[0]) is not is_missing
 
 
 @pytest.mark.thorough

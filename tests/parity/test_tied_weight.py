@@ -282,14 +282,14 @@ def test_a_lookup_reads_the_host_while_the_head_has_the_weight_on_the_device() -
     assert head._on_device is not None
     values = head.weight.detach().clone()
     ids = torch.tensor([[3, 399, 3]])
-    (num_bytes,) = embedding.prepare({0: ids}, trained=())
+    (num_bytes,) = embedding.prepare({0: ids})
     op = engine._steps.schedule(
         engine._parts([RunStep(micro_batches=micro_batches(1))], is_trained=True),
         ring=engine._ring,
         order=Order.LAYER_MAJOR,
     ).ops[0]
     assert op.kind is Kind.LOOK_UP
-    embedding.prepare({0: ids}, trained=())
+    embedding.prepare({0: ids})
     head._on_device.fill_(0xFF)  # a copy that is under way, or another layer
     with head.present():
         embedding.look_up(op._replace(num_bytes=num_bytes))
@@ -450,13 +450,13 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str, str]] = {
     "trained": (
         unfrozen,
         PAIR,
-        "`model.embed_tokens` has the same weight as `lm_head`; a weight of both that trains",
+        "`lm_head` trains; a head in host memory is frozen",
         ON_DEVICE,
     ),
     "trained with layers": (
         unfrozen,
         PAIR | {"trained_weights": "host"},
-        "a weight of both that trains is on the device",
+        "`lm_head` trains; a head in host memory is frozen",
         ON_DEVICE,
     ),
     "copied": (copied, PAIR, "`lm_head` is ModulesToSaveWrapper", ON_DEVICE),

@@ -1,6 +1,6 @@
 """What each op of a schedule does to memory, and whether the order of all of them is safe."""
 
-from offload.plan.schedule.op import SUMS, Kind, Lane, Op
+from offload.plan.schedule.op import Kind, Lane, Op
 from offload.plan.schedule.schedule import Schedule
 
 
@@ -60,16 +60,9 @@ class Accesses:
     def _looked_up(self, op: Op, m: int | None) -> list[Access]:
         if op.kind is Kind.LOOK_UP:
             return [("write", ("gathered", op.buffer), m)]
-        if op.kind is Kind.ROWS:
-            return [("read", ("gathered", op.buffer), m), ("write", ("rows", op.buffer), m)]
-        if op.kind is Kind.ROW_GRADIENTS:
-            left: Access = ("write", ("gathered", op.buffer), ("gradients", m))
-            return [("read", ("rows", op.buffer), ("gradients", m)), left]
-        return [("read", ("gathered", op.buffer), ("gradients", m)), ("add", "row sums", "of all")]
+        return [("read", ("gathered", op.buffer), m), ("write", ("rows", op.buffer), m)]
 
     def _reduced(self, op: Op, layer: int) -> list[Access]:
-        if op.kind is Kind.REDUCE_ROWS:
-            return [("read", "row sums", "of all")]
         layers = [layer] if op.layer is not None else range(-1, self._last_layer + 1)
         return [("read", ("gradients of the rank", i), "of a step") for i in layers]
 
@@ -81,11 +74,11 @@ class Accesses:
         return [*self._weights(layer), filled] if op.buffer is None else [staged, filled]
 
     def _moved(self, op: Op, layer: int, m: int | None) -> list[Access]:
-        if op.kind in SUMS:
+        if op.kind is Kind.REDUCE:
             return self._reduced(op, layer)
         if op.kind is Kind.UPDATE:
             return self._updating(op, layer)
-        if op.kind in (Kind.LOOK_UP, Kind.ROWS, Kind.ROW_GRADIENTS, Kind.ADD_ROWS):
+        if op.kind in (Kind.LOOK_UP, Kind.ROWS):
             return self._looked_up(op, m)
         if op.kind is Kind.READ:
             staged = ("write", ("staging", op.buffer), (layer, op.offset))

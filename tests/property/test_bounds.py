@@ -66,7 +66,6 @@ class Step:
         return replace(
             frozen,
             head_bytes=self.costs.head_bytes,
-            head_gradient_bytes=self.costs.head_gradient_bytes,
             gradient_bytes=tuple(INPUT_BYTES * (number in updated) for number in range(len(sizes))),
             updated=frozenset(updated),
         )
@@ -102,7 +101,7 @@ class Step:
 
 def on_device(costs: Costs) -> Costs:
     """Return the costs with the head on the device."""
-    return replace(costs, head_bytes=0, head_gradient_bytes=0)
+    return replace(costs, head_bytes=0)
 
 
 @st.composite
@@ -154,9 +153,6 @@ def steps(
         front_backward_s=draw(st.sampled_from([0.0, 0.3])),
         head_bytes=draw(st.sampled_from([0, 0, 1, 25, 90, 2 * PIECE_BYTES])),
     )
-    if costs.head_bytes and not (are_alike and is_encoded):  # it may train: a gradient leaves
-        sent = draw(st.sampled_from([0, 0, 2, 180, 4 * PIECE_BYTES]))
-        costs = replace(costs, head_gradient_bytes=sent)
     return Step(
         costs=costs,
         num_slots=num_slots,

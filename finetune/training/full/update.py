@@ -10,8 +10,6 @@ from finetune.full.host_optimizer import HostOptimizer, total_norm
 from finetune.recipe.sections import TrainSection
 from finetune.run.checkpoint import Restored, Saved
 from offload.engine.engine import Engine
-from offload.engine.host.embedding import RowSums
-from offload.engine.passes.head_gradient import HeadGradient
 
 CLIP_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
@@ -21,9 +19,7 @@ class FullUpdate:
 
     Layers are updated in the next step, on the host before their load.
     Embeddings, norm and head are on the device for the whole run and needed first, so they are
-    updated at once, on the host: their gradients, in fp32, come there, and new weights go back. Of
-    an embedding on the host gradients have come there row by row, and of a head there at the end of
-    a step's tails; nothing goes back.
+    updated at once, on the host: their gradients, in fp32, come there, and new weights go back.
 
     One process makes it; weights that several train are sharded, see `finetune.training.sharded`.
     """
@@ -40,7 +36,7 @@ class FullUpdate:
         self._layer_of = engine.updates.layer_of
         self._layers = {name: trained[name] for name in self._layer_of}
         self._around = {  # in one order wherever they are: the norms are added up in it
-            name: _around(parameter, engine)
+            name: _Around(parameter)
             for name, parameter in trained.items()
             if name not in self._layer_of
         }
@@ -193,88 +189,6 @@ class _Around:
         """Copy the weight to the device, unless it is there."""
         if self.on_host.data_ptr() != self._parameter.data_ptr():
             self._parameter.copy_(self.on_host)
-
-
-def _around(parameter: nn.Parameter, engine: Engine) -> "_Around | _InRows | _InHead":
-    """Return a weight around the layers as it is updated."""
-    gradient = engine.head_gradient
-    if gradient is not None and parameter is gradient.weight:
-        return _InHead(gradient)
-    sums = engine.row_sums if parameter is engine.row_weight else None
-    if sums is None:
-        return _Around(parameter)
-    return _InRows(parameter, sums, is_cpu=engine.computes_on.type == "cpu")
-
-
-class _InRows:
-    """The input embedding on the host: gradients by its rows were added up there, in fp32."""
-
-    def __init__(self, parameter: nn.Parameter, sums: RowSums, *, is_cpu: bool) -> None:
-        sums.keep_in_fp32()
-        self._parameter, self._sums, self._is_cpu = parameter, sums, is_cpu
-        self.on_host = parameter.detach()
-
-    @property
-    def gradient(self) -> torch.Tensor:
-        """The gradient of the newest step, with zeros where no token was."""
-        return self._sums.total
-
-    def norm(self) -> torch.Tensor:
-        """Return the gradient's norm, as exact as that of the device on which the model computes.
-
-        On a CPU torch adds up all squares in fp32, one after the other, and the norm of 150 million
-        numbers is off by 2 %; a GPU adds them up in a tree. So a CPU that updates for a GPU takes
-        the norm of each row, and of all of these in fp64.
-        """
-        norm: torch.Tensor
-        if self._is_cpu:  # to the bit as with the embedding on the device
-            norm = torch.linalg.vector_norm(self.gradient)
-        else:
-            rows_V = torch.linalg.vector_norm(self.gradient, dim=1)
-            norm = torch.linalg.vector_norm(rows_V.double()).float()
-        return norm
-
-    def taken(self) -> torch.Tensor:
-        """Return the gradient, which stays until the next step."""
-        self.let_go()
-        return self.gradient
-
-    def let_go(self) -> None:
-        """Let the next step add up anew."""
-        self._parameter.grad = None
-
-    def publish(self) -> None:
-        """Nothing is to be copied: it is looked up where it is updated."""
-
-
-class _InHead:
-    """The output head on the host: its gradient was added up on the device, and has come there."""
-
-    def __init__(self, gradient: HeadGradient) -> None:
-        assert gradient.total.dtype is torch.float32, "as it was attached"
-        self._gradient, self.on_host = gradient, gradient.weight.detach()
-
-    @property
-    def gradient(self) -> torch.Tensor:
-        """The gradient of the newest step."""
-        return self._gradient.total
-
-    def norm(self) -> torch.Tensor:
-        """Return the gradient's norm, which was computed before it left the device."""
-        assert self._gradient.norm is not None
-        return self._gradient.norm
-
-    def taken(self) -> torch.Tensor:
-        """Return the gradient, which stays until the next step."""
-        self.let_go()
-        return self.gradient
-
-    def let_go(self) -> None:
-        """Let the next step add up anew."""
-        self._gradient.weight.grad = None
-
-    def publish(self) -> None:
-        """Nothing is to be copied: a step copies it from where it is updated."""
 
 
 class _Adder:

@@ -98,10 +98,10 @@ def with_common_places(
         requests: Of all runs that are to share a step with it.
         facts: Of their model.
     """
-    adapters = [(one.typical.adapter, one.num_ranks) for one in requests]
-    if any(why_on_device(facts, adapter) for adapter, _ in adapters):
+    adapters = [one.typical.adapter for one in requests]
+    if any(why_on_device(facts, adapter) for adapter in adapters):
         chosen = with_embeddings(chosen, "device")
-    if any(why_head_on_device(facts, adapter, num_ranks=num) for adapter, num in adapters):
+    if any(why_head_on_device(facts, adapter) for adapter in adapters):
         chosen = with_head(chosen, "device")
     return chosen
 

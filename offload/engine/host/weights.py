@@ -136,7 +136,6 @@ class HostWeights:
         torch_device: torch.device,
         free: Callable[[torch.Tensor], None],
         *,
-        may_train: bool,
         head: nn.Module | None,
         is_head_on_host: bool,
     ) -> HostEmbedding:
@@ -146,7 +145,6 @@ class HostWeights:
             model: The model.
             torch_device: Where rows of it are looked up.
             free: Frees a block of host memory once no copy uses it.
-            may_train: Whether weights that train are on the host.
             head: The output head without an adapter; None if there is none.
             is_head_on_host: Whether its weight is on the host already.
 
@@ -160,7 +158,6 @@ class HostWeights:
             model,
             model.get_input_embeddings(),
             rows=rows,
-            may_train=may_train,
             head=head,
             is_head_on_host=is_head_on_host,
         )

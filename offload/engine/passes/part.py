@@ -248,29 +248,5 @@ def require_apart(model: LayeredModel, runs: Sequence[RunStep], *, are_on_host: 
             limit="their gradients leave a layer once per step, for one run",
             hint='`trained_weights="device"`, or train one run at a time',
         )
-    sums = None if model.embedding is None else model.embedding.sums
-    if sums is not None:
-        _require_row_sums(runs, is_shared=sums.is_shared)
     if adapters:
         require_owners(model, adapters)
-
-
-def _require_row_sums(runs: Sequence[RunStep], *, is_shared: bool) -> None:
-    """Check that gradients by rows are added up over the processes that all others are.
-
-    Raises:
-        OffloadError: They are not.
-    """
-    is_reduced = any(run.reducer is not None for run in runs)
-    if is_reduced and not is_shared:
-        raise OffloadError(
-            "gradients are added up over processes, and the input embedding trains on the host",
-            limit="gradients by its rows stay with the process that computed them",
-            hint='`embeddings="device"`',
-        )
-    if is_shared and not is_reduced:
-        raise OffloadError(
-            "gradients by rows of the input embedding are added up over processes, and no others",
-            limit="all gradients are of the same rows of a step",
-            hint="`RunStep(..., reducer=...)`",
-        )

@@ -33,14 +33,8 @@ class Transfers:
         if self._embedding is not None:
             looked_up[Kind.LOOK_UP] = self._embedding.look_up
             looked_up[Kind.ROWS] = partial(self._embedding.bring, device=self._device)
-            looked_up[Kind.ROW_GRADIENTS] = partial(self._embedding.send_back, device=self._device)
-            looked_up[Kind.ADD_ROWS] = self._embedding.add
-            looked_up[Kind.REDUCE_ROWS] = self._embedding.reduce
         if self._head is not None:
             looked_up[Kind.HEAD] = partial(self._head.bring, device=self._device)
-        if self._head is not None and self._head.gradient is not None:
-            sent = partial(self._head.gradient.send_back, device=self._device)
-            looked_up[Kind.HEAD_GRADIENT] = sent
         return looked_up | {
             Kind.READ: self._read,
             Kind.LOAD: self._load,

@@ -7,13 +7,10 @@ from dataclasses import dataclass
 
 from offload.plan.facts.embedding import (
     embedding_bytes,
-    num_trained_on_host,
     row_buffers_bytes,
-    row_sum_bytes,
-    step_row_bytes,
 )
 from offload.plan.facts.facts import ModelFacts
-from offload.plan.facts.head import head_bytes, head_gradient_bytes, num_head_trained_on_host
+from offload.plan.facts.head import head_bytes
 from offload.plan.facts.linears import FP32_BYTES
 from offload.plan.facts.optimizer import (
     HOST_GRADIENTS,
@@ -28,10 +25,8 @@ from offload.plan.facts.workload import Workload
 from offload.plan.machine.machine import MIB, Machine
 from offload.plan.memory.memory import (
     DATA_WORKERS,
-    EMBEDDING_GRADIENTS,
     EMBEDDINGS,
     HEAD,
-    HEAD_GRADIENT,
     HOST_TEMPORARIES,
     OTHER_RANKS,
     PAGED_STATES,
@@ -53,7 +48,7 @@ CUDA_PROCESS_BYTES = 2048 * MIB  # 15 runs on an H200, torch 2.11, CUDA 13: 1.8 
 ADAFACTOR_COPIES = 3  # in fp32, of a tensor: itself, its gradient, its step
 
 
-LOCKED_TERMS = (STASH, SENT, ROWS, HEAD, HEAD_GRADIENT)
+LOCKED_TERMS = (STASH, SENT, ROWS, HEAD)
 """Terms of host memory that are page-locked in addition to the layers, if a GPU computes."""
 
 
@@ -65,15 +60,12 @@ class HostLoad:
         workload: Its largest micro-batch.
         num_workers: Its data workers of each rank.
         num_stashed: Micro-batches whose layer inputs each rank stashes in host memory.
-        num_summed: Of its largest micro-batches, how many have all rows by which each rank adds up
-            gradients of an embedding in RAM, before all ranks' are added up; 0 with a single rank.
         feature_bytes: What a head reads that learns alone before the first step.
     """
 
     workload: Workload
     num_workers: int
     num_stashed: int
-    num_summed: float = 0.0
     feature_bytes: int = 0
 
 
@@ -107,8 +99,8 @@ def host_terms(
         run.num_stashed * input_bytes(facts, run.workload) for run in runs
     )
     rows = max(row_buffers_bytes(facts, run.workload) for run in runs)
-    head, head_gradient = head_bytes(facts, workload), head_gradient_bytes(facts, workload)
-    locked = stash + rows + head + head_gradient + locked_update_bytes(workload)
+    head = head_bytes(facts, workload)
+    locked = stash + rows + head + locked_update_bytes(workload)
     is_short = num_slabs * slab + num_ranks * locked > machine.pinned_bytes
     staging = 0
     if is_cuda and (is_short or not num_slabs):  # loads pass through a page-locked ring
@@ -118,14 +110,8 @@ def host_terms(
         MemoryTerm(name=SLAB, num_bytes=slab),
         *_whole_host_terms(facts, workload, is_cuda=is_cuda),
         MemoryTerm(name=EMBEDDINGS, num_bytes=embedding),
-        MemoryTerm(
-            name=EMBEDDING_GRADIENTS,
-            num_bytes=row_sum_bytes(facts, workload)
-            + sum(step_row_bytes(facts, x.workload, x.num_summed) for x in runs if x.num_summed),
-        ),
         MemoryTerm(name=ROWS, num_bytes=rows),
         MemoryTerm(name=HEAD, num_bytes=head),
-        MemoryTerm(name=HEAD_GRADIENT, num_bytes=head_gradient),
         MemoryTerm(name=STASH, num_bytes=stash),
         MemoryTerm(name=STAGING, num_bytes=staging),
         MemoryTerm(name="loading", num_bytes=LOADING_LAYERS * largest * workload.dtype_bytes),
@@ -168,7 +154,7 @@ def _whole_host_terms(
     """List what weights that train take in RAM in addition to themselves.
 
     If a device computes with them, weights around the layers are there too, and their gradients in
-    fp32. An embedding or a head that trains there is counted with its own terms.
+    fp32.
     """
     whole = workload.adapter.whole
     if whole is None:
@@ -176,11 +162,8 @@ def _whole_host_terms(
     b, low_bytes = workload.dtype_bytes, whole.low_bytes
     each = host_update_bytes(b, workload.optimizer, low_bytes)
     gradients = each[HOST_GRADIENTS] * sum(whole.layers)
-    rows, head = num_trained_on_host(facts, workload), num_head_trained_on_host(facts, workload)
-    on_host = rows + head
-    around = whole.num_outer - on_host
-    gradients += FP32_BYTES * around if is_cuda else 0
-    copies = each[WEIGHTS] * around if is_cuda else 0
+    gradients += FP32_BYTES * whole.num_outer if is_cuda else 0
+    copies = each[WEIGHTS] * whole.num_outer if is_cuda else 0
     in_layers = [linear.num_weights for layer in facts.layers for linear in layer.linears]
     largest = max(*in_layers, facts.embedding_parameters if whole.num_outer else 0)
     temporaries = ADAFACTOR_COPIES * FP32_BYTES * largest

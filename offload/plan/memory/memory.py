@@ -15,13 +15,10 @@ from offload.plan.facts.attention import SoftmaxAttention
 from offload.plan.facts.codec import decode_workspace_bytes
 from offload.plan.facts.embedding import (
     embedding_bytes,
-    new_row_gradients_bytes,
-    num_trained_on_host,
-    places_bytes,
     row_buffers_bytes,
 )
 from offload.plan.facts.facts import ModelFacts
-from offload.plan.facts.head import head_bytes, head_room_bytes, num_head_trained_on_host
+from offload.plan.facts.head import head_bytes
 from offload.plan.facts.layer_layout import record_bytes
 from offload.plan.facts.linears import FP32_BYTES
 from offload.plan.facts.optimizer import (
@@ -64,8 +61,7 @@ CONTEXT, FRAGMENTATION, OTHER_RANKS = "context", "fragmentation", "other ranks"
 SLOTS, CUBLAS, KEPT_GRAPHS = "slots", "cuBLAS workspaces", "kept graphs"
 UPDATE = "optimizer temporaries"
 OUTER, EMBEDDINGS, ROWS = "embeddings, norm and head", "embeddings", "buffers of embedding rows"
-EMBEDDING_GRADIENTS = "gradients of embeddings"
-HEAD, HEAD_GRADIENT = "output head", "gradient of the output head"
+HEAD = "output head"
 SCORES, ROUTER_LOGITS = "one visit: attention scores", "router logits"
 ROUTER_LOSS = "a layer's router loss"
 # Of what trains, and of micro-batches: each run of a shared step has its own.
@@ -401,7 +397,7 @@ def device_needs(
         num_kept=num_kept,
         num_micro_batches=num_micro_batches,
         # and gradients by a prefix
-        recorded=recorded + workload.adapter.past_bytes + places_bytes(facts, workload),
+        recorded=recorded + workload.adapter.past_bytes,
     )
     kinds = set(facts.layers)
     visits = {x: visit_bytes(facts, machine, x, workload, is_padded=is_padded) for x in kinds}
@@ -449,7 +445,7 @@ def device_needs(
         sent_graph_bytes=tuple(visits[layer].sent_graph for layer in facts.layers),
         router_bytes=tuple(routers[layer] for layer in facts.layers),
         num_micro_batches=num_micro_batches,
-        head_bytes=head_room_bytes(facts, workload),
+        head_bytes=head_bytes(facts, workload),
     )
 
 
@@ -478,12 +474,9 @@ def _standing_terms(
     outside = outer_module_sizes(facts, workload.adapter)
     layer_gradients = 0
     if (whole := workload.adapter.whole) is not None:
-        num_on_device = whole.num_outer - num_trained_on_host(facts, workload)
-        num_on_device -= num_head_trained_on_host(facts, workload)
-        gradients, modules = FP32_BYTES * num_on_device, ()
+        gradients, modules = FP32_BYTES * whole.num_outer, ()
         layer_gradients = math.ceil(NUM_GRADIENT_BUFFERS * b * max(whole.layers))
     new_gradient = b * (outside.get(EMBEDDING, 0) if is_traced else max(modules, default=0))
-    new_gradient = new_row_gradients_bytes(facts, workload) or new_gradient
     copy_bytes = FP32_BYTES + (0 if b == FP32_BYTES or workload.adapter.num_past else b)
     shapes = trained_tensor_shapes(facts, workload.adapter)
     states = state_bytes(shapes, workload.optimizer)

@@ -39,15 +39,8 @@ class Kind(StrEnum):
     BACKWARD: compute a layer's gradients, after a recompute unless its graph was kept or sent.
     GRADIENT: copy a piece of the gradients of a layer's own weights to host memory (d2h).
     FRONT_BACKWARD: compute the gradients of the modules before the layers.
-    HEAD_GRADIENT: copy a piece of the gradient of an output head to host memory, if it trains there
-        (d2h).
-    ROW_GRADIENTS: copy a micro-batch's gradients by rows of the input embedding to host memory, if
-        it trains there (d2h).
-    ADD_ROWS: add them to the sums for the whole embedding (host).
     GATHER: collect a layer, or all else, from the ranks that each hold a part of it (network).
     REDUCE: add up the gradients of a layer, or of all else that trains, over the ranks (network).
-    REDUCE_ROWS: add up gradients by rows of the input embedding over the ranks, in host memory of
-        those that update it (network).
     OPTIMIZER: the update after the pass. Appears in timelines, never in a schedule.
     """
 
@@ -66,24 +59,17 @@ class Kind(StrEnum):
     SCORE = "score"
     OBJECTIVE = "objective"
     TAIL = "tail"
-    HEAD_GRADIENT = "head_gradient"
     FETCH = "fetch"
     RETURN = "return"
     BACKWARD = "backward"
     GRADIENT = "gradient"
     FRONT_BACKWARD = "front_backward"
-    ROW_GRADIENTS = "row_gradients"
-    ADD_ROWS = "add_rows"
     GATHER = "gather"
     REDUCE = "reduce"
-    REDUCE_ROWS = "reduce_rows"
     OPTIMIZER = "optimizer"
 
 
-SUMS = (Kind.REDUCE, Kind.REDUCE_ROWS)
-"""The ops that take their time once all ranks are there."""
-
-OVER_NETWORK = (Kind.GATHER, *SUMS)
+OVER_NETWORK = (Kind.GATHER, Kind.REDUCE)
 
 
 class Op(NamedTuple):
@@ -99,13 +85,11 @@ class Op(NamedTuple):
             before it reads.
         buffer: For READ and LOAD the staging buffer, for FETCH and BACKWARD the buffer of the
             fetched layer input, for GRADIENT the buffer that is copied to the host, for STATES,
-            UPDATE and UPDATED that of gradients and states, for LOOK_UP, ROWS, FRONT,
-            FRONT_BACKWARD, ROW_GRADIENTS and ADD_ROWS that of the embedding's rows, or of gradients
-            by them.
-        offset: First byte of a piece within its layer, the head, or its gradient.
+            UPDATE and UPDATED that of gradients and states, for LOOK_UP, ROWS and FRONT that of the
+            embedding's rows.
+        offset: First byte of a piece within its layer or the head.
         num_bytes: Bytes that are moved; for DECODE, bytes that are written; for GATHER and
-            REDUCE, bytes that this rank sends; for REDUCE_ROWS, bytes that a rank which updates
-            the embedding gets, if all ranks have as many rows as this one.
+            REDUCE, bytes that this rank sends.
         has_graph: For FORWARD, whether the graph is kept, or sent if there is a carrier; for
             BACKWARD, whether one was.
         has_output: For FORWARD, whether the attention's output is recorded for the backward; for

@@ -67,9 +67,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from offload.plan.schedule.hazards import Line, Resource, parallel
-from offload.plan.schedule.head import HeadPlace, head_copies, leaving_head_gradient
+from offload.plan.schedule.head import head_copies, head_slots
 from offload.plan.schedule.inputs import fetched, in_buffer, stashed
-from offload.plan.schedule.lookups import looked_up, reduced_rows, sent_back
+from offload.plan.schedule.lookups import looked_up
 from offload.plan.schedule.op import Kind, Lane, Op
 from offload.plan.schedule.passes import Passes, numbered
 from offload.plan.schedule.reduced import Reduced
@@ -117,10 +117,7 @@ class TransferSizes:
             loaded.
         reduced: What of each run's gradients crosses the network; none with a single rank.
         row_bytes: Of the input embedding's rows, by pass; empty if the device has all of them.
-        row_gradient_bytes: Of gradients by these rows, by pass; empty if none go to the host.
-        row_sum_bytes: Of their sums, from other ranks; 0 with a single one.
         head_bytes: Of the output head, if it is copied over slots; 0 if the device has it.
-        head_gradient_bytes: Of its gradient, which leaves from slots; 0 if it is frozen.
     """
 
     layer_bytes: tuple[int, ...]
@@ -131,14 +128,11 @@ class TransferSizes:
     updated: frozenset[int] = frozenset()
     reduced: tuple[Reduced, ...] = ()
     row_bytes: tuple[int, ...] = ()
-    row_gradient_bytes: tuple[int, ...] = ()
-    row_sum_bytes: int = 0
     head_bytes: int = 0
-    head_gradient_bytes: int = 0
 
-    def head_place(self, num_slots: int) -> HeadPlace:
-        """Return the slots that the head computes in."""
-        return HeadPlace.of(self.layer_bytes, num_slots, self.head_bytes, self.head_gradient_bytes)
+    def head_slots(self, num_slots: int) -> range:
+        """Return the slots that the head is copied to; none if the device has it."""
+        return head_slots(self.layer_bytes, num_slots, self.head_bytes)
 
     @property
     def head_piece_bytes(self) -> int:
@@ -209,7 +203,7 @@ class Schedule:
 
     @property
     def network_bytes(self) -> int:
-        """Bytes that this rank sends to others; of rows, that it gets from them."""
+        """Bytes that this rank sends to others."""
         return sum(op.num_bytes for op in self.ops if op.lane is Lane.NETWORK)
 
 
@@ -263,7 +257,7 @@ def step_schedule(
     """
     assert len(sizes.reduced) in (0, len(runs))
     assert 0 <= num_kept_graphs <= len(sizes.layer_bytes)
-    assert order is Order.LAYER_MAJOR or not sizes.head_gradient_bytes + sum(sizes.gradient_bytes)
+    assert order is Order.LAYER_MAJOR or not any(sizes.gradient_bytes)
     assert order is Order.LAYER_MAJOR or not any(run.has_objective for run in runs)
     assert sizes.updated.isdisjoint(ring), "a slot would hold weights of before the update"
     num_layers, runs = len(sizes.layer_bytes), numbered(runs)
@@ -274,7 +268,6 @@ def step_schedule(
         first_graph=num_layers - num_kept_graphs,
         saved=saved,
         run_of={m: i for i, _ in enumerate(sizes.reduced) for m in runs[i].trained},
-        adds_up=any(run.trained for run in runs),
     )
     trained = tuple(number for run in runs for number in run.trained)
     assert not input_bytes or len(input_bytes) == len(trained)
@@ -290,7 +283,6 @@ def step_schedule(
                 program.scored(layer, run)
         for number, run in enumerate(runs):
             program.tail(number, run, [m for m in run.trained if m in group])
-        program.lines += leaving_head_gradient(sizes, len(ring)) if trained else ()
         for layer in reversed(range(num_layers)):
             if trained:
                 program.backward(layer, group)
@@ -300,7 +292,6 @@ def step_schedule(
         if trained and trains_front:
             program.outside(Kind.FRONT_BACKWARD, group)
     program.reduce(None)
-    program.lines += reduced_rows(sizes.row_sum_bytes)
     return program.schedule(ring)
 
 
@@ -341,7 +332,6 @@ class _Program:
     num_fetches: int = 0
     num_carried: int = 0
     has_head: bool = False
-    adds_up: bool = False
 
     def schedule(self, ring_before: Ring) -> Schedule:
         """Return the pass as ops.
@@ -362,8 +352,6 @@ class _Program:
             writes = self._kept(0, m) if kind is Kind.FRONT else ()
             if kind in (Kind.TAIL, Kind.FRONT_BACKWARD):
                 writes = self._added_up(None, m)
-            if kind is Kind.TAIL and self.adds_up:
-                writes = (*writes, *self.sizes.head_place(len(self.ring)).added_up)
             self._add(Line(ops=(op,), reads=reads, writes=writes))
 
     def apart(self, kind: Kind, group: Sequence[int]) -> None:
@@ -374,26 +362,20 @@ class _Program:
 
     def _head(self) -> tuple[Resource, ...]:
         """Write the copy of the head over its slots, unless it is there; return what reads it."""
-        place = self.sizes.head_place(len(self.ring))
-        if place.weight and not self.has_head:
+        slots = self.sizes.head_slots(len(self.ring))
+        if slots and not self.has_head:
             self.has_head = True
-            for slot in place.covered(adds_up=self.adds_up):
+            for slot in slots:
                 self.ring[slot] = None
-            self.lines += head_copies(place, self.sizes)
-        return place.read
+            self.lines += head_copies(slots, self.sizes)
+        return tuple(map(slot_of, slots))
 
     def _add(self, line: Line) -> None:
-        """Write a line outside the layers, with those that move rows of the embedding for it.
-
-        A front's rows are brought ahead of it, and gradients by them are sent back after its
-        backward.
-        """
+        """Write a line outside the layers, with those that bring rows of the embedding for it."""
         (op,) = line.ops
         lines: tuple[Line, ...] = (line,)
         if op.kind is Kind.FRONT and self.sizes.row_bytes:
             lines = looked_up(line, self.sizes.row_bytes[op.micro_batch_index])
-        elif op.kind is Kind.FRONT_BACKWARD and self.sizes.row_gradient_bytes:
-            lines = sent_back(line, self.sizes.row_gradient_bytes[op.micro_batch_index])
         self.lines += lines
 
     def tail(self, number: int, run: Passes, group: Sequence[int]) -> None:

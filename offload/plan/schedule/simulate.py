@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from offload.plan.schedule.lookups import NUM_ROW_BUFFERS
-from offload.plan.schedule.op import SUMS, Kind, Lane, Op
+from offload.plan.schedule.op import Kind, Lane, Op
 from offload.plan.schedule.schedule import NUM_STAGING, Schedule
 from offload.plan.schedule.timeline import Span, Timeline
 
@@ -40,7 +40,7 @@ def times_s(
             if ends_s[other] > start_s:
                 start_s = ends_s[other]
         end_s = start_s + duration_s(op)
-        if op.kind in SUMS:
+        if op.kind is Kind.REDUCE:
             end_s = max(end_s, next(arrivals, 0.0) + duration_s(op))
         lane_free_s[op.lane] = end_s
         starts_s.append(start_s)
@@ -65,8 +65,8 @@ def merged_s(
     If the ends of all that they wait for are convex in m, so are their own: a wait delays the m-th
     op most if it is the first or the m-th one. So the ends of the first and the last op of each
     group are enough, and the time is that of the schedule with all micro-batches and pieces. Rows
-    of the embedding, and gradients by them, go through buffers that the next but one needs again:
-    they are simulated one by one.
+    of the embedding go through buffers that the next but one needs again: they are simulated one by
+    one.
 
     Args:
         schedule: The ops of one micro-batch; each copy is one op, without its read.
@@ -78,7 +78,6 @@ def merged_s(
     firsts_s: list[float] = []
     lasts_s: list[float] = []
     fronts_s = _looked_up_s(schedule, durations_s, num_micro_batches)
-    backwards = _sent_back(schedule)
     for number, (op, one_s) in enumerate(zip(schedule.ops, durations_s, strict=True)):
         first_s = last_s = lane_free_s[op.lane]
         is_group = op.micro_batch is not None
@@ -86,10 +85,6 @@ def merged_s(
             is_paired = is_group and schedule.ops[other].micro_batch is not None
             first_s = max(first_s, firsts_s[other] if is_paired else lasts_s[other])
             last_s = max(last_s, lasts_s[other])
-        if number in backwards:
-            lanes_s = [last_s, lane_free_s[Lane.D2H], lane_free_s[Lane.HOST]]  # they end with it
-            sent_back = _ThroughBuffers(lanes_s)
-            fronts_s |= sent_back.ends_s(backwards[number], durations_s, num_micro_batches)
         if number in fronts_s:
             first_s, last_s = fronts_s[number]
         elif isinstance(one_s, tuple):
@@ -159,23 +154,6 @@ class _ThroughBuffers:
             found.append((first_s, second_s, third_s))
         self._lanes_s = [first_s, second_s, third_s]
         return dict(zip(numbers, zip(found[0], found[-1], strict=True), strict=True))
-
-
-def _sent_back(schedule: Schedule) -> dict[int, tuple[int, int, int]]:
-    """Return the backwards of fronts whose gradients by rows leave, with what moves and adds these.
-
-    All are positions in the schedule, after the last visit; keys are those of the backwards.
-    """
-    kinds = (Kind.FRONT_BACKWARD, Kind.ROW_GRADIENTS, Kind.ADD_ROWS)
-    found: dict[int, dict[Kind, int]] = {}
-    for number in reversed(range(len(schedule.ops))):
-        op = schedule.ops[number]
-        if op.kind is Kind.BACKWARD:
-            break
-        if op.kind in kinds and op.buffer is not None:
-            found.setdefault(op.micro_batch_index, {})[op.kind] = number
-    each = (tuple(ops[kind] for kind in kinds) for ops in found.values())
-    return {backward: (backward, leaves, added) for backward, leaves, added in each}
 
 
 def _seconds(duration_s: float | Pieces) -> float:

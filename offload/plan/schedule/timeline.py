@@ -113,9 +113,9 @@ class Timeline:
             "backward": self.busy_s(Kind.BACKWARD, Kind.FRONT_BACKWARD),
             "h2d": self.busy_s(*(Kind.ROWS, Kind.LOAD, Kind.HEAD, Kind.FETCH, Kind.RETURN)),
             "d2h": self.busy_s(
-                *(Kind.STASH, Kind.SEND, Kind.HEAD_GRADIENT, Kind.GRADIENT, Kind.ROW_GRADIENTS),
+                *(Kind.STASH, Kind.SEND, Kind.GRADIENT),
             ),
-            "reads": self.busy_s(Kind.LOOK_UP, Kind.ADD_ROWS, Kind.READ),
+            "reads": self.busy_s(Kind.LOOK_UP, Kind.READ),
             "updates": self.busy_s(Kind.UPDATE),
             "exposed updates": self.exposed_s(Kind.UPDATE),
             "stall": self.stall_s,

@@ -2,12 +2,12 @@
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
-from offload.plan.schedule.head import HeadPlace, held_at_turn
+from offload.plan.schedule.head import head_slots, held_at_turn
 from offload.plan.schedule.residency import NOTHING_SAVED, Saved
 from offload.plan.schedule.schedule import (
     NUM_CARRIED,
@@ -48,8 +48,7 @@ def r3_bound_s(
     Layers that are updated on the host are so one after the other, each before its load. If states
     wait in a file, an update also waits for its states, and the drive for buffers.
     A head in host memory is copied after the loads of the way up, over each slot as soon as that is
-    free; the layers under it are loaded again on the way down, those under its gradient once that
-    has left.
+    free; the layers under it are loaded again on the way down.
 
     Stashed inputs leave one after the other. They come back between the loads, each as soon as the
     visit two before its own has released the buffer. So do sent graphs and attention outputs; the
@@ -142,12 +141,11 @@ class StepBound:
         costs = self.costs
         sweeps = _Sweeps.of(self, first_graph=len(costs.layers) - num_kept_graphs, saved=saved)
         up_s, loaded = sweeps.up_s(_ring_between_steps(costs, num_slots) if ring is None else ring)
-        head = _UnderHead.of(costs, num_slots)
-        turn_s = max(up_s, sweeps.head_s(head.weight, up_s, loaded))
-        end_s = sweeps.end_s(up_s, turn_s, num_slots, head)
-        left_s = turn_s + self.tails_s + head.leaving_s if head.gradient else 0.0
+        covered = _under_head(costs, num_slots)
+        turn_s = max(up_s, sweeps.head_s(covered, up_s, loaded))
+        end_s = sweeps.end_s(up_s, turn_s, num_slots, frozenset(covered))
         end_s += self.num_micro_batches * costs.front_backward_s
-        return max(end_s, left_s)
+        return end_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -251,7 +249,7 @@ class _Sweeps:
         """Return when the head has been copied over slots; 0 if it is on the device.
 
         Args:
-            covered: The layers that are in the slots of its weight, in their order.
+            covered: The layers that are in its slots, in their order.
             up_s: When the last layer's forward visit ends.
             loaded: The layer that is loaded last before it, and when its load ends.
         """
@@ -311,17 +309,17 @@ class _Sweeps:
         """Return the time from the last micro-batch's visit of a layer to the end of all visits."""
         return self.forth_s[layer] + sum(self.visits_s[layer + 1 :])
 
-    def end_s(self, up_s: float, turn_s: float, num_slots: int, head: "_UnderHead") -> float:
+    def end_s(self, up_s: float, turn_s: float, num_slots: int, covered: frozenset[int]) -> float:
         """Return the earliest end of the first layer's backward visit.
 
-        From `turn_s` on the head may compute, over the slots of some layers. Of a visit the first
-        and the last micro-batch are enough; see `simulate.merged_s`.
+        From `turn_s` on the head may compute, over the slots of the covered layers. Of a visit the
+        first and the last micro-batch are enough; see `simulate.merged_s`.
         """
         step, num_layers, back_s = self.step, len(self.visits_s), self.back_s
         loads_s, decodes_s, num = step.loads_s, step.decodes_s, step.num_micro_batches
         stashed, leaving = frozenset(self.stashed), self.leaving
         now_s, link_s = max(turn_s, self.leaving_s()) + step.tails_s, 0.0
-        after_s, covered = now_s, head.layers
+        after_s = now_s
         free_s = [0.0] * num_layers
         done_s = [_AT_ONCE] * NUM_FETCHED
         carried_s = [self.sent_s() if leaving else _AT_ONCE] * NUM_CARRIED
@@ -330,7 +328,7 @@ class _Sweeps:
             is_last = layer == num_layers - 1
             if layer + num_slots < num_layers or (layer in covered and not (is_last and decode_s)):
                 above = layer + num_slots  # the layer that is in its slot before it
-                freed_s = free_s[above] if above < num_layers else head.freed_s(layer, after_s)
+                freed_s = free_s[above] if above < num_layers else after_s
                 link_s = (link_s if link_s > freed_s else freed_s) + loads_s[layer]
                 now_s = now_s if now_s > link_s else link_s
             now_s += decode_s
@@ -405,44 +403,11 @@ def _ring_between_steps(costs: Costs, num_slots: int) -> Ring:
     return tuple(None if layer in updated else layer for layer in warm_ring(num_slots))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _UnderHead:
-    """The layers in the slots that the head takes at the turn; none if it is on the device.
-
-    Attributes:
-        layers: All of them.
-        weight: Those under its weight, in the order of the slots.
-        gradient: Those under its gradient.
-        leaving_s: How long that takes to the host.
-    """
-
-    layers: frozenset[int] = frozenset()
-    weight: Sequence[int] = ()
-    gradient: frozenset[int] = frozenset()
-    leaving_s: float = 0.0
-
-    @classmethod
-    def of(cls, costs: Costs, num_slots: int) -> "_UnderHead":
-        if not costs.head_bytes:
-            return cls()
-        sizes = [layer.weight_bytes for layer in costs.layers]
-        num_bytes = costs.head_gradient_bytes
-        place = HeadPlace.of(sizes, num_slots, costs.head_bytes, num_bytes)
-
-        def held(slots: Iterable[int]) -> list[int]:
-            return [held_at_turn(len(sizes), num_slots, slot) for slot in slots]
-
-        latency_s = math.ceil(num_bytes / PIECE_BYTES) * costs.h2d_latency_s
-        return cls(
-            layers=frozenset(held(place.covered(adds_up=True))),
-            weight=held(place.weight),
-            gradient=frozenset(held(place.gradient)),
-            leaving_s=latency_s + num_bytes / costs.d2h_bytes_per_s,
-        )
-
-    def freed_s(self, layer: int, computed_s: float) -> float:
-        """Return when the slot of a layer is free, from when the head has computed."""
-        return computed_s + self.leaving_s if layer in self.gradient else computed_s
+def _under_head(costs: Costs, num_slots: int) -> list[int]:
+    """Return the layers in the slots that the head takes at the turn, in the order of these."""
+    sizes = [layer.weight_bytes for layer in costs.layers]
+    slots = head_slots(sizes, num_slots, costs.head_bytes)
+    return [held_at_turn(len(sizes), num_slots, slot) for slot in slots]
 
 
 @lru_cache(maxsize=2**10)

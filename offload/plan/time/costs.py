@@ -13,12 +13,9 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Literal
 
-from offload.plan.facts.embedding import new_row_gradients_bytes, num_trained_on_host
 from offload.plan.facts.facts import LayerFacts, ModelFacts, adapted_linears
 from offload.plan.facts.head import (
     head_bytes,
-    head_gradient_bytes,
-    num_head_trained_on_host,
 )
 from offload.plan.facts.linears import FP32_BYTES, Linear
 from offload.plan.facts.trainable import (
@@ -47,7 +44,6 @@ from offload.plan.time.work import Bound, Work
 
 Grade = Literal["spec", "probed", "calibrated"]
 
-ROW_GRADIENT_PASSES, ROW_GRADIENT_OPS = 3, 4  # with zeros ahead of the sums, and the copy
 GRADIENT_PASSES = 4  # a new gradient is written and read, the sum so far read and written
 FRONT_OPS = 60
 OBJECTIVE_OPS = 20  # of a loss of pairs and its gradient
@@ -127,11 +123,7 @@ class Costs:
         fetch_bytes_per_s: Rate of the copy back.
         read_bytes_per_s: Rate at which staging buffers are filled, from memory or from a file.
         head_bytes: Of an output head that is copied over slots; 0 if the device has it.
-        head_gradient_bytes: Of its gradient, which leaves from slots; 0 if it is frozen.
         look_up_bytes_per_s: Rate at which rows of the embedding are gathered in host memory.
-        add_rows_bytes_per_s: Rate at which gradients by them are added to their sums there.
-        row_sums_bytes_per_s: Rate at which sums by them that come from other ranks are received and
-            added, on a network without limit.
         duplex_frac: Of the rates to the device, what is left if copies leave it meanwhile.
         top_s: Of it, what log-probabilities of several tokens at each label add to a cross-entropy.
         score_s: Norm, head and log-probabilities of one micro-batch; 0 without an objective.
@@ -163,10 +155,7 @@ class Costs:
     network_latency_s: float = 0.0
     network_bytes_per_s: float = math.inf
     look_up_bytes_per_s: float = math.inf
-    add_rows_bytes_per_s: float = math.inf
-    row_sums_bytes_per_s: float = math.inf
     head_bytes: int = 0
-    head_gradient_bytes: int = 0
     runs: tuple["RunCosts", ...] = ()
 
     @property
@@ -482,26 +471,9 @@ def with_objective(
 
 
 def _front_backward(at: Pricer) -> Work:
-    """The gradient of a trained embedding, which is as large as the embedding for any batch.
-
-    Of one on the host it is as large as the rows of the batch: written, read, and written to the
-    buffer that it leaves from.
-    """
-    rows_bytes = new_row_gradients_bytes(at.facts, at.workload)
-    if rows_bytes:
-        return at.traffic(ROW_GRADIENT_PASSES * rows_bytes, num_ops=ROW_GRADIENT_OPS)
+    """The gradient of a trained embedding, which is as large as the embedding for any batch."""
     trained = outer_module_sizes(at.facts, at.workload.adapter)
     return at.added_up(trained.get(EMBEDDING, 0), num_tensors=1) if trained else Work()
-
-
-def _add_rows_rate(machine: Machine, workload: Workload) -> float:
-    """Return the bytes of rows that are added per second: each is read, its sum read and written.
-
-    Rows in 16 bits are made fp32 first, which is written and read.
-    """
-    b = workload.dtype_bytes
-    moved_bytes = b + 2 * FP32_BYTES + (0 if b == FP32_BYTES else 2 * FP32_BYTES)
-    return machine.host_memory_bytes_per_s.value * b / moved_bytes
 
 
 def _optimizer(at: Pricer) -> Work:
@@ -513,8 +485,6 @@ def _optimizer(at: Pricer) -> Work:
                 spec.whole,
                 dtype_bytes=at.workload.dtype_bytes,
                 optimizer=at.workload.optimizer,
-                num_in_rows=num_trained_on_host(at.facts, at.workload),
-                num_sent_in_pass=num_head_trained_on_host(at.facts, at.workload),
             )
         )
     update = update_work(at.machine, shapes, at.workload.optimizer)
@@ -580,7 +550,5 @@ def price(
         read_bytes_per_s=read_bytes_per_s,
         duplex_frac=machine.h2d_duplex_bytes_per_s.value / h2d.value,
         look_up_bytes_per_s=in_memory,
-        add_rows_bytes_per_s=_add_rows_rate(machine, workload),
         head_bytes=head_bytes(facts, workload),
-        head_gradient_bytes=head_gradient_bytes(facts, workload),
     )

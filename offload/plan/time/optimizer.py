@@ -84,21 +84,16 @@ def outer_update_s(
     *,
     dtype_bytes: int,
     optimizer: Optimizer,
-    num_in_rows: int,
-    num_sent_in_pass: int,
 ) -> float:
     """Return the seconds of the update of weights around the layers, which nothing overlaps with.
 
-    On CUDA their gradients cross the link in fp32, and the weights cross it back. Of those on the
-    host nothing crosses; the norm of gradients that came by rows is computed there.
+    On CUDA their gradients cross the link in fp32, and the weights cross it back.
 
     Args:
         machine: Its rates.
         whole: What trains.
         dtype_bytes: Of a weight.
         optimizer: What updates them.
-        num_in_rows: How many of them are on the host, and get their gradients by rows.
-        num_sent_in_pass: How many are on the host, and have got their gradients in the pass.
     """
     num_weights = whole.num_outer
     update_s = host_update_s(
@@ -110,10 +105,8 @@ def outer_update_s(
     )
     if machine.device == "cpu":
         return update_s
-    update_s += num_in_rows * FP32_BYTES / machine.host_memory_bytes_per_s.value
-    num_sent = num_weights - num_in_rows - num_sent_in_pass
-    sent_s = num_sent * FP32_BYTES / machine.d2h_bytes_per_s.value
-    return sent_s + update_s + num_sent * dtype_bytes / machine.h2d_bytes_per_s.value
+    sent_s = num_weights * FP32_BYTES / machine.d2h_bytes_per_s.value
+    return sent_s + update_s + num_weights * dtype_bytes / machine.h2d_bytes_per_s.value
 
 
 def update_work(machine: Machine, shapes: Sequence[Shape], optimizer: Optimizer) -> Work:

@@ -134,9 +134,9 @@ def _move_embeddings(plan: Plan) -> tuple[Option, ...]:
 
 def _move_head(plan: Plan) -> tuple[Option, ...]:
     """Price the output head in the other place."""
-    typical, num_ranks = plan.request.typical, plan.request.num_ranks
+    typical = plan.request.typical
     is_tied = plan.facts.tie_word_embeddings
-    if is_tied or why_head_on_device(plan.facts, typical.adapter, num_ranks=num_ranks):
+    if is_tied or why_head_on_device(plan.facts, typical.adapter):
         return ()
     what = "it is copied over slots once per step"
     return _move(plan, "offload the head", ("head",), what, now=typical.head, move=with_head)

@@ -83,17 +83,17 @@ def test_one_of_both_alone_is_refused_with_the_fix(here: str, there: str) -> Non
         (
             ["offload.head=host", "adapter.modules_to_save=[embed_tokens]"],
             "offload.head: host for this qwen3 model: the embedding has the same weight: it trains",
-            "`offload.head: auto`",
+            "`offload.head: device`",
         ),
         (
             [*ON_HOST, 'train.what=["*embed_tokens*", "*q_proj*"]', "train.steps=3"],
-            "offload.embeddings: host for this qwen3 model: it trains, and is the head too",
-            "`offload.embeddings: auto` with `offload.head: auto`",
+            "offload.embeddings: host for this qwen3 model: it trains",
+            "`offload.embeddings: device` with `offload.head: device`",
         ),
         (
             ["offload.head=host", "adapter.method=prompt"],
             "the embedding has the same weight: virtual tokens train, which it looks up",
-            "`offload.head: auto`",
+            "`offload.head: device`",
         ),
     ],
 )

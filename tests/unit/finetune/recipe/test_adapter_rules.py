@@ -96,7 +96,7 @@ def test_what_trains_the_embedding_is_refused_where_it_waits_on_the_host() -> No
         (breach,) = broken_embedding_rules(settings(adapter, embeddings="host"))
         assert breach.field == field
         assert breach.what.endswith("and offload.embeddings is host")
-        assert breach.hint.endswith(", or `offload.embeddings: auto`")
+        assert breach.hint.endswith(", or `offload.embeddings: device`")
     (breach,) = broken_embedding_rules(
         settings(cases["adapter.modules_to_save"], embeddings="host")
     )
@@ -104,22 +104,16 @@ def test_what_trains_the_embedding_is_refused_where_it_waits_on_the_host() -> No
     assert not list(broken_embedding_rules(settings({"rank": 4}, embeddings="host")))
 
 
-def test_an_embedding_on_the_host_trains_with_all_other_weights() -> None:
-    whole = settings({}, embeddings="host")
-    whole = whole.model_copy(update={"train": whole.train.model_copy(update={"what": "all"})})
-    assert not list(broken_embedding_rules(whole))
-
-
 # ------------------------------------------------------------------------------------------- head
 
 
-def test_a_head_on_the_host_trains_with_all_other_weights_but_not_with_an_adapter() -> None:
+def test_a_head_on_the_host_does_not_train_with_an_adapter() -> None:
     trained = {"modules_to_save": ["norms", "lm_head"]}
     assert not list(broken_head_rules(settings(trained)))
     (breach,) = broken_head_rules(settings(trained, head="host"))
     assert breach.what == "adapter.modules_to_save is norms, lm_head and offload.head is host"
-    assert breach.limit == "a copy of a head trains next to an adapter, on the device"
-    assert breach.hint == "`adapter.modules_to_save: [norms]`, or `offload.head: auto`"
+    assert breach.limit == "a head in host memory is frozen"
+    assert breach.hint == "`adapter.modules_to_save: [norms]`, or `offload.head: device`"
     assert not list(broken_head_rules(settings({"rank": 4}, head="host")))
     whole = settings({}, head="host")
     whole = whole.model_copy(update={"train": whole.train.model_copy(update={"what": "all"})})

@@ -6,26 +6,24 @@ from typing import Any
 import pytest
 
 from offload.engine.bound import EngineOptions
+from offload.errors import DoesNotFitError, OffloadError
 from offload.plan.facts.embedding import rows_bytes, why_on_device
 from offload.plan.facts.facts import AdapterSpec, WholeWeights
-from offload.plan.facts.optimizer import HOST_GRADIENTS, HOST_STATES, LOW_HALVES
 from offload.plan.facts.trainable import all_weights
 from offload.plan.fit import MemoryNeeds
 from offload.plan.machine.machine import GIB, named_machine
 from offload.plan.memory.memory import (
-    EMBEDDING_GRADIENTS,
     EMBEDDINGS,
-    GRADIENTS,
     OTHER_RANKS,
     OUTER,
-    RECORDED,
     ROWS,
     MemoryTerm,
 )
-from offload.plan.plan import Plan, plan, with_costs
-from offload.plan.request import ObjectiveCost, with_embeddings
+from offload.plan.plan import Plan, plan
+from offload.plan.request import ObjectiveCost, sharing, with_embeddings
 from offload.plan.schedule.op import Kind, Lane
 from offload.plan.split import draft_step_s
+from offload.plan.what_if.what_if import what_if
 from tests.builders import lora, qwen3_8b, request, workload
 from tests.parity.steps import MODELS
 
@@ -126,17 +124,17 @@ def test_ranks_of_a_machine_have_it_once() -> None:
     ("changes", "adapter", "why"),
     [
         ({}, lora(modules=("lm_head", "norms")), ""),
-        ({}, lora(modules=("embed_tokens",)), "a copy of it trains next to an adapter"),
+        ({}, lora(modules=("embed_tokens",)), "it trains"),
         ({}, lora(virtual=((8, 4096),)), "virtual tokens train"),
-        ({}, ALL, ""),
+        ({}, ALL, "it trains"),
         ({}, LAYERS, ""),
         ({"tie_word_embeddings": True}, lora(), ""),
         ({"tie_word_embeddings": True}, LAYERS, ""),
-        ({"tie_word_embeddings": True}, ALL, "it trains, and is the head too"),
+        ({"tie_word_embeddings": True}, ALL, "it trains"),
         (
             {"tie_word_embeddings": True},
             lora(modules=("embed_tokens",)),
-            "it trains, and is the head too",
+            "it trains",
         ),
         ({"tie_word_embeddings": True}, lora(virtual=((8, 4096),)), "virtual tokens train"),
     ],
@@ -147,96 +145,6 @@ def test_what_needs_it_on_the_device_is_named(
     found = why_on_device(qwen3_8b(**changes), adapter)
     assert found.startswith(why)
     assert bool(found) == bool(why)
-
-
-# ---------------------------------------------------------------------------------- one that trains
-
-
-def both_trained(**changes: Any) -> tuple[Plan, Plan]:
-    """Return plans of full training with the embedding on the device, and on the host."""
-    asked = request(workload(adapter=ALL), **{"num_slots": 4, "num_micro_batches": 3, **changes})
-    host = with_embeddings(asked, "host")
-    return plan(FACTS, LARGE, asked), plan(FACTS, LARGE, host)
-
-
-def test_a_table_that_trains_takes_its_gradients_to_ram_with_it() -> None:
-    """Bytes by hand, of 151,936 rows of 4,096: bf16 weights, fp32 sums, bf16 rows of 2,048."""
-    device, host = both_trained()
-    before, after = sizes(device.device_memory), sizes(host.device_memory)
-    assert before[OUTER] - after[OUTER] == TABLE
-    assert before[GRADIENTS] - after[GRADIENTS] == 2 * TABLE
-    assert after[ROWS] == 2 * OF_2048
-    assert after["a module's new gradient"] == 2049 * ROW
-    assert after[RECORDED] - before[RECORDED] == 3 * 2048 * 8  # the row of each token
-    both_ram, ram = sizes(device.host_memory), sizes(host.host_memory)
-    assert (ram[EMBEDDINGS], ram[EMBEDDING_GRADIENTS]) == (TABLE, 2 * TABLE)
-    assert both_ram[HOST_GRADIENTS] - ram[HOST_GRADIENTS] == 2 * TABLE  # as they come in fp32
-    copies = "weights around the layers, in RAM"
-    assert both_ram[copies] - ram[copies] == TABLE
-    for same in (HOST_STATES, LOW_HALVES, "slab"):
-        assert both_ram[same] == ram[same]
-    assert host.host_bytes - device.host_bytes == 2 * OF_2048
-
-
-def test_a_frozen_table_of_full_training_keeps_no_gradients() -> None:
-    asked = request(workload(adapter=LAYERS), num_slots=4)
-    host = plan(FACTS, LARGE, with_embeddings(asked, "host"))
-    assert EMBEDDING_GRADIENTS not in sizes(host.host_memory)
-    assert not any(op.kind is Kind.ROW_GRADIENTS for op in host.schedule.ops)
-
-
-def test_gradients_by_rows_leave_after_each_front_backward_and_are_added_in_order() -> None:
-    device, host = both_trained()
-    gradient_bytes = 2048 * ROW
-    for kind, lane in ((Kind.ROW_GRADIENTS, Lane.D2H), (Kind.ADD_ROWS, Lane.HOST)):
-        found = [op for op in host.schedule.ops if op.kind is kind]
-        assert [(op.micro_batch, op.num_bytes, op.lane) for op in found] == [
-            (number, gradient_bytes, lane) for number in range(3)
-        ]
-    assert host.schedule.d2h_bytes - device.schedule.d2h_bytes == 3 * gradient_bytes
-    assert host.schedule.h2d_bytes - device.schedule.h2d_bytes == 3 * OF_2048
-    spans = {(span.kind, span.micro_batch): span for span in host.predict().spans}
-    for number in range(3):
-        backward, leaves, added = (
-            spans[kind, number] for kind in (Kind.FRONT_BACKWARD, Kind.ROW_GRADIENTS, Kind.ADD_ROWS)
-        )
-        assert backward.end_s <= leaves.start_s < leaves.end_s <= added.start_s < added.end_s
-        rate = LARGE.host_memory_bytes_per_s.value * 2 / 18  # of bf16: cast, added, and the sum
-        assert added.duration_s == pytest.approx(gradient_bytes / rate)
-        sent_s = host.costs.h2d_latency_s + gradient_bytes / host.costs.d2h_bytes_per_s
-        assert leaves.duration_s == pytest.approx(sent_s)
-    assert spans[Kind.FRONT_BACKWARD, 2].start_s >= spans[Kind.ROW_GRADIENTS, 0].end_s
-    assert spans[Kind.ROW_GRADIENTS, 2].start_s >= spans[Kind.ADD_ROWS, 0].end_s
-
-
-def test_its_update_sends_nothing_and_reads_its_gradients_once_more_for_the_norm() -> None:
-    device, host = both_trained()
-    num = TABLE / 2
-    saved_s = num * 4 / LARGE.d2h_bytes_per_s.value + num * 2 / LARGE.h2d_bytes_per_s.value
-    saved_s -= num * 4 / LARGE.host_memory_bytes_per_s.value
-    assert device.costs.optimizer_s - host.costs.optimizer_s == pytest.approx(saved_s)
-    assert host.costs.front_backward_s < device.costs.front_backward_s
-
-
-@pytest.mark.parametrize("num_micro_batches", [1, 2, 3, 7])
-@pytest.mark.parametrize("slow", ["look_up_bytes_per_s", "add_rows_bytes_per_s", "d2h_bytes_per_s"])
-def test_a_draft_of_a_step_that_trains_it_takes_as_long_as_the_step(
-    num_micro_batches: int, slow: str
-) -> None:
-    """Also where buffers of rows are what a step waits for.
-
-    Of a copy in pieces the step has the latency of each, and the draft of one: here it is zero.
-    """
-    asked = request(workload(adapter=ALL), num_slots=4, num_micro_batches=num_micro_batches)
-    asked = with_embeddings(asked, "host")
-    needs = MemoryNeeds.of(FACTS, LARGE, asked)
-    found = plan(FACTS, LARGE, asked)
-    quick = replace(found.costs, h2d_latency_s=0.0)
-    late: dict[str, Any] = {slow: 3e8}
-    for costs in (quick, replace(quick, **late)):
-        found = with_costs(found, costs)
-        drafted_s = draft_step_s(needs, found.costs, found.residency)
-        assert drafted_s == pytest.approx(found.step_s, rel=1e-9)
 
 
 def test_an_engine_leaves_room_to_page_lock_rows_and_layer_inputs_after_the_layers() -> None:
@@ -250,3 +158,36 @@ def test_an_engine_leaves_room_to_page_lock_rows_and_layer_inputs_after_the_laye
     assert head == locked + model.get_output_embeddings().weight.nbytes
     plain = EngineOptions.planned(plan(FACTS, LARGE, request(num_slots=4)))
     assert plain.others_to_lock(model) == 0
+
+
+def test_runs_that_share_a_step_have_it_in_one_place() -> None:
+    runs = [request(workload(seq_len=1024)), with_embeddings(request(), "host")]
+    with pytest.raises(OffloadError, match="one has its embedding on the host") as refused:
+        sharing(runs)
+    assert refused.value.limit == "the first has it on the device"
+    shared = sharing([with_embeddings(one, "host") for one in runs])
+    found = plan(FACTS, CARD, shared)
+    # both runs use the same buffers
+    assert sizes(found.device_memory)[ROWS] == 2 * OF_2048
+
+
+def test_a_refusal_names_the_setting_where_it_helps() -> None:
+    small = replace(CARD, vram_bytes=5 * GIB)
+    with pytest.raises(DoesNotFitError) as refused:
+        plan(FACTS, small, request())
+    assert "2.32 GiB  embeddings, norm and head; less with `offload.embeddings: host`" in str(
+        refused.value.limit
+    )
+    with pytest.raises(DoesNotFitError, match=r"36 layers, the embedding in RAM, the plan needs"):
+        plan(FACTS, replace(CARD, vram_bytes=2 * GIB), with_embeddings(request(), "host"))
+
+
+def test_the_other_place_is_priced_with_the_slots_as_they_are() -> None:
+    device, host = both()
+    (there,) = (x for x in what_if(device, num_cards=2).options if x.name == "offload embeddings")
+    assert (there.standing, there.how) == ("a setting", "`offload.embeddings: host`")
+    assert there.figures is not None
+    assert there.figures.vram_bytes == host.peak_bytes
+    assert there.figures.step_s == host.step_s
+    (back,) = (x for x in what_if(host, num_cards=2).options if x.name == "offload embeddings")
+    assert (back.standing, back.how) == ("in the plan", "`offload.embeddings: device`")

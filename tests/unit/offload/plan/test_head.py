@@ -9,17 +9,12 @@ import pytest
 from offload.errors import DoesNotFitError, OffloadError
 from offload.plan.facts.facts import AdapterSpec, WholeWeights, with_classifier_head
 from offload.plan.facts.head import why_head_on_device
-from offload.plan.facts.optimizer import HOST_GRADIENTS, HOST_STATES, LOW_HALVES
 from offload.plan.facts.trainable import HEAD as HEAD_NAME
 from offload.plan.facts.trainable import all_weights
 from offload.plan.fit import MemoryNeeds
-from offload.plan.head_cost import HeadCost
 from offload.plan.machine.machine import GIB, named_machine
 from offload.plan.memory.memory import (
-    GRADIENTS,
     HEAD,
-    HEAD_CHUNK,
-    HEAD_GRADIENT,
     OTHER_RANKS,
     OUTER,
     SLOTS,
@@ -144,36 +139,30 @@ def test_it_is_page_locked_before_the_slab_is() -> None:
         (
             {"tie_word_embeddings": True},
             AdapterSpec.none(all_weights(qwen3_8b(tie_word_embeddings=True))),
-            "the embedding has the same weight: it trains, and is the head too",
+            "the embedding has the same weight: it trains",
         ),
         (
             {"tie_word_embeddings": True},
             lora(virtual=((8, 4096),)),
             "the embedding has the same weight: virtual tokens train",
         ),
-        ({}, lora(modules=("lm_head",)), "a copy of it trains next to an adapter"),
-        ({}, ALL, ""),
-        ({}, AdapterSpec.none(WholeWeights(layers=(9,), outer=((HEAD_NAME, 9),))), "it trains in"),
+        ({}, lora(modules=("lm_head",)), "it trains"),
+        ({}, ALL, "it trains"),
+        ({}, AdapterSpec.none(replace(all_weights(FACTS), outer=())), ""),
+        ({}, AdapterSpec.none(WholeWeights(layers=(9,), outer=((HEAD_NAME, 9),))), "it trains"),
     ],
 )
 def test_what_needs_it_on_the_device_is_named(
     changes: dict[str, bool], adapter: AdapterSpec, why: str
 ) -> None:
-    found = why_head_on_device(qwen3_8b(**changes), adapter, num_ranks=1)
+    found = why_head_on_device(qwen3_8b(**changes), adapter)
     assert found.startswith(why)
     assert bool(found) == bool(why)
 
 
-def test_a_head_that_trains_is_on_the_device_where_processes_share_a_step() -> None:
-    found = why_head_on_device(FACTS, ALL, num_ranks=2)
-    assert found == "it trains, and 2 processes add up its gradients on their devices"
-    layers = replace(all_weights(FACTS), outer=())
-    assert not why_head_on_device(FACTS, AdapterSpec.none(layers), num_ranks=2)
-
-
 def test_the_head_of_a_classifier_stays_on_the_device() -> None:
     facts = with_classifier_head(FACTS, 3, has_bias=False)
-    assert why_head_on_device(facts, lora(), num_ranks=1).startswith("it has 3 outputs")
+    assert why_head_on_device(facts, lora()).startswith("it has 3 outputs")
 
 
 def test_runs_that_share_a_step_have_it_in_one_place() -> None:
@@ -214,121 +203,3 @@ def test_the_other_place_is_priced_with_the_slots_as_they_are() -> None:
     assert (back.standing, back.how) == ("in the plan", "`offload.head: device`")
     tied = plan(qwen3_8b(tie_word_embeddings=True), CARD, request(num_slots=4))
     assert "offload the head" not in {x.name for x in what_if(tied, num_cards=2).options}
-
-
-# ---------------------------------------------------------------------------------- one that trains
-
-
-def both_trained(**changes: Any) -> tuple[Plan, Plan]:
-    """Return plans of full training with the head on the device, and on the host."""
-    asked = request(workload(adapter=ALL), **{"num_slots": 14, "num_micro_batches": 3, **changes})
-    return plan(FACTS, LARGE, asked), plan(FACTS, LARGE, with_head(asked, "host"))
-
-
-def test_a_head_that_trains_takes_its_gradient_to_the_slots_and_to_ram() -> None:
-    """Bytes by hand, of 151,936 rows of 4,096: bf16 weights and an fp32 sum, in 14 slots."""
-    device, host = both_trained()
-    before, after = sizes(device.device_memory), sizes(host.device_memory)
-    assert before[OUTER] - after[OUTER] == TABLE
-    assert before[GRADIENTS] - after[GRADIENTS] == 2 * TABLE
-    assert before[SLOTS] == after[SLOTS] == 14 * to_pages(LAYER)
-    both_ram, ram = sizes(device.host_memory), sizes(host.host_memory)
-    assert (ram[HEAD], ram[HEAD_GRADIENT]) == (TABLE, 2 * TABLE)
-    assert both_ram[HOST_GRADIENTS] - ram[HOST_GRADIENTS] == 2 * TABLE  # as it comes in fp32
-    copies = "weights around the layers, in RAM"
-    assert both_ram[copies] - ram[copies] == TABLE
-    for same in (HOST_STATES, LOW_HALVES, "slab"):
-        assert both_ram[same] == ram[same]
-    assert host.host_bytes == device.host_bytes
-
-
-def test_a_head_chunk_has_a_new_gradient_of_the_table_where_it_trains() -> None:
-    asked = {"num_slots": 4, "is_stashed": True, "num_micro_batches": 1}
-    wide = workload(adapter=ALL, head_chunk_tokens=2048)
-    narrow = replace(wide, adapter=AdapterSpec.none(replace(all_weights(FACTS), outer=())))
-    (trained, frozen) = (
-        sizes(plan(FACTS, LARGE, request(one, **asked)).device_memory) for one in (wide, narrow)
-    )
-    assert trained[HEAD_CHUNK] - frozen[HEAD_CHUNK] == TABLE
-
-
-@pytest.mark.parametrize("num_slots", [2, 9, 10])
-def test_slots_are_no_smaller_than_a_head_with_its_gradient(num_slots: int) -> None:
-    assert 9 * LAYER < 3 * TABLE < 10 * LAYER
-    _, host = both_trained(num_slots=num_slots)
-    expected = 10 * to_pages(LAYER) if num_slots == 10 else 3 * TABLE
-    assert sizes(host.device_memory)[SLOTS] == expected
-
-
-def test_a_step_sends_the_gradient_once_and_loads_the_layers_under_it_after_it() -> None:
-    device, host = both_trained()
-    ops = host.schedule.ops
-    sent = [op for op in ops if op.kind is Kind.HEAD_GRADIENT]
-    assert sum(op.num_bytes for op in sent) == 2 * TABLE
-    assert max(op.num_bytes for op in sent) == PIECE
-    assert {op.lane for op in sent} == {Lane.D2H}
-    assert host.schedule.d2h_bytes - device.schedule.d2h_bytes == 2 * TABLE
-    # of 36 layers in 14 slots, 22 to 31 were visited longest ago: in slots 8 to 13, and 0 to 3
-    again = Counter(op.layer for op in ops if op.kind is Kind.LOAD and not op.offset)
-    again.subtract(op.layer for op in device.schedule.ops if op.kind is Kind.LOAD and not op.offset)
-    covered = [layer for layer, num in again.items() if num]
-    assert len(covered) == 10
-    copied = {op.slot for op in ops if op.kind is Kind.HEAD}
-    assert len(copied) == 4
-    spans = host.predict().spans
-    left = max(span.end_s for span in spans if span.kind is Kind.HEAD_GRADIENT)
-    tails = [span for span in spans if span.kind is Kind.TAIL]
-    first = min(span.start_s for span in spans if span.kind is Kind.HEAD_GRADIENT)
-    assert first >= max(span.end_s for span in tails)
-    downwards = [
-        (op, span)
-        for op, span in zip(ops, spans, strict=True)
-        if op.kind is Kind.LOAD and span.start_s >= tails[-1].end_s and op.layer in covered
-    ]
-    under_gradient = [span for op, span in downwards if op.slot not in copied]
-    assert len({span.layer for span in under_gradient}) == 6
-    assert all(span.start_s >= left for span in under_gradient)
-    one = next(span for span in spans if span.kind is Kind.HEAD_GRADIENT)
-    rate = host.costs.d2h_bytes_per_s
-    assert one.duration_s == pytest.approx(host.costs.h2d_latency_s + PIECE / rate)
-
-
-def test_its_update_sends_nothing() -> None:
-    device, host = both_trained()
-    num = TABLE / 2
-    saved_s = num * 4 / LARGE.d2h_bytes_per_s.value + num * 2 / LARGE.h2d_bytes_per_s.value
-    assert device.costs.optimizer_s - host.costs.optimizer_s == pytest.approx(saved_s)
-
-
-@pytest.mark.parametrize("num_slots", [2, 12, 24])
-def test_the_drafted_step_of_a_head_that_trains_is_the_one_that_is_planned(num_slots: int) -> None:
-    asked = with_head(request(workload(adapter=ALL), num_slots=num_slots), "host")
-    found, needs = plan(FACTS, LARGE, asked), MemoryNeeds.of(FACTS, LARGE, asked)
-    drafted_s = draft_step_s(needs, found.costs, found.residency)
-    assert drafted_s == pytest.approx(found.step_s, rel=1e-9)
-
-
-def test_its_gradient_is_page_locked_with_it_and_with_those_of_layers() -> None:
-    asked = with_head(request(workload(adapter=ALL), num_slots=4), "host")
-    locked = 3 * TABLE + 2 * sum(layer.num_parameters for layer in FACTS.layers)
-    with pytest.raises(DoesNotFitError, match=r"16\.42 GiB of page-locked memory for the head"):
-        plan(FACTS, replace(LARGE, pinned_bytes=locked - 1), asked)
-    assert plan(FACTS, replace(LARGE, pinned_bytes=locked), asked)
-
-
-def test_what_it_saves_and_costs_is_told_with_its_gradient() -> None:
-    for num_slots, saved in ((14, 3 * TABLE), (9, 9 * to_pages(LAYER)), (2, 2 * to_pages(LAYER))):
-        device, host = both_trained(num_slots=num_slots)
-        cost = HeadCost.of(host)
-        assert cost is not None
-        assert cost.saved_vram_bytes == saved
-        assert (cost.h2d_bytes, cost.d2h_bytes) == (TABLE, 2 * TABLE)
-        assert cost.d2h_s > 0
-        assert cost.added_s == pytest.approx(
-            host.step_s - device.step_s + host_saved_s(device, host)
-        )
-
-
-def host_saved_s(device: Plan, host: Plan) -> float:
-    """Return what the update after the pass takes less."""
-    return device.costs.optimizer_s - host.costs.optimizer_s

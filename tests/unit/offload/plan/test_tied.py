@@ -102,7 +102,7 @@ def test_it_is_page_locked_memory_that_may_be_too_small() -> None:
 def test_a_classifier_has_a_head_of_its_own() -> None:
     """The embedding alone may be in host memory then, and is counted there."""
     facts = with_classifier_head(FACTS, 3, has_bias=False)
-    assert why_head_on_device(facts, lora(), num_ranks=1).startswith("it has 3 outputs")
+    assert why_head_on_device(facts, lora()).startswith("it has 3 outputs")
     found = plan(facts, CARD, with_embeddings(request(num_slots=8), "host"))
     assert sizes(found.host_memory)[EMBEDDINGS] == TABLE
 
