@@ -66,15 +66,14 @@ class OffloadSection(Section):
     embeddings: Literal["auto", "device", "host"] = Field(
         default="auto",
         description="Where the input embedding waits; from `host`, each micro-batch brings the rows"
-        " of its tokens, and if it trains, gradients by them go back. `auto` takes `host` where a"
-        " step would not fit otherwise. If the head has its weight, both are in one place.",
+        " of its tokens. One that trains is on the device. `auto` takes `host` where a step would"
+        " not fit otherwise. If the head has its weight, both are in one place.",
     )
     head: Literal["auto", "device", "host"] = Field(
         default="auto",
         description="Where the output head waits; from `host`, it is copied once per step over the"
-        " slots of layers that are needed again last; if it trains with the layers, its gradient"
-        " goes back. `auto` takes `host` where a step would not fit otherwise, even with the"
-        " embedding in RAM. If it has the embedding's weight, both are in one place.",
+        " slots of layers that are needed again last. One that trains is on the device. `auto`"
+        " takes `host` where a step would not fit otherwise, even with the embedding in RAM. If it has the embedding's weight, both are in one place.",
     )
 
     @property
