@@ -73,7 +73,8 @@ class OffloadSection(Section):
         default="auto",
         description="Where the output head waits; from `host`, it is copied once per step over the"
         " slots of layers that are needed again last. One that trains is on the device. `auto`"
-        " takes `host` where a step would not fit otherwise, even with the embedding in RAM. If it has the embedding's weight, both are in one place.",
+        " takes `host` where a step would not fit otherwise, even with the embedding in RAM. If it"
+        " has the embedding's weight, both are in one place.",
     )
 
     @property

@@ -389,9 +389,8 @@ def as_begun(recipe: Recipe, begun: Recipe | None, *, num_ranks: int = 1) -> Rec
     """Return the recipe with what was open when the run began as it was chosen then.
 
     Another machine, or this one measured again, might choose other sizes of micro-batch, head
-    chunk and tile of an MLP, other layer kernels, shares of the ranks or another place of updates,
-    input embedding or output head; a later version might pack rows, choose another precision of
-    adapters, take a router loss over the step, or add up gradients by layer. Shares of another
+    chunk and tile of an MLP, other layer kernels, shares of the ranks or another place of the input
+    embedding or output head, pack rows, or choose another precision of adapters. Shares of another
     number of ranks are chosen again.
     """
     if begun is None:
