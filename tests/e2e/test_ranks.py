@@ -48,7 +48,6 @@ def test_two_ranks_talk(scene: str, forked) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scene", ["sums_in_order"])
 @pytest.mark.parametrize("sizes", [(2,), (2, 2)])
 def test_ranks_add_up_in_their_order(sizes, forked) -> None:
     ranks = forked.start_machines("sums_in_order", sizes=sizes, module="tests.e2e.scenes")

@@ -7,8 +7,6 @@ from finetune.recipe.sections import ReportSection
 from finetune.report.format import shown_time
 from finetune.report.plan import plan_json
 from finetune.report.summary import plan_summary
-from offload.plan.facts.facts import AdapterSpec
-from offload.plan.facts.trainable import all_weights
 from offload.plan.machine.machine import GIB, Rate, named_machine
 from offload.plan.request import ObjectiveCost, with_embeddings, with_head
 from offload.plan.search import Choice, search
@@ -168,36 +166,6 @@ def test_what_an_embedding_in_ram_saves_and_costs_is_shown_and_written() -> None
     tiny = replace(qwen3_8b(vocab_size=64), head_parameters=0)
     few = search(tiny, CARD, [host.plan.request], rounding=())
     assert " more of device memory, and at most " in rows(few)["embeddings"][0]
-
-
-def test_what_gradients_of_an_embedding_in_ram_save_and_cost_is_shown_and_written() -> None:
-    """Bytes by hand: of each of 2,048 tokens a row of bf16 goes up, and its gradient down."""
-    load = replace(REQUEST.typical, adapter=AdapterSpec.none(all_weights(FACTS)))
-    asked = replace(REQUEST, typical=load, largest=load, num_slots=4)
-    roomy = replace(CARD, ram_bytes=256 * GIB)
-    host = search(FACTS, roomy, [with_embeddings(asked, "host")], rounding=())
-    (line,) = rows(host)["embeddings"]
-    rows_bytes, back = 2048 * 8 + 2049 * 8192, 8 * 2048 * 8192
-    saved = 151936 * 4096 * (2 + 4) - 2 * rows_bytes - 2049 * 8192
-    assert line.startswith(
-        f"in RAM (`offload.embeddings: host`): {saved / GIB:.2f} GiB less of device memory, and at"
-        f" most {8 * rows_bytes / 2**20:.1f} MiB of rows to it and {back / 2**20:.1f} MiB of their"
-        " gradients back, per step, which is"
-    )
-    written = plan_json(host.plan)["embeddings"]
-    assert (written["saved_vram_bytes"], written["most_d2h_bytes"]) == (saved, back)
-    assert 0 < written["d2h_s"] < written["add_s"] < written["added_s"] + host.plan.step_s
-    assert (written["most_reduced_bytes"], written["reduce_s"]) == (0, 0.0)
-    ranks = replace(host.plan.request, num_ranks=2, is_slab_shared=True)
-    both = search(FACTS, roomy, [ranks], rounding=())
-    of_other = 8 + 8192 * (8 + 4 * 4096)  # each has four micro-batches
-    assert (
-        f"back, {of_other / 2**20:,.1f} MiB of these between ranks, per step"
-        in (rows(both)["embeddings"][0])
-    )
-    written = plan_json(both.plan)["embeddings"]
-    assert written["most_reduced_bytes"] == of_other
-    assert 0 < written["reduce_s"] <= written["added_s"] * 1.001
 
 
 def test_what_a_head_in_ram_saves_and_costs_is_shown_and_written() -> None:
