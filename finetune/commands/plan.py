@@ -250,7 +250,7 @@ def _of_ranks(
         subject: What is planned.
         machines: Of each rank.
         form: Output format.
-        setting: What their number is set by: machines, or GPUs of one.
+        setting: The option or command that sets their number: machines, or GPUs of one.
     """
     recipe, facts, num = subject.recipe, subject.facts, len(machines)
     notes = list(subject.notes)

@@ -98,7 +98,7 @@ def compare_ways(
         facts: The model.
         machine: Of each rank.
         num_ranks: Processes that share the step, two at least.
-        setting: What their number is set by.
+        setting: The option or command that sets their number.
     """
     return Ways(
         stream=_streamed(

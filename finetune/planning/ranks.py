@@ -16,7 +16,7 @@ def require_micro_batch_per_rank(
     Args:
         train: The recipe's section.
         num_ranks: Processes that share the step.
-        setting: What their number is set by.
+        setting: The option or command that sets their number.
 
     Raises:
         ConfigError: It has fewer micro-batches than there are ranks.
@@ -43,7 +43,7 @@ def require_shares(train: TrainSection, *, num_ranks: int, setting: str = LAUNCH
     Args:
         train: The recipe's section.
         num_ranks: Processes that share the step.
-        setting: What their number is set by.
+        setting: The option or command that sets their number.
 
     Raises:
         ConfigError: They are not as many.
@@ -63,7 +63,7 @@ def require_ranks_for(train: TrainSection, *, num_ranks: int, setting: str = LAU
     Args:
         train: The recipe's section.
         num_ranks: Processes that share the step.
-        setting: What their number is set by.
+        setting: The option or command that sets their number.
 
     Raises:
         ConfigError: There are several, or one that is to share the model.
@@ -95,7 +95,7 @@ def require_sharded(train: TrainSection, *, num_ranks: int, setting: str = LAUNC
     Args:
         train: The recipe's section.
         num_ranks: Processes that share the step.
-        setting: What their number is set by.
+        setting: The option or command that sets their number.
 
     Raises:
         ConfigError: There are several, and the model is not sharded.
@@ -118,7 +118,7 @@ def require_gpus(train: TrainSection, machine: Machine, *, num_gpus: int, settin
         train: The recipe's section.
         machine: One of the GPUs, with the host of all.
         num_gpus: How many there are.
-        setting: What their number is set by.
+        setting: The option or command that sets their number.
 
     Raises:
         ConfigError: The machine computes on its CPU, or the step cannot be shared.

@@ -540,8 +540,3 @@ def _not_exactly_one(
 def _micro_tokens(train: TrainSection) -> int:
     """Tokens of one micro-batch of full sequences; if the size is open, of the smallest."""
     return (1 if train.micro_batch_size == "auto" else train.micro_batch_size) * train.seq_len
-
-
-def _either(names: tuple[str, ...]) -> str:
-    """Join names as `a, b or c`."""
-    return f"{', '.join(names[:-1])} or {names[-1]}"

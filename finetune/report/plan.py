@@ -31,7 +31,6 @@ from offload.plan.time.roofline import Count, layer_flops
 
 STATES = (LOW_HALVES, HOST_STATES)
 """What of a weight in the layers may wait on disk."""
-DAY_S = 86_400
 REFERENCE_FLOPS_PER_S = 250e12
 MATRIX_CLASSES = ("attention", "mlp", "experts", "shared_experts")
 COUNTS: dict[Count, str] = {

@@ -150,7 +150,7 @@ class Ranks:
 
         Args:
             parameters: Whose gradients.
-            dtype: That they are sent in; sums are taken in fp32, each in the order of the ranks, so
+            dtype: The type of what is sent; sums are fp32, each in the order of the ranks, so
                 that its bits depend on nothing else.
         """
 

@@ -3,7 +3,6 @@
 from collections import Counter
 from warnings import warn
 
-import torch
 from torch import nn
 
 from offload.engine.bound import Bound
@@ -62,11 +61,6 @@ class Attached:
             self._bound.stash.arena,
             self._bound.sent.arena,
         )
-
-    @property
-    def computes_on(self) -> torch.device:
-        """Where the model computes."""
-        return self._device.torch_device
 
     @property
     def num_issued(self) -> int:

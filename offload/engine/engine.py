@@ -204,7 +204,7 @@ class Engine(Attached):
             num_label_tokens: Likewise.
             micro_batch_ids: Likewise.
             add_up: Likewise.
-            order: Of the loops over layers and micro-batches; None for that of the engine.
+            order: The order of loops over layers and micro-batches; None takes the engine's.
 
         Raises:
             UnsupportedModelError: The model passes a layer something that could carry state; no

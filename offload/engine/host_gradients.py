@@ -84,10 +84,6 @@ class HostGradients:
             Arena(name=LAYER_GRADIENTS, blocks=self._buffers),
         )
 
-    def on_buffer(self, layer: int) -> list[nn.Parameter]:
-        """Return a layer's parameters that train, whose `.grad` is in a buffer on the device."""
-        return [field.parameter for field in self._gradients[layer].fields]
-
     def on_host(self, layer: int) -> LayerUpdate:
         """Return what an update of a layer changes."""
         weights = {name: self.parameters[name].detach() for name in self._weights[layer]}

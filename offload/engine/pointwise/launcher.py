@@ -161,7 +161,7 @@ def _rotary(
     """Return the grid of tokens, and the tensors, sizes and strides of a rotation's kernel.
 
     Args:
-        heads: What has heads (B, H, T, D), by the kernel's names; `q` and `k` among them.
+        heads: Tensors (B, H, T, D) by the names of the kernel's arguments, `q` and `k` among them.
         cos_BTD: Cosines (B or 1, T, ...).
         sin_BTD: Sines.
     """

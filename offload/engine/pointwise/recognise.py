@@ -129,9 +129,9 @@ def _norms_before(kind: type[nn.Module], rotary: str) -> tuple[str, str] | None:
         k = self.other(...).transpose(1, 2)
         q, k = rotary(q, k, ...)
 
-    where the transpositions may be missing, and other assignments may stand between, which name
-    neither q, k, the children nor the function, and write nothing in place. No other code of the
-    class names the children.
+    Transpositions may be missing. Other assignments may come in between if they name neither q, k,
+    the children nor the function, and write nothing in place. No other code of the class names the
+    children.
     """
     forward = cast("FunctionType", kind.forward)
     try:

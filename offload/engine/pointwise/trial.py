@@ -37,7 +37,7 @@ class Trial:
 
     Attributes:
         name: The class of its module, and the kind of part.
-        part: What it is of what is fused or not, each by itself.
+        part: The part of a layer that is tried.
         plain_s: Forward and backward by the model's own code, the median of all rounds; None if a
             reason was found before.
         fused_s: By the fused operator.
