@@ -6,13 +6,27 @@ from collections.abc import Sequence
 
 import typer
 
-from finetune.cli.init import init
-from finetune.cli.planning import doctor, fit, plan, probe, validate
-from finetune.cli.recipes import recipes_app
-from finetune.cli.results import adapter, compare, explain, export, merge
-from finetune.cli.rows import chat, data, generate, score
-from finetune.cli.studio import studio
-from finetune.cli.training import finetune, sweep
+from finetune.cli.commands import (
+    adapter,
+    chat,
+    compare,
+    data,
+    doctor,
+    explain,
+    export,
+    finetune,
+    fit,
+    generate,
+    init,
+    merge,
+    plan,
+    probe,
+    recipes_app,
+    score,
+    studio,
+    sweep,
+    validate,
+)
 from finetune.env import quiet_libraries
 from finetune.exits import EXIT_USER
 from finetune.training.ranks import is_joined

@@ -19,12 +19,11 @@ from finetune.planning.ranks import (
 )
 from finetune.planning.request import facts_of
 from finetune.recipe.recipe import Recipe, with_layer_kernels, with_packing
-from finetune.report.choice import choice_json, choice_tables
+from finetune.report.choice import choice_json, choice_tables, inventory_table
 from finetune.report.plan import plan_json, plan_tables, ranks_table
 from finetune.report.prediction import require_unchanged
 from finetune.report.screen import Screen
 from finetune.report.summary import plan_summary
-from finetune.report.weights import inventory_table
 from finetune.run.run_dir import RunDir, as_begun
 from finetune.run.run_lock import locked
 from finetune.training import preflight

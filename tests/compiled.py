@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 from unittest import mock
 
-from offload.engine.experts.tiles import MAX_SHARED_BYTES, REGISTERS
+from offload.engine.experts.launcher import MAX_SHARED_BYTES, REGISTERS
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -9,18 +9,12 @@ from transformers import PreTrainedTokenizerBase
 
 from finetune.data.dataset import Chosen, ExampleSet, Tokens, examples_of
 from finetune.data.encode_source import SourceRows, stored_tokens
-from finetune.data.remarks.choice import choice_notes
-from finetune.data.rows import (
-    Conversation,
-    LossOn,
-    Message,
-    RowForm,
-    bad_rows,
-    no_rows,
-)
+from finetune.data.remarks import choice_notes
+from finetune.data.rows import Conversation, LossOn, RowForm, bad_rows, no_rows
 from finetune.data.sources import Place, Raw, RowError, open_source
 from finetune.data.tokenize import Encoder
-from finetune.report.progress import unseen
+from finetune.data.turns import Message
+from finetune.report.screen import unseen
 from tests.doubles import tiny_tokenizer
 
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Literal
 
-from finetune.recipe.shipped import load_shape
+from finetune.recipe.load import load_shape
 from offload.plan.facts.facts import AdapterSpec, ModelFacts, WholeWeights, model_facts
 from offload.plan.facts.optimizer import Optimizer
 from offload.plan.facts.trainable import all_weights

@@ -13,9 +13,8 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from offload.engine.experts import fused
-from offload.engine.experts.branch import Branch
-from offload.engine.experts.routing import route
-from offload.engine.experts.tiles import Blocks
+from offload.engine.experts.launcher import Blocks
+from offload.engine.experts.products import Branch, route
 from tests.compiled import KERNELS, Launch
 
 NUM_TOKENS = 4096  # kernels are compiled for any number

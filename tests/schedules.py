@@ -1,8 +1,15 @@
 """Schedules as most tests want them."""
 
-from offload.plan.schedule.passes import Passes
-from offload.plan.schedule.residency import NOTHING_SAVED, Saved
-from offload.plan.schedule.schedule import Order, Ring, Schedule, TransferSizes, step_schedule
+from offload.plan.schedule.schedule import (
+    NOTHING_SAVED,
+    Order,
+    Passes,
+    Ring,
+    Saved,
+    Schedule,
+    TransferSizes,
+    step_schedule,
+)
 
 
 def training_schedule(

@@ -11,11 +11,9 @@ from typing import Any
 import pytest
 import uvicorn
 
-from finetune.studio.answer import Planner
-from finetune.studio.background import Background
+from finetune.studio.answer import Planner, Question
 from finetune.studio.guard import new_token
-from finetune.studio.question import Question
-from finetune.studio.server import Studio, listening
+from finetune.studio.server import Background, Studio, listening
 
 SETUP: dict[str, Any] = {
     "model": "qwen3-0.6b",

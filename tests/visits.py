@@ -20,23 +20,22 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from finetune.adapter.lora import add_lora
 from finetune.model.empty import empty_from
 from finetune.recipe.sections import AdapterSection
-from offload.engine.experts.gates import gate_of
-from offload.engine.experts.interface import goes_through_interface
 from offload.engine.experts.lora import register
+from offload.engine.experts.products import gate_of, goes_through_interface
+from offload.engine.model.hooks import attempt, visit_with_graph, visit_without_graph
 from offload.engine.model.layers import LayeredModel
 from offload.engine.model.readers import candidates, unheld_products
-from offload.engine.model.visit import attempt, visit_with_graph, visit_without_graph
 from offload.engine.recompute.unread import Unread
 from offload.engine.tracing.cuda_kernels import Capability, CudaKernels
-from offload.engine.tracing.experts import SilentLauncher, traced_experts
-from offload.engine.tracing.fake_model import fake_copy, num_experts, rows_are_whole
+from offload.engine.tracing.tracer import fake_copy, num_experts, rows_are_whole
+from offload.engine.tracing.visits import SilentLauncher, traced_experts
 from offload.engine.visit_cache import VISIT_CACHE
 from offload.plan.facts.facts import AdapterSpec, adapted_linears, model_facts
 from offload.plan.machine.machine import ExpertsImplementation, Implementation, named_machine
 from offload.plan.time.adapters import visit_norm, visit_scale
 from offload.plan.time.costs import layer_work
 from offload.plan.time.pricer import Pricer
-from offload.plan.time.work import OPS_PER_CALL, Work
+from offload.plan.time.roofline import OPS_PER_CALL, Work
 from tests.builders import workload
 from tests.counted import Counted
 

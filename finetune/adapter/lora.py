@@ -2,46 +2,336 @@
 
 import copy
 import re
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import nullcontext
+import warnings
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from peft.utils import ModulesToSaveWrapper
 from peft.utils.constants import DUMMY_TARGET_MODULES
-from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+from peft.utils.transformers_weight_conversion import (
+    convert_peft_adapter_state_dict_for_transformers,
+    convert_peft_config_for_transformers,
+)
+from safetensors.torch import load_file
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from finetune.adapter.expert_lora import compute_beside
-from finetune.adapter.linear_lora import compute_in_base_dtype, hold_in_bf16
+from finetune.adapter.linear_lora import compute_beside, compute_in_base_dtype, hold_in_bf16
 from finetune.adapter.methods import is_adapted, leave_out_draws, method_config, task_type
-from finetune.adapter.modules_to_save import Whole, whole_modules
-from finetune.adapter.saved import (
-    patterns_of_parameters,
-    put,
-    require_same_base,
-    saved_config,
-    saved_tensors,
-)
 from finetune.adapter.targets import chosen_targets
 from finetune.adapter.virtual_tokens import refuse_virtual
-from finetune.data.stops import Stops, eos_ids, write_generation_config
-from finetune.errors import CheckpointError, ConfigError, read_by_library
-from finetune.files.adapter import computed_settings, read_adapter_config
+from finetune.data.chat_template import Stops, eos_ids, write_generation_config
+from finetune.errors import CheckpointError, ConfigError, FinetuneError, read_by_library
+from finetune.files.adapter import (
+    WEIGHTS_FILE,
+    computed_settings,
+    read_adapter_config,
+    require_adapter_files,
+)
 from finetune.files.manifest import whole_folder
-from finetune.model.linears import linear_modules
+from finetune.model.empty import linear_modules
 from finetune.recipe.sections import AdapterSection
 from finetune.report.model_card import MODEL_CARD
-from offload.engine.host.materialize import values_shown
 from offload.engine.host.store import Backing
-from offload.engine.model.find_layers import find_towers
-from offload.engine.model.layers import LayeredModel
+from offload.engine.host.weights import values_shown
+from offload.engine.model.layers import LayeredModel, find_layers, find_towers
 from offload.plan.facts.facts import nearest
+from offload.plan.facts.trainable import EMBEDDING, HEAD, NORMS, ROUTER, SCORE
+
+# ---------------------------------------------------------------------------------------------
+# A saved adapter: its settings and tensors, as all that reads adapters puts them on a model.
+#
+# peft loads a file by names. It renames them by transformers' rules for the weights of the model,
+# passes over those that it finds no place for, and lets tensors named like weights of the base
+# replace these. So each tensor is put here where peft would save it from, under the same name.
+
+_OF_BASE = ".base_layer.weight"
+
+
+def saved_config(folder: Path) -> PeftConfig:
+    """Return an adapter's settings for inference, as peft holds them.
+
+    All values come from the file, so its initialisation is not run again: it may read weights that
+    are encoded, or not there yet.
+
+    Raises:
+        CheckpointError: A file is missing or damaged, or a setting is not understood.
+        ModelError: The weights are damaged.
+    """
+    require_adapter_files(folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of settings that are off, unknown to peft
+        config: PeftConfig = PeftConfig.from_pretrained(str(folder))
+    config.inference_mode = True
+    config.base_model_name_or_path = None  # readers compare it with their base, and peft would warn
+    if isinstance(config, LoraConfig):
+        config.init_lora_weights = True
+    return config
+
+
+@contextmanager
+def patterns_of_parameters() -> Iterator[None]:
+    """Silence peft's warning that patterns match nothing; it checks modules, not parameters."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not match")
+        yield
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SavedTensors:
+    """The tensors of an adapter's file.
+
+    Attributes:
+        own: By their names in the model.
+        base: Weights of the base that peft saves with an adapter on them, by their names in the
+            model: such as those of an embedding.
+    """
+
+    own: Mapping[str, torch.Tensor]
+    base: Mapping[str, torch.Tensor]
+
+
+def saved_tensors(
+    adapted: PeftModel, folder: Path, *, name: str, error: type[FinetuneError], hint: str
+) -> SavedTensors:
+    """Return the tensors of a saved adapter that a model has the place for.
+
+    Args:
+        adapted: With an adapter of the same settings.
+        folder: In peft's format.
+        name: The adapter's in the model.
+        error: Raised if they are not those of the model.
+        hint: What to do then.
+
+    Raises:
+        FinetuneError: Of this kind: a tensor is missing, has no place or is of another shape.
+    """
+    found = load_file(folder / WEIGHTS_FILE)
+    state = adapted.state_dict()
+    places = _places(adapted, state, name)
+    if not places.keys() <= found.keys():  # of transformers 4, whose experts were not fused
+        renamed = convert_peft_adapter_state_dict_for_transformers(
+            adapted, adapted.peft_config[name], dict(found), name
+        )
+        found = renamed if places.keys() <= renamed.keys() else found
+    base = {key: tensor for key, tensor in found.items() if _is_adapted_base(key, places)}
+    for problem, names in (
+        ("lacks", places.keys() - found.keys()),
+        ("holds, and the model has no place for,", found.keys() - places.keys() - base.keys()),
+    ):
+        if names:
+            raise error(
+                f"{folder} {problem} {len(names)} tensors, such as {min(names)}",
+                limit="an adapter holds its own tensors, and modules that were trained whole",
+                hint=hint,
+            )
+    own = {place: found[key] for key, place in places.items()}
+    for key, tensor in (own | base).items():
+        if tensor.shape != state[key].shape:
+            raise error(
+                f"{folder} has {key} of shape {tuple(tensor.shape)}",
+                limit=f"it has shape {tuple(state[key].shape)} here",
+                hint=hint,
+            )
+    return SavedTensors(own=own, base=base)
+
+
+def put(adapted: PeftModel, tensors: SavedTensors) -> None:
+    """Give an adapter the values of a saved one, in float32 where it has no memory yet."""
+    for key, tensor in tensors.own.items():
+        path, _, name = key.rpartition(".")
+        module = adapted.get_submodule(path)
+        place = module._parameters[name] if name in module._parameters else module._buffers[name]
+        assert place is not None, "a name of the state dict"
+        if not place.is_meta:
+            with torch.no_grad():
+                place.copy_(tensor)
+        elif name in module._parameters:
+            module._parameters[name] = nn.Parameter(tensor.float(), requires_grad=False)
+        else:
+            module._buffers[name] = tensor.float()
+
+
+def require_same_base(
+    folder: Path, key: str, saved: torch.Tensor, own: torch.Tensor, *, error: type[FinetuneError]
+) -> None:
+    """Check that a weight of the base in an adapter's file is that of the base here.
+
+    Raises:
+        FinetuneError: Of this kind: it is not.
+    """
+    if saved.shape != own.shape or not torch.equal(saved.to(own.dtype), own):
+        raise error(
+            f"{folder} holds {key}, and the base has other values of it",
+            limit="an adapter is added to the weights of its base",
+            hint="name the base that the adapter was trained on; if the weight was trained too,"
+            " plain peft's `merge_and_unload()` writes a whole model",
+        )
+
+
+def _places(adapted: PeftModel, state: Mapping[str, Any], name: str) -> dict[str, str]:
+    """Return each name in an adapter's file -> the name in the model that it is saved from."""
+    places: dict[str, str] = get_peft_model_state_dict(
+        adapted,
+        state_dict={key: key for key in state},
+        adapter_name=name,
+        save_embedding_layers=False,
+    )
+    return places
+
+
+def _is_adapted_base(key: str, places: Mapping[str, str]) -> bool:
+    prefix = key.removesuffix(_OF_BASE)
+    return prefix != key and any(place.startswith(f"{prefix}.") for place in places)
+
+
+# ---------------------------------------------------------------------------------------------
+# Modules trained whole alongside LoRA: norms, routers, embeddings, the head, linear layers.
+#
+# peft calls them `modules_to_save`: a module gets a trainable copy, which is saved with the
+# adapter. Plain peft restores the copy on load, so none of our code is needed. The original stays
+# where it was, frozen, and is streamed with its layer.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Whole:
+    """Modules that are trained whole.
+
+    Attributes:
+        modules: Their full names.
+        names: What is passed to peft: suffixes of names that match these modules and no others.
+        has_tied: Whether the head is tied to a trained embedding, so that both are one copy.
+    """
+
+    modules: frozenset[str]
+    names: tuple[str, ...]
+    has_tied: bool
+
+
+def whole_modules(
+    model: "PreTrainedModel", wanted: Sequence[str], *, linears: Mapping[str, nn.Module]
+) -> Whole:
+    """Find what a recipe wants to be trained whole.
+
+    Args:
+        model: Without adapters.
+        wanted: `norms`, `router`, `embed_tokens`, `lm_head`, of a reward model its head `score`, or
+            last names of linear layers.
+        linears: Linear layers inside the decoder layers, by full name.
+
+    Raises:
+        ConfigError: The model has no such module, or it is tied to another.
+    """
+    known = _known(model, linears) if wanted else {}
+    head = model.get_output_embeddings()
+    is_tied = head is not None and head.weight is model.get_input_embeddings().weight
+    if is_tied and HEAD in wanted:
+        raise ConfigError(
+            f"adapter.modules_to_save names {HEAD}, which is {EMBEDDING} in this model",
+            limit="tied weights are trained as one, by the name of the embedding",
+            hint=f"`adapter.modules_to_save: [{EMBEDDING}]`",
+        )
+    if is_tied and EMBEDDING in wanted and (type(head) is not nn.Linear or head.bias is not None):
+        raise ConfigError(
+            f"adapter.modules_to_save names {EMBEDDING}, which is tied to a {type(head).__name__}",
+            limit="peft ties a plain linear head, without a bias, to a trained embedding",
+            hint="leave it out of `adapter.modules_to_save`",
+        )
+    for name in wanted:
+        if not known.get(name):
+            there = [choice for choice, modules in known.items() if modules]
+            raise ConfigError(
+                f"adapter.modules_to_save names {name}, which {type(model).__name__} has not",
+                limit=f"it may hold {', '.join(there)}",
+                hint=f"`adapter.modules_to_save: [{nearest(name, there)}]`",
+            )
+    modules = frozenset(module for name in wanted for module in known[name])
+    return Whole(
+        modules=modules,
+        names=tuple(sorted({_end(model, name) for name in modules})),
+        has_tied=is_tied and EMBEDDING in wanted,
+    )
+
+
+def _known(model: "PreTrainedModel", linears: Mapping[str, nn.Module]) -> dict[str, set[str]]:
+    """Return what may be trained whole, by a recipe's name: full names of modules."""
+    names = {module: name for name, module in model.named_modules()}
+    decoder, head = cast("nn.Module", model.get_decoder()), model.get_output_embeddings()
+    known = {
+        NORMS: {names[m] for m in decoder.modules() if "Norm" in type(m).__name__ and _owns(m)},
+        ROUTER: {names[router] for block in decoder.modules() for router in _routers(block)},
+        EMBEDDING: {names[model.get_input_embeddings()]},
+        HEAD: set() if head is None else {names[head]},
+        SCORE: {SCORE} & {name for name, _ in model.named_children()},
+    }
+    for name in linears:
+        known.setdefault(name.rsplit(".", 1)[-1], set()).add(name)
+    return known
+
+
+def _routers(block: nn.Module) -> list[nn.Module]:
+    """Return the modules next to fused experts that have a row of weights for each expert."""
+    children = dict(block.named_children())
+    experts = [m for name, m in children.items() if name.endswith("experts")]
+    counts = {p.shape[0] for m in experts for p in m.parameters(recurse=False) if p.dim() == 3}
+    return [
+        child
+        for child in children.values()
+        if child not in experts
+        and any(p.dim() == 2 and p.shape[0] in counts for p in child.parameters(recurse=False))
+    ]
+
+
+def _owns(module: nn.Module) -> bool:
+    return next(module.parameters(recurse=False), None) is not None
+
+
+def _end(model: "PreTrainedModel", name: str) -> str:
+    """Return a module's name from its layer on, or all of it for one outside the layers."""
+    owner, attribute = find_layers(model, model.config.get_text_config())
+    prefix = next(f"{n}." if n else "" for n, m in model.named_modules() if m is owner)
+    return re.sub(rf"^{re.escape(prefix + attribute)}\.\d+\.", "", name)
+
+
+# ---------------------------------------------------------------------------------------------
+# NEFTune: uniform noise on the token embeddings while training.
+#
+# A micro-batch's embeddings (B, T, D) get noise from -m to m, m = alpha / sqrt(T x D). T is the
+# width of the micro-batch, padding included, as in transformers' trainer. The engine runs a
+# micro-batch's embeddings once per step, with the generator seeded for them, and layers that are
+# computed again start from their kept input: forward, recompute and a resumed run see one noise.
+#
+# Source: arXiv:2310.05914, algorithm 1.
+
+
+def add_noise(model: "PreTrainedModel", *, alpha: float) -> RemovableHandle:
+    """Add noise to what the model's input embeddings return, in training mode only.
+
+    Args:
+        model: Without peft's wrapper.
+        alpha: Scale of the noise; 5 to 15 are usual.
+
+    Returns:
+        A handle that removes the noise.
+    """
+
+    def noisy(module: nn.Module, _: object, embedded_BTD: torch.Tensor) -> torch.Tensor:
+        if not module.training:
+            return embedded_BTD
+        num_tokens, width = embedded_BTD.shape[1:]
+        # torch's own fp32 arithmetic, so that the draws are transformers' to the bit
+        most = (alpha / torch.tensor(num_tokens * width).sqrt()).item()
+        return embedded_BTD + torch.empty_like(embedded_BTD).uniform_(-most, most)
+
+    return model.get_input_embeddings().register_forward_hook(noisy)
+
 
 ALONE = "default"
 """peft's name of an adapter that is a model's only one, and that of all adapters in files."""

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from finetune.commands.trained_model import Prepared, TrainedModel
-from finetune.data.rows import Message
+from finetune.data.turns import Message
 from finetune.errors import ConfigError
-from finetune.model.sampling import Choose
+from finetune.model.tokenizer import Choose
 from offload.errors import SluiceError
 
 RESET = "/reset"

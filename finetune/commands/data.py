@@ -6,19 +6,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from finetune.data.compared.groups import require_classes, require_comparable
-from finetune.data.compared.step_layout import Comparison
+from finetune.data.compared import Comparison, require_classes, require_comparable
 from finetune.data.dataset import Chosen, ExampleSet, load_rows
-from finetune.data.order import StepSizes
-from finetune.data.packing import PackedOrder, RowCost
+from finetune.data.order import PackedOrder, RowCost, StepSizes
 from finetune.data.tokenize import IGNORE_INDEX, Example
 from finetune.env import cache_dir
 from finetune.model.tokenizer import load_tokenizer
 from finetune.recipe.load import load_recipe
-from finetune.recipe.objective_section import formats_of
 from finetune.recipe.recipe import Recipe
+from finetune.recipe.sections import formats_of
 from finetune.report.data_view import DataView, Piece, SeenRow, SeenSource, Taught, histogram
-from finetune.report.progress import Working
+from finetune.report.screen import Working
 from finetune.training.packing import settled_packing
 
 if TYPE_CHECKING:

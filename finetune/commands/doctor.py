@@ -8,8 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from finetune.env import stores_dir
-from offload.probe.doctor.checkup import check_up
-from offload.probe.doctor.finding import Finding
+from offload.probe.doctor import Finding, check_up
 
 _STYLES = {"ok": "green", "warning": "yellow", "error": "red"}
 

@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from finetune.commands.trained_model import Prepared
-from finetune.data.rows import Message
-from finetune.model.sampling import Choose
+from finetune.data.turns import Message
+from finetune.model.tokenizer import Choose
 
 
 def answer_prompt(

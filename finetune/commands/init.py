@@ -14,9 +14,9 @@ from finetune.commands.look import Look, look_at, seq_len_for
 from finetune.commands.plan import HostOptions, planned, probed
 from finetune.commands.recipes import Asked, require_new, run_name, target_of
 from finetune.errors import ConfigError
-from finetune.planning.collector import uncollected
-from finetune.planning.goals import Goal, goal_named
+from finetune.planning.candidates import Goal, goal_named, uncollected
 from finetune.planning.recipe_text import recipe_text
+from finetune.planning.subject import WantedModel
 from finetune.planning.suggestion import (
     SEQ_LEN,
     Settings,
@@ -25,7 +25,6 @@ from finetune.planning.suggestion import (
     first_settings,
     suggest,
 )
-from finetune.planning.wanted_model import WantedModel
 from finetune.report.format import shown_time
 from offload.errors import DoesNotFitError
 

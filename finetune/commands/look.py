@@ -13,15 +13,15 @@ from finetune.data.rows import (
     Document,
     Row,
     RowForm,
+    Tagged,
     bad_rows,
     no_rows,
 )
 from finetune.data.sources import Raw, RowError, open_source
-from finetune.data.tagged import Tagged
 from finetune.data.tokenize import Encoder
 from finetune.errors import ConfigError, DataError, ModelError
 from finetune.model.tokenizer import load_tokenizer
-from finetune.recipe.objective_section import Method
+from finetune.recipe.sections import Method
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

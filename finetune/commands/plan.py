@@ -11,8 +11,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from finetune.errors import ConfigError
-from finetune.planning.candidates import chooser, full_requests
-from finetune.planning.collector import uncollected
+from finetune.planning.candidates import chooser, full_requests, uncollected
 from finetune.planning.compare import (
     FIT_COLUMNS,
     MACHINE_COLUMNS,
@@ -31,24 +30,21 @@ from finetune.planning.compare import (
     slowest_card,
     trained_models,
 )
-from finetune.planning.parallel import compare_ways, ways_json, ways_lines
+from finetune.planning.parallel import compare_ways, own_choice, share_out, ways_json, ways_lines
 from finetune.planning.ranks import GPUS, require_gpus
 from finetune.planning.request import find_machine, with_backend
 from finetune.planning.runs import plan_variants, variants_of
-from finetune.planning.shares import own_choice, share_out
 from finetune.planning.subject import Subject, model_subject, subject_of
 from finetune.recipe.recipe import with_parallel
 from finetune.recipe.sections import TrainSection
 from finetune.report import choice as choice_report
+from finetune.report.choice import host_map, what_if_json, what_if_table
 from finetune.report.energy import plan_cost
 from finetune.report.format import shown_gib
-from finetune.report.host_map import host_map
 from finetune.report.plan import gpus_json, plan_json, plan_tables, ranks_json, ranks_table
 from finetune.report.runs import runs_json, runs_tables
 from finetune.report.summary import plan_summary
-from finetune.report.what_if import what_if_json, what_if_table
 from offload.plan.machine.cards import CARDS
-from offload.plan.machine.interconnect import with_interconnect
 from offload.plan.machine.machine import (
     EAGER_FRAC,
     FP32_FRAC,
@@ -57,6 +53,7 @@ from offload.plan.machine.machine import (
     GIVEN,
     Dtype,
     Machine,
+    with_interconnect,
 )
 from offload.plan.what_if.what_if import NUM_CARDS, what_if
 

@@ -7,7 +7,7 @@ from finetune.commands.plan import probed
 from finetune.env import stores_dir
 from finetune.training.ranks import Ranks
 from offload.plan.machine.machine import Machine
-from offload.probe.host import with_host
+from offload.probe.machine import with_host
 
 PROBE_HOST_S = 2.0
 
@@ -21,7 +21,7 @@ def probed_with_network(dtype: str, ranks: Ranks, *, note: Callable[[str], None]
     machine = ranks.from_main(own)
     if ranks.num == 1:
         return machine
-    from finetune.recipe.offload_section import OffloadSection
+    from finetune.recipe.sections import OffloadSection
     from finetune.training.preflight import torch_device
     from finetune.training.world.network_probe import measure_network
 

@@ -8,13 +8,12 @@ from pathlib import Path
 
 from finetune.commands.plan import HostOptions, machine_notes, shared_by
 from finetune.errors import ConfigError
-from finetune.planning.collector import uncollected
+from finetune.planning.candidates import goal_named, uncollected
 from finetune.planning.compare import budgeted, slowest_card
-from finetune.planning.goals import goal_named
 from finetune.planning.ranks import GPUS
 from finetune.planning.recipe_text import recipe_text
+from finetune.planning.subject import wanted_model
 from finetune.planning.suggestion import Target, first_settings, suggest
-from finetune.planning.wanted_model import wanted_model
 from finetune.report.format import shown_gib
 from offload.plan.machine.cards import CARDS
 from offload.plan.machine.machine import Dtype

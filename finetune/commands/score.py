@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.data.vocabulary import require_known_ids
+from finetune.data.tokenize import require_known_ids
 from finetune.errors import ConfigError
 from finetune.files.atomic import write_atomically
 from finetune.model.tokenizer import load_tokenizer
 from finetune.planning.subject import Subject
 from finetune.report.format import shown_gib, shown_time
-from finetune.scoring.base import attaching, base_to_score, machine_here, plan_wave
 from finetune.scoring.contenders import Contender, contenders_of, waves
 from finetune.scoring.report import ContenderScore, row_lines, scores_json, scores_table
 from finetune.scoring.rows import RowsToScore, read_rows
+from finetune.scoring.scorer import attaching, base_to_score, machine_here, plan_wave
 from offload.plan.machine.machine import Machine
 from offload.plan.scoring import ScorePlan
 

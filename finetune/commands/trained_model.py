@@ -10,30 +10,29 @@ from typing import TYPE_CHECKING, Any
 import offload
 from finetune.adapter.linear_lora import compute_in_base_dtype
 from finetune.adapter.lora import base_eos, load_adapter
-from finetune.adapter.prefix import PrefixArguments, load_prefix
-from finetune.data.rows import Conversation, Message
-from finetune.data.stops import (
+from finetune.adapter.virtual_tokens import PrefixArguments, load_prefix
+from finetune.data.chat_template import (
     GENERATION_CONFIG,
     Stops,
     cut_at,
     eos_ids,
     read_generation_config,
 )
-from finetune.data.tokenize import encode, prompt_ids
-from finetune.data.vocabulary import require_known_ids
+from finetune.data.rows import Conversation
+from finetune.data.tokenize import encode, prompt_ids, require_known_ids
+from finetune.data.turns import Message
 from finetune.errors import ConfigError
 from finetune.files.adapter import refuse_classifier
 from finetune.model.load import load_model
-from finetune.model.sampling import Choose
-from finetune.model.tokenizer import load_tokenizer
+from finetune.model.tokenizer import Choose, load_tokenizer
 from finetune.planning.request import facts_of, full_request
 from finetune.recipe.recipe import Recipe
 from finetune.run.run_dir import RunDir
 from finetune.training import preflight
 from finetune.training.generate import generate
 from finetune.training.samples import pad_id
-from offload.engine.model.recorded_args import front_arguments
-from offload.plan.memory.cache import require_room
+from offload.engine.model.recorders import front_arguments
+from offload.plan.memory.memory import require_room
 from offload.plan.plan import plan
 from offload.probe.machine import probe
 

@@ -1,15 +1,17 @@
 """The rows of a run as tokens: each source tokenised once, some rows held out, sources mixed.
 
-The tokens of a source are in a store on disk (`finetune.data.token_cache`). What a run trains on is
-a choice of its examples: those not held out, or of a mix, as many of each source as its weight
+The tokens of a source are in a store on disk (`finetune.data.encode_source`). What a run trains on
+is a choice of its examples: those not held out, or of a mix, as many of each source as its weight
 says. `Rows.data_hash` is a digest of the chosen tokens in their order, so it covers the choice.
 """
 
 import hashlib
+import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
@@ -17,32 +19,159 @@ from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
-from finetune.data.compared.groups import Groups, is_first, offsets
-from finetune.data.encode_source import SourceRows, stored_tokens
-from finetune.data.hold_out import sides_of
-from finetune.data.mix import drawn, rows_per_source
-from finetune.data.remarks.choice import choice_notes, source_notes
-from finetune.data.remarks.overlap import overlap_notes
-from finetune.data.remarks.rows import remark_notes
+from finetune.data.chat_template import Prompted
+from finetune.data.compared import Groups, is_first, offsets
+from finetune.data.encode_source import SourceRows, TokenStore, stored_tokens
+from finetune.data.remarks import choice_notes, overlap_notes, remark_notes, source_notes
 from finetune.data.rows import (
     FORMATS,
     Compared,
     Conversation,
     RowForm,
+    TopTokens,
     require_nothing_for_turns,
 )
 from finetune.data.sources import open_source
-from finetune.data.switch import Prompted
-from finetune.data.teacher import TopTokens
-from finetune.data.token_cache import TokenStore
 from finetune.data.tokenize import IGNORE_INDEX, Encoder, Example, Fate
 from finetune.errors import DataError
-from finetune.recipe.data_section import DataSection, MixSource
-from finetune.report.progress import Working, unseen
+from finetune.recipe.sections import DataSection, MixSource
+from finetune.report.screen import Working, unseen
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from transformers import PreTrainedTokenizerBase
+
+
+# ---------------------------------------------------------------------------------------------
+# How many rows of each source an epoch has, and which: exact shares, the same in every epoch.
+#
+# An epoch is as short as it can be with every row of every source in it: the source that is largest
+# for its weight is seen once, others as often as their share takes. `max_rows` makes it shorter.
+# Counts are the shares of the epoch rounded by largest remainder, so that none is off by a row. A
+# source that is seen 2.3 times is twice whole, and three tenths of it, drawn by the seed, once
+# more.
+
+MAX_EPOCH_ROWS = 100_000_000
+_STREAM = 1
+"""Keeps these draws apart from those of `shuffled`, which are of (seed, epoch)."""
+
+
+def rows_per_source(
+    sizes: Sequence[int], weights: Sequence[float], *, max_rows: int | None
+) -> tuple[int, ...]:
+    """Return how many rows of each source an epoch has.
+
+    Args:
+        sizes: Rows of each source, at least one.
+        weights: The share of each is its weight over their sum; above 0.
+        max_rows: Of the epoch; None: all are in it.
+
+    Raises:
+        DataError: The weights make an epoch of more rows than can be listed.
+    """
+    exact = [Fraction(str(weight)) for weight in weights]
+    shares = [weight / sum(exact) for weight in exact]
+    num_rows = max(math.floor(size / share) for size, share in zip(sizes, shares, strict=True))
+    while any(n < size for n, size in zip(_rounded(shares, num_rows), sizes, strict=True)):
+        num_rows += 1
+    num_chosen = num_rows if max_rows is None else min(num_rows, max_rows)
+    if num_chosen > max(MAX_EPOCH_ROWS, sum(sizes)):
+        most = max(range(len(sizes)), key=lambda n: shares[n] * num_chosen / sizes[n])
+        raise DataError(
+            f"the weights of data.mix make an epoch of {num_chosen:,} rows, entry {most + 1} seen"
+            f" {float(shares[most] * num_chosen / sizes[most]):,.0f} times",
+            limit=f"an epoch has each row of all sources, and at most {MAX_EPOCH_ROWS:,} rows",
+            hint="bring the weights nearer to the sources' sizes, or set `data.max_rows`",
+        )
+    return _rounded(shares, num_chosen)
+
+
+def _rounded(shares: Sequence[Fraction], num_rows: int) -> tuple[int, ...]:
+    """Round the shares of a number by largest remainder, the first of equal ones up."""
+    whole = [math.floor(share * num_rows) for share in shares]
+    by_rest = sorted(range(len(shares)), key=lambda n: (whole[n] - shares[n] * num_rows, n))
+    for n in by_rest[: num_rows - sum(whole)]:
+        whole[n] += 1
+    return tuple(whole)
+
+
+def drawn(num_rows: int, size: int, *, seed: int, source: int) -> "NDArray[np.int64]":
+    """Return which of a source's rows an epoch has, in order; rows may be in it several times.
+
+    Args:
+        num_rows: How many.
+        size: Rows of the source.
+        seed: Of the run.
+        source: Its number in the mix.
+    """
+    times, rest = divmod(num_rows, size)
+    bits = np.random.MT19937(np.random.SeedSequence([seed, source, _STREAM]))
+    once_more = np.random.RandomState(bits).permutation(size)[:rest]
+    counts = np.full(size, times)
+    counts[once_more] += 1
+    return np.repeat(np.arange(size, dtype=np.int64), counts)
+
+
+# ---------------------------------------------------------------------------------------------
+# Which rows are held out: single rows, or of joined documents a stretch of whole ones.
+#
+# A row of joined documents may hold parts of several, and a document may go on in the next row. So
+# that no document is on both sides, a stretch of rows is held out, at a place that the seed draws;
+# rows before it that go on with a trained document are left out, as are rows after it that go on
+# with one of its own.
+
+
+def sides_of(
+    tokens: "Tokens", mask: "NDArray[np.bool_]", *, end_id: int, seed: int
+) -> "tuple[NDArray[np.int64], NDArray[np.int64]]":
+    """Return the rows of a source to train on and those to hold out.
+
+    Args:
+        tokens: Of the source.
+        mask: Rows that were drawn to be held out; of joined documents, how many.
+        end_id: The token that ends a document.
+        seed: Draws the place of documents.
+
+    Raises:
+        DataError: A document fills one of the sides.
+    """
+    store, num_held_out = tokens.store, int(mask.sum())
+    if not store.report.num_documents or not num_held_out:
+        return np.flatnonzero(~mask), np.flatnonzero(mask)
+    num_rows, path = len(store), tokens.rows.source.path
+    generator = np.random.RandomState(np.random.MT19937(np.random.SeedSequence([seed, 0])))
+    first = int(generator.randint(0, num_rows - num_held_out + 1))
+    start = _next_start(store, first, end_id)
+    if start == num_rows:  # the last document has begun before: take the stretch at the beginning
+        first = start = 0
+    held_out = np.arange(start, min(start + num_held_out, num_rows))
+    after = np.arange(_next_start(store, start + len(held_out), end_id), num_rows)
+    trained = np.concatenate([np.arange(first), after])
+    if not len(trained):
+        raise DataError(
+            f"data.eval_frac holds out {num_held_out} of {num_rows} rows of {path}, and no whole"
+            " document fits on each side",
+            limit="a document is trained on or held out, not both, and documents are joined in rows"
+            " of `train.seq_len` tokens",
+            hint="raise `data.eval_frac`, cut the documents, or name a file by `data.eval_path`",
+        )
+    return trained, held_out
+
+
+def _ends(store: "TokenStore", row: int, end_id: int) -> "tuple[bool, bool]":
+    """Return whether any document ends in a row, and whether the row ends with one."""
+    ids = store.input_ids[store.offsets[row] : store.offsets[row + 1]]
+    return bool((ids == end_id).any()), bool(ids[-1] == end_id)
+
+
+def _next_start(store: "TokenStore", row: int, end_id: int) -> int:
+    """Return the first row, from `row`, that has no part of a document of the rows before it."""
+    if row == 0 or row == len(store) or _ends(store, row - 1, end_id)[1]:
+        return row
+    while row < len(store) and not _ends(store, row, end_id)[0]:
+        row += 1
+    return min(row + 1, len(store))
+
 
 _BLOCK = 2**16
 _TEACHER = ("top_counts", "top_ids", "top_logprobs")

@@ -34,8 +34,8 @@ answer. So an answer follows its prompt there too: the reasoning is the row's, a
 the row, or empty where the row has none; the answer and its end are as the template writes them.
 
 A template may have a variable that turns reasoning off, which empties the think block that its
-generation prompt ends with (`finetune.data.switch`). Rows without reasoning follow that prompt, or
-by `data.empty_think: learn` the one without a value, and learn the block.
+generation prompt ends with (`finetune.data.chat_template`). Rows without reasoning follow that
+prompt, or by `data.empty_think: learn` the one without a value, and learn the block.
 """
 
 import json
@@ -45,11 +45,19 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from finetune.data.chat_template import NO_SETTINGS, limited, refused, render
-from finetune.data.rows import Conversation, Message
-from finetune.data.switch import EMPTY, Switch, switch_of
+from finetune.data.chat_template import (
+    EMPTY,
+    NO_SETTINGS,
+    Switch,
+    limited,
+    refused,
+    render,
+    switch_of,
+)
+from finetune.data.rows import Conversation
+from finetune.data.turns import Message
 from finetune.errors import DataError
-from finetune.recipe.data_section import EmptyThink
+from finetune.recipe.sections import EmptyThink
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -68,7 +76,7 @@ class Span:
         start: Where the generation prompt ends.
         end: Where the special token that ends the turn ends.
         end_token: That token.
-        kinds: What a user should know of its prompt: kinds of `finetune.data.switch`.
+        kinds: What a user should know of its prompt: kinds of `finetune.data.chat_template`.
     """
 
     turn: int

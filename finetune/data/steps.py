@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from finetune.data.compared.step_layout import (
+from finetune.data.compared import (
     Comparison,
     Layout,
     end_of,
@@ -22,12 +22,11 @@ from finetune.data.compared.step_layout import (
     rehearsed_pieces,
 )
 from finetune.data.dataset import ExampleSet, Rows
-from finetune.data.order import PAD_TO_MULTIPLE_OF, BatchOrder, StepSizes, padded
-from finetune.data.packing import PackedOrder
+from finetune.data.encode_source import worker_died
+from finetune.data.order import PAD_TO_MULTIPLE_OF, BatchOrder, PackedOrder, StepSizes, padded
 from finetune.data.tokenize import IGNORE_INDEX, Example
-from finetune.data.workers import worker_died
 from finetune.interrupts import SIGNALS
-from finetune.objective.step_rows import StepRows
+from finetune.objective.pairs import StepRows
 from finetune.processes import prepare_worker, process_context
 
 _PREFETCH_STEPS = 2

@@ -25,26 +25,76 @@ prompt + answer + end of text, with nothing in between.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from finetune.data.chat_template import NO_SETTINGS, refused, render
-from finetune.data.rows import Classified, Conversation, Document, LossOn, Message
+from finetune.data.chat_template import NO_SETTINGS, Switch, refused, render, switch_of
+from finetune.data.rows import Classified, Conversation, Document, LossOn, Tagged, TopTokens
 from finetune.data.sources import RowError
 from finetune.data.spans import Rendering, Shapes, Span, render_answers
-from finetune.data.switch import Switch, switch_of
-from finetune.data.tagged import Tagged
-from finetune.data.teacher import TopTokens
+from finetune.data.turns import Message
 from finetune.errors import DataError
-from finetune.recipe.data_section import EmptyThink
+from finetune.recipe.sections import EmptyThink
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from transformers import PreTrainedTokenizerBase
+
+    from finetune.data.dataset import Rows
+
+
+def require_known_rows(rows: "Rows", tokenizer: "PreTrainedTokenizerBase", num_tokens: int) -> None:
+    """Check that a model has the tokens of rows, and the one that fills them up.
+
+    Args:
+        rows: That are trained on, and held out.
+        tokenizer: Their tokenizer.
+        num_tokens: Rows of the model's embedding.
+
+    Raises:
+        DataError: It lacks one.
+    """
+    require_known_ids([[tokenizer.pad_token_id]], tokenizer, num_tokens, where="what pads rows")
+    for part in (*rows.train.parts, *(rows.held_out.parts if rows.held_out else ())):
+        where = str(part.tokens.rows.source.path)
+        require_known_ids(part.blocks("input_ids"), tokenizer, num_tokens, where=where)
+
+
+def require_known_ids(
+    ids: "Iterable[Sequence[int] | NDArray[Any]]",
+    tokenizer: "PreTrainedTokenizerBase",
+    num_tokens: int,
+    *,
+    where: str,
+) -> None:
+    """Check that a model has these tokens; most tokenizers have no others, so none is read.
+
+    Args:
+        ids: Pieces of them.
+        tokenizer: Their tokenizer.
+        num_tokens: Rows of the model's embedding.
+        where: What has them, in errors.
+
+    Raises:
+        DataError: It lacks one.
+    """
+    if max(tokenizer.get_vocab().values(), default=0) < num_tokens:
+        return
+    highest = max((int(np.max(piece)) for piece in ids if len(piece)), default=0)
+    if highest >= num_tokens:
+        raise DataError(
+            f"the token {tokenizer.convert_ids_to_tokens(highest)} has the number {highest:,}, and"
+            f" the model has {num_tokens:,} tokens, from 0 ({where})",
+            limit="each token of the tokenizer that is used is a row of the model's embedding",
+            hint="take the model's own tokenizer (`model.tokenizer`), or enlarge the base once, by"
+            " `model.resize_token_embeddings(len(tokenizer))` of transformers and"
+            " `save_pretrained`",
+        )
+
 
 IGNORE_INDEX = -100
 
@@ -60,7 +110,7 @@ class Example:
         is_truncated: Whether the row was cut at its right.
         end_ids: The tokens that end its answers, of those that were not cut off.
         kinds: What a user should know of the prompts of what is learned: kinds of
-            `finetune.data.switch`.
+            `finetune.data.chat_template`.
         value: Of an answer that is compared with others; of a text with a class its number; else
             None.
         reference: Its log-probability by the reference, in nats; None where that is not known.

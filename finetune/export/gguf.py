@@ -21,17 +21,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from finetune.data.stops import template_kwargs_in
-from finetune.data.switch import server_flags
+from finetune.data.chat_template import server_flags, template_kwargs_in
 from finetune.errors import MergeError
-from finetune.export.checkpoint_files import (
+from finetune.export.merge import (
     TOKENIZER_CONFIG,
     TOKENIZER_SETTINGS,
+    Progress,
+    base_and_tokenizer,
     copy_companions,
+    merge_run,
     write_config,
 )
-from finetune.export.merge import Progress
-from finetune.export.merge_run import base_and_tokenizer, merge_run
 from finetune.files.atomic import flush, require_free, workspace
 from finetune.files.shards import INDEX, SINGLE
 

@@ -7,25 +7,193 @@ few at a time. So memory holds the adapter and some pieces of a tensor, whatever
 and plain transformers loads the result as it loads the base.
 """
 
+import json
+import math
+import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
+from pydantic import BaseModel, RootModel
 
-from finetune.data.stops import merge_generation_config
-from finetune.errors import MergeError
-from finetune.export.adapter_delta import Changes
-from finetune.export.base_checkpoint import BaseWeights
-from finetune.export.checkpoint_files import copy_companions, write_config
-from finetune.export.safetensors_writer import Shards
-from finetune.export.tensor_names import Group, Renaming
+from finetune.data.chat_template import merge_generation_config
+from finetune.errors import MergeError, ModelError
+from finetune.export.adapter_delta import Changes, Group, Renaming
+from finetune.export.safetensors_writer import Shards, find_packed
 from finetune.files.adapter import refuse_classifier
-from finetune.files.atomic import becoming
-from finetune.files.tensors import Spec
+from finetune.files.atomic import JsonFile, becoming
+from finetune.files.shards import INDEX, SINGLE, read_weight_map, weight_files
+from finetune.files.tensors import DTYPES, Place, Spec, read_bytes, read_headers, read_tensor
+from finetune.model.config import cached_file
 from finetune.model.empty import empty_published
+from finetune.recipe.load import load_shape, published_shape
 from finetune.report.format import shown_gib
+from finetune.run.run_dir import RunDir
+from offload.engine.codecs.codec import codec_named
+from offload.engine.host.pagelock import aligned_empty
+from offload.plan.facts.codec import CodecName
+from offload.plan.facts.workload import to_pages
+
+# ---------------------------------------------------------------------------------------------
+# A published checkpoint, read tensor by tensor or row by row.
+#
+# The files' headers give each tensor's position, so unchanged tensors are copied as bytes, whatever
+# their dtype. Changed tensors are read into their own memory and not mapped, because they are added
+# to in place. A quantised checkpoint appears as the tensors that it decodes to.
+
+
+class BaseWeights:
+    """The weights in a folder.
+
+    Attributes:
+        specs: What each tensor is, by its published name, in the order of the files. A quantised
+            one is what it decodes to.
+        is_quantised: Whether any is.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Read the headers.
+
+        Raises:
+            ModelError: A file or a tensor is missing, or the weights are in a form that is not
+                read.
+        """
+        files = weight_files(folder)
+        self._places = read_headers(files)
+        _require_listed(folder, self._places)
+        config = load_shape(str(folder))
+        stored = {name: place.spec for name, place in self._places.items()}
+        self._packed, plain = find_packed(stored, files, config, source=str(folder))
+        self.is_quantised = bool(self._packed)
+        self.specs: dict[str, Spec] = {
+            **{name: stored[name] for name in stored if name in plain},
+            **{name: packed.spec for name, packed in self._packed.items()},
+        }
+
+    def is_copied(self, name: str) -> bool:
+        """Return whether a tensor's bytes are those of the file."""
+        return name not in self._packed
+
+    def read(self, name: str, first: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Return a tensor, or its rows from `first` up to, not including, `stop`.
+
+        Raises:
+            ModelError: Its type is not known, or the file ends too early.
+        """
+        if name in self._packed:
+            return self._packed[name].read()[first:stop]
+        place = self._places[name]
+        if place.spec.dtype not in DTYPES:
+            raise ModelError(
+                f"{name} in {place.file} is of type {place.spec.dtype}",
+                limit=f"the types that can be merged into are {', '.join(DTYPES)}",
+                hint="name the model in bfloat16 as the base",
+            )
+        return read_tensor(place, first, stop)
+
+    def raw(self, name: str) -> Iterator[bytes]:
+        """Return a tensor's bytes in pieces, as they are in the file."""
+        return read_bytes(self._places[name])
+
+
+def _require_listed(folder: Path, places: Mapping[str, Place]) -> None:
+    if not (folder / INDEX).exists() or (folder / SINGLE).exists():
+        return
+    for name, file in read_weight_map(folder / INDEX).items():
+        if name not in places:
+            raise ModelError(
+                f"{folder / file} lacks {name}",
+                limit=f"{INDEX} says that it is there",
+                hint="download the model again",
+            )
+
+
+TOKENIZER_CONFIG = "tokenizer_config.json"
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
+_TOKENIZER = ("tokenizer", "vocab", "merges.txt", "special_tokens", "added_tokens", "chat_template")
+_TOKENIZER_SUFFIXES = (".tiktoken", ".model")
+
+
+class NamedTemplate(BaseModel):
+    """One chat template of several."""
+
+    name: str
+    template: str
+
+
+class _TokenizerConfig(BaseModel):
+    chat_template: str | list[NamedTemplate] | None = None
+
+
+class _Any(RootModel[Any]):
+    pass
+
+
+_HINT = "download the model again, or restore the file from a copy"
+TOKENIZER_SETTINGS = JsonFile(
+    holds=_TokenizerConfig,
+    error=ModelError,
+    limit="it holds the tokenizer's settings, and perhaps its chat template",
+    hint=_HINT,
+)
+_COMPANION = JsonFile(
+    holds=_Any, error=ModelError, limit="it is copied next to the new weights", hint=_HINT
+)
+
+
+def copy_companions(base: Path, tokenizer: Path, folder: Path) -> None:
+    """Copy what belongs to the weights: configs, code, licence, and the tokenizer that was used."""
+    for file in sorted(base.iterdir()):
+        is_weights = file.suffix in _WEIGHTS or file.name.endswith(".index.json")
+        is_named = file.name.startswith((".", "README"))
+        if not is_weights and not is_named and not _is_tokenizer(file):
+            _copy(file, folder)
+    for file in sorted(tokenizer.iterdir()):
+        if _is_tokenizer(file):
+            _copy(file, folder)
+    templates = tokenizer / "additional_chat_templates"
+    if templates.is_dir():
+        shutil.copytree(templates, folder / templates.name)
+    settings = folder / TOKENIZER_CONFIG
+    if (folder / "chat_template.jinja").exists() and settings.exists():
+        # transformers prefers the file, and llama.cpp's converter the setting: leave one
+        fields = TOKENIZER_SETTINGS.read(settings)
+        if fields.pop("chat_template", None) is not None:
+            settings.write_text(json.dumps(fields, indent=2, ensure_ascii=False) + "\n")
+
+
+def _copy(file: Path, folder: Path) -> None:
+    """Copy a file; folders are left, unless they are called like a file.
+
+    Raises:
+        ModelError: It is damaged, or no file.
+    """
+    if file.is_dir() and not file.suffix:
+        return
+    if not file.is_file():
+        raise _COMPANION.refusal(str(file), "it is no file")
+    if file.suffix == ".json":
+        _COMPANION.read(file)
+    shutil.copyfile(file, folder / file.name)
+
+
+def _is_tokenizer(file: Path) -> bool:
+    return file.name.startswith(_TOKENIZER) or file.suffix in _TOKENIZER_SUFFIXES
+
+
+def write_config(base: Path, folder: Path, *, is_untied: bool) -> None:
+    """Copy config.json for plain weights, and for ones that are not shared if `is_untied`."""
+    fields: dict[str, Any] = published_shape(str(base))
+    fields.pop("quantization_config", None)
+    if is_untied:
+        for part in (fields, *(v for v in fields.values() if isinstance(v, dict))):
+            if part is fields or "tie_word_embeddings" in part:
+                part["tie_word_embeddings"] = False
+    (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
+
 
 PIECE_ELEMENTS = 2**22
 
@@ -264,3 +432,104 @@ def _notes(published: BaseWeights, untied: Mapping[str, str]) -> Iterator[str]:
         name, shared = next(iter(untied.items()))
         others = f", and {len(untied) - 1} more likewise" if len(untied) > 1 else ""
         yield f"{name} shared the tensor {shared} and has its own now{others}."
+
+
+_SAMPLE_ELEMENTS = 2**22
+
+
+def merge_run(run_dir: Path, out: Path, *, progress: Progress | None = None) -> Merged:
+    """Merge the adapter of a finished run into the model that it was trained on.
+
+    Raises:
+        CheckpointError: The directory holds no finished run.
+        MergeError: See `merge`; or the run's model has no published weights.
+        ModelError: See `merge`.
+    """
+    run = RunDir(run_dir)
+    notes = run.require_adapter()
+    base, tokenizer = base_and_tokenizer(run_dir)
+    recipe = run.recipe()
+    merged = merge(base, run.adapter, out, tokenizer=tokenizer, progress=progress)
+    rounding = _rounding(
+        recipe.offload.layer_codec, getattr(torch, recipe.model.dtype), base, merged.changed
+    )
+    merged = replace(merged, notes=(*notes, *merged.notes))
+    if rounding is None:
+        return merged
+    name, error = rounding
+    note = (
+        f"The adapter was trained with weights that were rounded to {recipe.offload.codec}"
+        f" ({name} by {100 * error:.2g} % of its norm), and is merged into the published ones:"
+        " what it learned to make up for that rounding is now too much. Compare the two before you"
+        " use it."
+    )
+    return replace(merged, notes=(*merged.notes, note))
+
+
+def base_and_tokenizer(run_dir: Path) -> tuple[Path, Path]:
+    """Return where the model of a finished run is on this machine, and its tokenizer.
+
+    Raises:
+        CheckpointError: The directory holds no finished run.
+        MergeError: The run's model has no published weights, or they are not here.
+    """
+    run = RunDir(run_dir)
+    run.require_adapter()
+    model = run.recipe().model
+    if model.path is None or model.init == "random":
+        raise MergeError(
+            f"{run_dir} trained a model of random weights",
+            limit="an adapter is merged into published weights",
+            hint="train with `model.path` and `model.init: pretrained`",
+        )
+    assert model.tokenizer_source is not None
+    return local_folder(model.path), local_folder(model.tokenizer_source)
+
+
+def _rounding(
+    codec: CodecName, dtype: torch.dtype, base: Path, changed: Sequence[str]
+) -> tuple[str, float] | None:
+    """Return by how much a codec changes a weight, relative to its norm; None if it does not.
+
+    Args:
+        codec: The codec that the layers were stored in.
+        dtype: The dtype that they computed in.
+        base: Where the weights are.
+        changed: The weights that the adapter changes; the largest of a layer is examined, or its
+            first rows.
+    """
+    weights = BaseWeights(base)
+    matrices = [n for n in changed if re.search(r"\.\d+\.", n) and len(weights.specs[n].shape) > 1]
+    if codec == "native" or not matrices:
+        return None
+    name = max(matrices, key=lambda n: weights.specs[n].num_bytes)
+    num_rows, *row = weights.specs[name].shape
+    num_rows = min(num_rows, max(1, _SAMPLE_ELEMENTS // math.prod(row)))
+    values = weights.read(name, 0, num_rows).to(dtype)
+    form = codec_named(codec)
+    num_bytes = form.num_bytes(values.shape, dtype)
+    encoded = aligned_empty(to_pages(num_bytes))[:num_bytes]
+    form.encode(values, encoded)
+    decoded = torch.empty_like(values)
+    form.decode(encoded, decoded)
+    error = float((decoded.float() - values.float()).norm() / values.float().norm())
+    return (name, error) if error else None
+
+
+def local_folder(source: str) -> Path:
+    """Return where a model's files are on this machine.
+
+    Raises:
+        MergeError: A hub id that was not downloaded.
+    """
+    if Path(source).is_dir():
+        return Path(source)
+    for name in ("config.json", "tokenizer_config.json"):
+        found = cached_file(source, name)
+        if found is not None:
+            return found.parent
+    raise MergeError(
+        f"{source} is no local directory and not in the cache",
+        limit="weights are read from this machine",
+        hint=f"`hf download {source}`",
+    )

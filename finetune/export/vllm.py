@@ -28,8 +28,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from finetune.data.stops import GENERATION_CONFIG, template_kwargs_in
-from finetune.data.switch import vllm_flag
+from finetune.data.chat_template import GENERATION_CONFIG, template_kwargs_in, vllm_flag
 from finetune.errors import CheckpointError, ConfigError
 from finetune.files.adapter import (
     CONFIG_FILE,

@@ -19,7 +19,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from finetune.errors import CheckpointError
-from finetune.files.json import JsonFile
+from finetune.files.atomic import JsonFile
 from finetune.files.tensors import Place, read_known_header
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"

@@ -6,7 +6,7 @@ from typing import Annotated
 from pydantic import AfterValidator, BaseModel, Field
 
 from finetune.errors import ModelError
-from finetune.files.json import JsonFile
+from finetune.files.atomic import JsonFile
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 

@@ -22,7 +22,7 @@ from pydantic import BaseModel, Field, RootModel, ValidationError
 
 from finetune.errors import ModelError
 from finetune.files.shards import INDEX, SINGLE, read_weight_map
-from offload.engine.host.mapping import map_file
+from offload.engine.host.pagelock import map_file
 
 DTYPES = {
     "BOOL": torch.bool,

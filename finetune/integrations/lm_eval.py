@@ -28,13 +28,13 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from finetune.data.tokenize import IGNORE_INDEX
 from finetune.errors import ConfigError
 from finetune.model.tokenizer import load_tokenizer
-from finetune.scoring.base import attaching, base_to_score, machine_here, plan_wave
 from finetune.scoring.contenders import contenders_of
 from finetune.scoring.rows import Line, LineScore
+from finetune.scoring.scorer import attaching, base_to_score, machine_here, plan_wave
 from finetune.training.generate import generate
 from offload.errors import DoesNotFitError
 from offload.plan.machine.machine import DTYPE_BYTES
-from offload.plan.memory.cache import fitting_rows, require_room
+from offload.plan.memory.memory import fitting_rows, require_room
 from offload.plan.scoring import ScorePlan
 
 if TYPE_CHECKING:

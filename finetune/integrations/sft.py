@@ -15,8 +15,7 @@ import torch
 from torch import nn
 from trl import SFTTrainer
 
-from finetune.integrations.stream import BatchLoss, Streaming
-from finetune.integrations.trainer import SluiceTrainer
+from finetune.integrations.trainer import BatchLoss, SluiceTrainer, Streaming
 
 __all__ = ["SluiceSFTTrainer", "Streaming"]
 

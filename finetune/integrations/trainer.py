@@ -13,34 +13,792 @@ the plain Trainer within rounding.
 """
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 import torch
+from peft import LoraConfig, PeftModel
+from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.variants import DoraLinearVariant
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput, has_length
 
-from finetune.adapter.linear_lora import compute_by_peft
-from finetune.errors import DataError
-from finetune.integrations.refusals import (
-    refuse_packed_logits,
-    require_arguments,
-    require_own_methods,
-    require_trainer,
+from finetune.adapter.linear_lora import compute_by_peft, compute_in_base_dtype
+from finetune.errors import ConfigError, DataError
+from finetune.model.facts import facts_from
+from finetune.planning.candidates import HEAD_CHUNKS, choose, with_forms
+from offload import attach
+from offload.engine.batch import IGNORED, ROW_LENS, Batch
+from offload.engine.bound import EngineOptions
+from offload.engine.engine import Engine
+from offload.engine.passes.scoring import TokenScores
+from offload.plan.facts.codec import CodecName
+from offload.plan.facts.facts import AdapterSpec, ModelFacts
+from offload.plan.facts.optimizer import Optimizer
+from offload.plan.facts.workload import WeightPlace, Workload
+from offload.plan.machine.machine import Machine
+from offload.plan.plan import Plan
+from offload.plan.request import HEAD_CHUNK_TOKENS, PlanRequest, with_head_chunk
+from offload.probe.machine import PROBE_S, probe
+
+# ---------------------------------------------------------------------------------------------
+# The plan of a Trainer's steps, from its model and arguments: what `Streaming.of` attaches.
+#
+# `SluiceTrainer(model, args, streaming=Streaming.of(plan_steps(model, args, seq_len=2048)), ...)`
+
+_SLOTS = "`Streaming(num_slots=...)` without a plan"
+_STATES: dict[str, Optimizer] = {
+    "adafactor": "adafactor",
+    "adamw_8bit": "adamw_8bit",
+    "adamw_bnb_8bit": "adamw_8bit",
+    "lion_32bit": "lion",
+    "paged_adamw_8bit": "paged_adamw_8bit",
+    "sgd": "sgd",
+}
+
+
+def plan_steps(
+    model: PeftModel,
+    args: TrainingArguments,
+    *,
+    seq_len: int,
+    codec: CodecName = "native",
+    compute_dtype: Literal["float32", "auto"] = "float32",
+    machine: Machine | None = None,
+) -> Plan:
+    """Plan the steps of a Trainer: the fastest that fits, with its predicted time and memory.
+
+    Args:
+        model: With a LoRA adapter, on the host.
+        args: Sizes of micro-batches and steps are read off it.
+        seq_len: Tokens of the longest row; all are counted as if they were so long.
+        codec: How the layers' matrices are stored off the device.
+        compute_dtype: What adapters of linear layers are computed in; see `Streaming`.
+        machine: Where; None measures this one, which takes some seconds.
+
+    Raises:
+        ConfigError: The adapter or the model's dtype is none that can be planned.
+        DoesNotFitError: It does not fit, with what would.
+        MachineError: This machine cannot be measured.
+    """
+    base: Any = model.get_base_model()
+    config = base.config.to_dict()
+    facts = facts_from(config)
+    dtype = _dtype(base)
+    if machine is None:
+        device = "cuda" if args.device.type == "cuda" else "cpu"
+        machine = probe(device=device, seconds=PROBE_S, dtype=str(dtype).removeprefix("torch."))
+    num_rows = args.per_device_train_batch_size
+    workload = Workload(
+        micro_batch_size=num_rows,
+        seq_len=seq_len,
+        label_tokens=num_rows * seq_len,
+        head_chunk_tokens=HEAD_CHUNK_TOKENS,
+        adapter=replace(
+            _adapter_spec(model, facts),
+            is_in_base_dtype=compute_dtype == "auto" and _has_plain_branches(model),
+        ),
+        optimizer=_STATES.get(str(getattr(args.optim, "value", args.optim)), "adamw"),
+        dtype_bytes=dtype.itemsize,
+        codec=codec,
+    )
+    request = PlanRequest(
+        typical=workload,
+        largest=workload,
+        num_micro_batches=args.gradient_accumulation_steps,
+        num_slots=None,
+        num_kept_graphs=None,
+        vram_budget_bytes=None,
+        num_workers=args.dataloader_num_workers,
+        is_stashed=False,
+        is_on_disk=False,
+        num_ranks=1,
+        is_slab_shared=False,
+        is_masked=True,
+        has_outputs=base.config._attn_implementation == "sdpa",  # no other is recorded
+        has_sent_graphs=True,
+    )
+    ways = [
+        with_head_chunk(replace(request, is_stashed=is_stashed), num_tokens)
+        for num_tokens in HEAD_CHUNKS
+        for is_stashed in (False, True)
+    ]
+    has_dropout = workload.adapter.has_dropout
+    forms = with_forms(
+        facts, ways, may_tile=not has_dropout, may_move_embeddings=True, may_move_head=True
+    )
+    return choose(facts, machine, forms).plan
+
+
+def _dtype(base: nn.Module) -> torch.dtype:
+    """Return what the layers compute in: the dtype of the frozen weights.
+
+    Raises:
+        ConfigError: There are several, or it is none that rates are measured for.
+    """
+    found = {p.dtype for p in base.parameters() if not p.requires_grad and p.is_floating_point()}
+    if found not in ({torch.float32}, {torch.bfloat16}):
+        raise ConfigError(
+            f"the frozen weights are of {', '.join(sorted(map(str, found)))}",
+            limit="layers are planned in float32 or bfloat16",
+            hint=f"`from_pretrained(..., dtype=torch.bfloat16)`, or {_SLOTS}",
+        )
+    return found.pop()
+
+
+def _has_plain_branches(model: PeftModel) -> bool:
+    """Return whether no adapter has a bias, or a variant of LoRA that peft alone computes."""
+    layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    kinds = {type(kind) for layer in layers for kind in layer.lora_variant.values()}
+    configs: list[Any] = list(model.peft_config.values())
+    has_bias = any(config.lora_bias or config.bias != "none" for config in configs)
+    return not has_bias and kinds <= {DoraLinearVariant}
+
+
+def _adapter_spec(model: PeftModel, facts: ModelFacts) -> AdapterSpec:
+    """Read off a model what of it trains.
+
+    Raises:
+        ConfigError: It is another adapter than LoRA, or several.
+    """
+    configs: list[Any] = list(model.peft_config.values())
+    config = configs[0]
+    if len(configs) != 1 or not isinstance(config, LoraConfig):
+        raise ConfigError(
+            f"the model has the adapters {', '.join(str(c.peft_type.value) for c in configs)}",
+            limit="the steps of one LoRA adapter are planned",
+            hint=_SLOTS,
+        )
+    adapted = (name for name, module in model.named_modules() if isinstance(module, LoraLayer))
+    linears = {
+        linear.name for layer in facts.layers for linear in layer.linears if linear.is_module
+    }
+    names = dict.fromkeys(name.rpartition(".")[2] for name in adapted)
+    return AdapterSpec(
+        rank=max([config.r, *(config.rank_pattern or {}).values()]),
+        targets=tuple(name for name in names if name in linears),
+        experts=bool(config.target_parameters),
+        is_dora=config.use_dora,
+        modules=tuple(config.modules_to_save or ()),
+        has_dropout=config.lora_dropout > 0,
+    )
+
+
+# ---------------------------------------------------------------------------------------------
+# Settings of a Trainer that an engine cannot follow exactly, each with the reason and the fix.
+#
+# A setting that would have no effect, or another one than in the plain Trainer, is refused before
+# the model is touched: no run trains something else than its settings say.
+
+TAKES_STEPS = (
+    "_get_num_items_in_batch",
+    "_inner_training_loop",
+    "_prepare_input",
+    "_prepare_inputs",
+    "_run_epoch",
+    "compute_loss",
+    "compute_loss_context_manager",
+    "evaluation_loop",
+    "get_batch_samples",
+    "prediction_step",
+    "training_step",
 )
-from finetune.integrations.stream import (
-    BatchLoss,
-    StepBatches,
-    Streaming,
-    computing_adapters,
-    evaluated,
-    micro_batch,
+"""Methods of a Trainer that decide what a step computes."""
+
+
+_OWN = "finetune.integrations."
+_KNOWN = ("transformers.trainer", "trl.trainer.sft_trainer", "trl.trainer.base_trainer")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refusal:
+    """One setting that is refused.
+
+    Attributes:
+        name: Of the setting.
+        is_set: Whether arguments ask for it.
+        why: The reason.
+        fix: What to write in its place.
+    """
+
+    name: str
+    is_set: Callable[[Any], bool]
+    why: str
+    fix: str
+
+
+def _truthy(name: str) -> Callable[[Any], bool]:
+    return lambda args: bool(getattr(args, name))
+
+
+def _is_fused(args: TrainingArguments) -> bool:
+    name = str(getattr(args.optim, "value", args.optim))
+    return "lomo" in name or "layerwise" in name
+
+
+_CAST = "the engine computes in the dtypes that the model was loaded in"
+_ONE = "one process streams to one device"
+_SLUICE = "`sluice finetune RECIPE`"
+
+OF_ARGUMENTS = (
+    Refusal(
+        name="label_smoothing_factor",
+        is_set=lambda args: args.label_smoothing_factor != 0,
+        why="the loss is the cross-entropy of the label tokens",
+        fix="label_smoothing_factor=0",
+    ),
+    Refusal(
+        name="fp16",
+        is_set=_truthy("fp16"),
+        why=f"it scales losses, and casts; {_CAST}",
+        fix="fp16=False, and load the model with dtype=torch.bfloat16",
+    ),
+    Refusal(
+        name="bf16",
+        is_set=_truthy("bf16"),
+        why=f"it is autocast, which casts again at each operator; {_CAST}",
+        fix="bf16=False, and load the model with dtype=torch.bfloat16",
+    ),
+    Refusal(
+        name="fp16_full_eval",
+        is_set=_truthy("fp16_full_eval"),
+        why=f"it casts the whole model; {_CAST}",
+        fix="fp16_full_eval=False",
+    ),
+    Refusal(
+        name="bf16_full_eval",
+        is_set=_truthy("bf16_full_eval"),
+        why=f"it casts the whole model; {_CAST}",
+        fix="bf16_full_eval=False",
+    ),
+    Refusal(
+        name="auto_find_batch_size",
+        is_set=_truthy("auto_find_batch_size"),
+        why="a batch that does not fit is known from the plan, and not by trying",
+        fix="auto_find_batch_size=False",
+    ),
+    Refusal(
+        name="torch_compile",
+        is_set=_truthy("torch_compile"),
+        why="a compiled model is one graph, and layers are visited one by one",
+        fix=f"torch_compile=False; {_SLUICE} with `train.compile: true` compiles the layers",
+    ),
+    Refusal(
+        name="use_liger_kernel",
+        is_set=_truthy("use_liger_kernel"),
+        why="it replaces the model's forward, and with it the loss",
+        fix='use_liger_kernel=False, and `Streaming(layer_kernels="fused")` on CUDA',
+    ),
+    Refusal(
+        name="neftune_noise_alpha",
+        is_set=lambda args: args.neftune_noise_alpha is not None,
+        why="its noise is drawn in the forward that the engine replaces",
+        fix=f"neftune_noise_alpha=None; {_SLUICE} has `train.neftune_alpha`",
+    ),
+    Refusal(
+        name="optim",
+        is_set=_is_fused,
+        why="it updates weights inside the backward, before a step's gradients are complete",
+        fix='optim="adamw_torch", or any other that updates after the step',
+    ),
+    Refusal(
+        name="torch_empty_cache_steps",
+        is_set=lambda args: args.torch_empty_cache_steps is not None,
+        why="slots are allocated once, so there is nothing to empty",
+        fix="torch_empty_cache_steps=None",
+    ),
+    Refusal(
+        name="debug",
+        is_set=lambda args: any("underflow" in str(one.value) for one in args.debug),
+        why="it hooks the forward of every module, which visits call many times",
+        fix='debug=""',
+    ),
+    Refusal(
+        name="fsdp",
+        is_set=_truthy("fsdp"),
+        why=f"it shards the weights; {_ONE}",
+        fix="fsdp=None",
+    ),
+    Refusal(
+        name="deepspeed",
+        is_set=_truthy("deepspeed"),
+        why=f"it shards the weights; {_ONE}",
+        fix="deepspeed=None",
+    ),
+    Refusal(
+        name="parallelism_config",
+        is_set=lambda args: args.parallelism_config is not None,
+        why=f"it shards weights or sequences; {_ONE}",
+        fix="parallelism_config=None",
+    ),
+    Refusal(
+        name="world_size",
+        is_set=lambda args: args.world_size > 1,
+        why=_ONE,
+        fix=f"start one process; {_SLUICE} shares a step among several",
+    ),
+    Refusal(
+        name="n_gpu",
+        is_set=lambda args: args.n_gpu > 1,
+        why=f"DataParallel copies the model to each device; {_ONE}",
+        fix="one visible device: CUDA_VISIBLE_DEVICES=0",
+    ),
 )
+
+OF_SFT = (
+    Refusal(
+        name="loss_type",
+        is_set=lambda args: getattr(args, "loss_type", "nll") != "nll",
+        why="the loss is the cross-entropy of the label tokens",
+        fix='loss_type="nll"',
+    ),
+    Refusal(
+        name="activation_offloading",
+        is_set=lambda args: bool(getattr(args, "activation_offloading", False)),
+        why="the engine decides where activations wait",
+        fix='activation_offloading=False, and `Streaming(stash="host")`',
+    ),
+    Refusal(
+        name="router_aux_loss_coef",
+        is_set=lambda args: bool(getattr(args, "router_aux_loss_coef", None)),
+        why="the plain Trainer adds a router loss per micro-batch, which is not the step's",
+        fix=f"router_aux_loss_coef=0.0; {_SLUICE} has `train.router_loss_coef`",
+    ),
+)
+
+_OPTIONS = {
+    "compute_loss_func": "the loss is computed where the layers end, a chunk of tokens at a time",
+    "model_init": "a model is attached once, and this makes another one in each `train`",
+}
+
+
+def require_arguments(model: object, args: object, options: dict[str, Any]) -> None:
+    """Check what a Trainer is made with, before it is made.
+
+    Args:
+        model: Its model.
+        args: Its TrainingArguments.
+        options: Its other keyword arguments.
+
+    Raises:
+        ConfigError: An engine cannot do what one of them says; all such are named.
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"the model is {model!r}, a {type(model).__name__}",
+            limit="it is loaded on the host, where its layers wait for the device",
+            hint='`AutoModelForCausalLM.from_pretrained(name, device_map="cpu", dtype=...)`',
+        )
+    if not isinstance(args, TrainingArguments):
+        raise ConfigError(
+            f"args is a {type(args).__name__}",
+            limit="what a step is, is read off TrainingArguments before the model is attached",
+            hint="`TrainingArguments(output_dir=..., ...)`",
+        )
+    _refuse(
+        (one.name, getattr(args, one.name, None), one.why, one.fix)
+        for one in (*OF_ARGUMENTS, *OF_SFT)
+        if one.is_set(args)
+    )
+    _refuse(
+        (name, options[name], why, f"leave `{name}` away")
+        for name, why in _OPTIONS.items()
+        if options.get(name) is not None
+    )
+
+
+def _refuse(found: Iterable[tuple[str, object, str, str]]) -> None:
+    every = list(found)
+    if every:
+        named = ", ".join(f"{name}={_shown(value)}" for name, value, _, _ in every)
+        raise ConfigError(
+            f"a Trainer that streams is given {named}",
+            limit="; ".join(f"{name}: {why}" for name, _, why, _ in every),
+            hint="; ".join(fix for *_, fix in every),
+        )
+
+
+def _shown(value: object) -> str:
+    text = str(getattr(value, "__name__", getattr(value, "value", value)))
+    return text if len(text) < 60 else f"{text[:57]}..."
+
+
+def require_own_methods(kind: type) -> None:
+    """Check that no subclass, and no patch, computes a step in its own way.
+
+    Args:
+        kind: The class of the trainer.
+
+    Raises:
+        ConfigError: One does.
+    """
+    for one in kind.__mro__:
+        for name in TAKES_STEPS:
+            module = str(getattr(vars(one).get(name), "__module__", _OWN))
+            if module not in _KNOWN and not module.startswith(_OWN):
+                raise ConfigError(
+                    f"{one.__name__}.{name} is that of {module}",
+                    limit="a step is computed by the engine, which does not call it",
+                    hint=f"leave `{name}` away; a loss of your own is an objective of"
+                    " `engine.forward_backward(micro_batches, objective=...)`",
+                )
+
+
+def require_trainer(trainer: Any) -> None:
+    """Check what a Trainer has found out when it was made, from its environment too.
+
+    Args:
+        trainer: Before its model is attached.
+
+    Raises:
+        ConfigError: It is set up in a way that an engine cannot follow.
+    """
+    state = trainer.accelerator.state
+    for name, value, plain in (
+        ("mixed_precision", trainer.accelerator.mixed_precision, "no"),
+        ("dynamo_backend", state.dynamo_plugin.backend.value.lower(), "no"),
+        ("distributed_type", state.distributed_type.value.lower(), "no"),
+    ):
+        if value != plain:
+            _refuse_environment(name, value)
+    if not trainer.model_accepts_loss_kwargs:
+        raise ConfigError(
+            f"{type(trainer.model).__name__} takes no `num_items_in_batch`",
+            limit="the plain Trainer then takes the mean of its micro-batches' means, and the"
+            " engine that over the label tokens of the step",
+            hint="a causal language model of transformers, whose forward takes `**kwargs`",
+        )
+    if getattr(trainer, "padding_free", False) and trainer.compute_metrics is not None:
+        refuse_packed_logits()
+    config = trainer.model.config.get_text_config()
+    if getattr(config, "output_router_logits", False):
+        raise ConfigError(
+            "the model's config asks for its router loss (output_router_logits: true)",
+            limit="the plain Trainer adds it once per micro-batch, so that it grows with their"
+            " number; an engine takes it over the step",
+            hint="`model.config.output_router_logits = False`, and router_aux_loss_coef=0.0 in an"
+            f" SFTConfig; {_SLUICE} has `train.router_loss_coef`",
+        )
+
+
+def refuse_packed_logits() -> NoReturn:
+    """Raise the error for logits of packed rows, which the engine does not return.
+
+    Raises:
+        ConfigError: Always.
+    """
+    raise ConfigError(
+        "logits of rows that share a sequence are asked for",
+        limit="the engine keeps such rows apart for their losses alone; logits are of padded rows",
+        hint="leave `compute_metrics` away, or padding_free=False and packing=False;"
+        " prediction_loss_only=True predicts losses",
+    )
+
+
+def _refuse_environment(name: str, value: str) -> NoReturn:
+    raise ConfigError(
+        f"accelerate is set up with {name} {value}",
+        limit=f"{_ONE}, uncompiled; {_CAST}",
+        hint="start the script with `python`, or run `accelerate config default`",
+    )
+
+
+# ---------------------------------------------------------------------------------------------
+# A model on an engine within a Trainer: how it is attached, and what is computed of its batches.
+#
+# A Trainer hands out a step's micro-batches one by one. Here they are held as a step: the first
+# that is asked for has the loss of all of them computed, layer by layer, and the others have
+# nothing left to add.
+
+TAKEN = ("input_ids", "labels", "attention_mask", "position_ids")
+_BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+"""How collators tell kernels where the rows of a flattened sequence begin: `row_lens` says it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Streaming:
+    """How a Trainer's model is attached; each is as for `offload.attach`.
+
+    Attributes:
+        num_slots: Layers on the device at a time.
+        codec: How the layers' matrices are stored off the device.
+        stash: Where layer inputs wait for the backward.
+        head_chunk_tokens: Tokens whose logits exist at a time.
+        kept_graphs: Last layers whose activations stay on the device for the backward.
+        kept_outputs: Layers before these whose attention's output stays there.
+        sent_outputs: Layers before these whose attention's output goes to host memory.
+        sent_graphs: Layers before those with kept graphs whose activations go to host memory.
+        mlp_chunk_tokens: Tokens that an MLP computes at a time; None for all of a batch.
+        layer_kernels: What computes norms, rotary embedding and gated activations.
+        embeddings: Where the input embedding's weight is.
+        head: Where the output head's weight is.
+        compute_dtype: What the adapters of linear layers are computed in until the Trainer is
+            detached: `float32` by peft, as the plain Trainer does it, or `auto`, at the precision
+            of the weights, which is faster and holds less; see `adapter.compute_dtype`.
+    """
+
+    num_slots: int
+    codec: CodecName = "native"
+    stash: Literal["device", "host"] = "device"
+    head_chunk_tokens: int = HEAD_CHUNK_TOKENS
+    kept_graphs: int = 0
+    kept_outputs: int = 0
+    sent_outputs: int = 0
+    sent_graphs: int = 0
+    mlp_chunk_tokens: int | None = None
+    layer_kernels: Literal["plain", "fused"] = "plain"
+    embeddings: WeightPlace = "device"
+    head: WeightPlace = "device"
+    compute_dtype: Literal["float32", "auto"] = "float32"
+
+    @classmethod
+    def of(cls, plan: Plan) -> "Streaming":
+        """Return what a plan chose; see `finetune.integrations.trainer.plan_steps`."""
+        options = EngineOptions.planned(plan)
+        return cls(
+            num_slots=options.num_slots,
+            codec=options.codec,
+            stash=options.stash,
+            head_chunk_tokens=options.head_chunk_tokens,
+            kept_graphs=options.num_kept_graphs,
+            kept_outputs=options.num_kept_outputs,
+            sent_outputs=options.num_sent_outputs,
+            sent_graphs=options.num_sent_graphs,
+            mlp_chunk_tokens=options.mlp_chunk_tokens,
+            layer_kernels=options.layer_kernels,
+            embeddings=options.embeddings,
+            head=options.head,
+            compute_dtype="auto" if plan.request.typical.adapter.is_in_base_dtype else "float32",
+        )
+
+    def attach(self, model: object, *, device: torch.device) -> Engine:
+        """Take over a model with an adapter.
+
+        Args:
+            model: On the host.
+            device: Where to compute.
+
+        Raises:
+            ConfigError: It has no adapter.
+            OffloadError: It cannot be attached; see `offload.attach`.
+        """
+        if not isinstance(model, PeftModel):
+            raise ConfigError(
+                f"the model is a {type(model).__name__}",
+                limit="a Trainer that streams trains an adapter of peft's: the layers are frozen",
+                hint="`peft.get_peft_model(model, LoraConfig(...))`; `sluice finetune` with"
+                " `train.what: all` trains all weights",
+            )
+        settings = asdict(self)
+        compute_by_peft(model)  # an engine that was detached by itself has left it as it was
+        if settings.pop("compute_dtype") == "auto":
+            compute_in_base_dtype(model)
+        try:
+            return attach(model, device=str(device), **settings)
+        except BaseException:
+            compute_by_peft(model)
+            raise
+
+
+@dataclass(kw_only=True)
+class StepBatches:
+    """The micro-batches of one optimizer step, as a Trainer has fetched them.
+
+    Attributes:
+        fetched: As the collator made them.
+        num_left: How many the Trainer has not asked for yet.
+    """
+
+    fetched: Sequence[Mapping[str, Any]]
+    num_left: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Begin with all of them."""
+        self.num_left = len(self.fetched)
+
+    def take(self, inputs: object) -> bool:
+        """Note that a micro-batch is asked for; return whether it is the step's first.
+
+        Raises:
+            DataError: It is not the next of the step.
+        """
+        number = len(self.fetched) - self.num_left
+        if not self.num_left or self.fetched[number] is not inputs:
+            raise DataError(
+                "a micro-batch is trained on that is not the next of its step",
+                limit="the micro-batches of a step are those that `get_batch_samples` returned",
+                hint="leave them as they are; change rows in the data set or the collator",
+            )
+        self.num_left -= 1
+        return number == 0
+
+
+def micro_batch(inputs: Mapping[str, Any]) -> Batch:
+    """Return what a collator made as the engine's micro-batch.
+
+    A flattened sequence whose row boundaries are given becomes packed rows: they are kept apart by
+    the engine in every architecture, whatever the attention kernels read.
+
+    Args:
+        inputs: input_ids and labels (B, T), and what else the collator adds.
+
+    Raises:
+        DataError: It has something that an engine does not compute with, or no labels, or its
+            rows are not apart.
+    """
+    given = {name: value for name, value in inputs.items() if value is not None}
+    if "labels" not in given:
+        raise DataError(
+            f"a batch has no `labels`, only {', '.join(given)}",
+            limit="the loss is that of the tokens with a label",
+            hint="`DataCollatorForLanguageModeling(tokenizer, mlm=False)` copies them from the"
+            " tokens; or a column `labels`",
+        )
+    unknown = sorted(given.keys() - {*TAKEN, *_BOUNDS})
+    if unknown:
+        raise DataError(
+            f"a batch has `{unknown[0]}`",
+            limit=f"an engine computes with {', '.join(TAKEN)}",
+            hint=f"`remove_unused_columns=True`, or leave `{unknown[0]}` out of the data set",
+        )
+    # a data loader may have moved them; the engine counts labels on the host
+    batch = {name: given[name].cpu() for name in TAKEN if name in given}
+    if "cu_seq_lens_q" not in given:
+        return batch
+    row_lens = given["cu_seq_lens_q"].diff().long().cpu()
+    _require_rows_apart(batch, row_lens.tolist())
+    return {"input_ids": batch["input_ids"], "labels": batch["labels"], ROW_LENS: row_lens}
+
+
+def _require_rows_apart(batch: Batch, row_lens: Sequence[int]) -> None:
+    """Check that a flattened sequence means what packed rows mean to the engine.
+
+    Raises:
+        DataError: A row does not begin at position 0, is masked, or its first token has a label.
+    """
+    positions = torch.cat([torch.arange(length) for length in row_lens])
+    starts = positions == 0
+    problem = ""
+    if "attention_mask" in batch:
+        problem = "an `attention_mask`"
+    elif "position_ids" not in batch or not batch["position_ids"].equal(positions.unsqueeze(0)):
+        problem = "no `position_ids` that begin at 0 in each row"
+    elif (batch["labels"][0, starts][1:] != IGNORED).any():
+        problem = "a label at the first token of a row"
+    if problem:
+        raise DataError(
+            f"a flattened batch with `cu_seq_lens_q` has {problem}",
+            limit="no row sees another, each starts at position 0, and its first token has no loss",
+            hint="`DataCollatorWithFlattening` makes such batches; or leave `cu_seq_lens_q` away",
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchLoss:
+    """The loss of a batch that is not trained on.
+
+    Attributes:
+        loss: Mean over its label tokens; NaN if it has none, as a model's own.
+        num_label_tokens: Tokens with a label.
+        accuracy: The fraction of them that are the most probable token.
+    """
+
+    loss: float
+    num_label_tokens: int
+    accuracy: float
+
+
+NOTHING = BatchLoss(loss=float("nan"), num_label_tokens=0, accuracy=0.0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluated:
+    """The losses of batches that passed the layers together.
+
+    Attributes:
+        batches: Of each.
+        num_loads: Layers copied from host to device for all of them.
+    """
+
+    batches: tuple[BatchLoss, ...]
+    num_loads: int
+
+
+def computing_adapters(model: PeftModel) -> Sequence[str] | None:
+    """Return the adapters that a forward computes with; None if its modules are not alike in it.
+
+    Args:
+        model: Whose modules know it: `model.active_adapter` stays as it is when they are switched
+            off, and names one where several are on.
+    """
+    status = model.get_model_status()
+    if status.enabled is False:
+        return ()
+    active = status.active_adapters
+    return None if status.enabled == "irregular" or isinstance(active, str) else active
+
+
+def evaluated(engine: Engine, batches: Sequence[Batch], *, adapter: str | None) -> Evaluated:
+    """Return the loss of each batch, all of them in one pass over the layers.
+
+    Args:
+        engine: Of the model.
+        batches: As `micro_batch` returns them.
+        adapter: With which; None for the model without any.
+    """
+    scorable = [_rows_with_labels(batch) for batch in batches]
+    kept = [batch for batch in scorable if batch is not None]
+    if not kept:
+        return Evaluated(batches=(NOTHING,) * len(batches), num_loads=0)
+    result = engine.score(kept, adapters=[adapter])
+    scores = iter(result.scores[0])
+    found = (NOTHING if batch is None else _loss(next(scores)) for batch in scorable)
+    return Evaluated(batches=tuple(found), num_loads=result.num_loads)
+
+
+def _loss(tokens: TokenScores) -> BatchLoss:
+    num = len(tokens.logps_N)
+    return BatchLoss(
+        loss=float(-tokens.logps_N.double().sum() / num),
+        num_label_tokens=num,
+        accuracy=float(tokens.is_greedy_N.double().mean()),
+    )
+
+
+def _rows_with_labels(batch: Batch) -> Batch | None:
+    """Return the rows of a batch that have a label, which alone have a loss; None if none has."""
+    if ROW_LENS in batch:
+        return _packed_with_labels(batch)
+    has_label_B = (batch["labels"][:, 1:] != IGNORED).any(dim=1)
+    if not has_label_B.any():
+        return None
+    if has_label_B.all():
+        return batch
+    num_rows = len(has_label_B)
+    return {
+        name: value[has_label_B] if len(value) == num_rows else value
+        for name, value in batch.items()
+    }
+
+
+def _packed_with_labels(batch: Batch) -> Batch | None:
+    lens, labels = batch[ROW_LENS].tolist(), batch["labels"][0].split(batch[ROW_LENS].tolist())
+    has_label = torch.tensor([bool((one[1:] != IGNORED).any()) for one in labels])
+    if not has_label.any():
+        return None
+    kept_T = has_label.repeat_interleave(torch.tensor(lens))
+    return {
+        ROW_LENS: batch[ROW_LENS][has_label],
+        "input_ids": batch["input_ids"][:, kept_T],
+        "labels": batch["labels"][:, kept_T],
+    }
+
 
 __all__ = ["SluiceTrainer", "Streaming"]
 

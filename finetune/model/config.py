@@ -9,8 +9,8 @@ from urllib.parse import urlsplit
 from finetune.env import has_proxy, is_offline
 from finetune.errors import ModelError
 from finetune.files.shards import INDEX, SINGLE
+from finetune.recipe.load import load_shape, published_shape, shape_of_id, shipped_shapes
 from finetune.recipe.sections import ModelSection
-from finetune.recipe.shipped import load_shape, published_shape, shape_of_id, shipped_shapes
 
 _CONNECT_TIMEOUT_S = 3.0
 

@@ -15,7 +15,7 @@ from typing import Any
 from finetune.errors import ModelError, read_by_library
 from finetune.files.shards import INDEX, SINGLE, read_weight_map
 from finetune.model.config import cached_file, is_hub_reachable
-from finetune.report.progress import Work, Working
+from finetune.report.screen import Work, Working
 
 NUM_AT_A_TIME = 8
 

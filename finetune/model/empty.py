@@ -5,12 +5,14 @@ about quantised weights is taken out of it first: the model is that which comput
 are read as what they decode to.
 """
 
+import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -26,6 +28,46 @@ from finetune.errors import ModelError, reading_config
 from finetune.model.classifier_head import with_classifier_head
 from finetune.model.config import read_config
 from finetune.recipe.sections import ModelSection
+
+_READ_BY_SCANS = {"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"}
+"""Types whose kernels read the weight of `out_proj` themselves, where peft adapts none."""
+
+
+def linear_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """Return the linear layers inside the decoder layers, by full name.
+
+    A subclass that computes something else, such as a router that returns scores and choices, is
+    none of them; nor is one whose name is a number, which peft would take for a layer's.
+    """
+    decoder: nn.Module = model.get_decoder()
+    if isinstance(decoder, nn.Linear):  # of modernbert-decoder, which calls its head so
+        decoder = model.base_model
+    left = "out_proj" if model.config.model_type in _READ_BY_SCANS else None
+    prefix = next(f"{name}." if name else "" for name, m in model.named_modules() if m is decoder)
+    return {
+        prefix + name: module
+        for name, module in decoder.named_modules()
+        if isinstance(module, nn.Linear)
+        and _is_linear(type(module))
+        and not name.rpartition(".")[2].isdigit()
+        and name.rpartition(".")[2] != left
+        and re.search(r"(^|\.)(layers?|h|blocks?)\.\d+\.", name)
+    }
+
+
+def _is_linear(kind: type[nn.Linear]) -> bool:
+    """Return whether a class of linear layers computes their product, tried on a small one."""
+    if kind.forward is nn.Linear.forward:
+        return True
+    with torch.device("cpu"), torch.random.fork_rng(devices=[]):
+        try:
+            small, x = kind(3, 2), torch.randn(4, 3)
+            found = small(x)
+        except (TypeError, ValueError, AttributeError, RuntimeError):  # it is made of a config
+            return False
+        expected = nn.functional.linear(x, small.weight, small.bias)
+    return isinstance(found, torch.Tensor) and torch.allclose(found, expected)
+
 
 _OTHER_KINDS = (
     (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, "a model of images and text"),
@@ -154,3 +196,24 @@ def _take_quantization(config: PreTrainedConfig) -> dict[str, Any] | None:
             found = part.quantization_config or found
             del part.quantization_config
     return found
+
+
+_CAP = "attn_logit_softcapping"
+
+
+def implementation_of(config: PreTrainedConfig) -> str:
+    """Return the attention implementation that computes what a model's config says.
+
+    torch's fused attention has no soft caps. Some versions of transformers choose it for models
+    that have them (gemma2) and silently drop the caps, which makes it a different model.
+    """
+    chosen = str(config._attn_implementation)
+    is_capped = bool(vars(config.get_text_config()).get(_CAP))
+    return "eager" if is_capped and chosen == "sdpa" else chosen
+
+
+def compute_exactly(model: PreTrainedModel) -> None:
+    """Set a model's attention to the `implementation_of` its config."""
+    implementation = implementation_of(model.config)
+    if implementation != model.config._attn_implementation:
+        model.set_attn_implementation(implementation)

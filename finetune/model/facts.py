@@ -12,13 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import CONFIG_MAPPING
 
-from finetune.model.attention import implementation_of
-from finetune.model.empty import empty_from
+from finetune.model.empty import empty_from, implementation_of, linear_modules
 from finetune.model.layer_facts import Reader, is_norm
-from finetune.model.linears import linear_modules
 from offload.engine.model.layers import LayeredModel
 from offload.engine.model.placement import modules_on_device
-from offload.engine.tracing.unread import trace_unread
+from offload.engine.tracing.visits import trace_unread
 from offload.errors import UnsupportedModelError
 from offload.plan.facts.facts import (
     ModelFacts,

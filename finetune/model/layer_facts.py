@@ -1,7 +1,7 @@
 """One layer of a built model, taken apart: its matrix products, norms and attention.
 
 The purpose of a module is recognised by its class name, as in the table of weights
-(`offload.engine.model.inventory`); the rest by shapes and by the last names of modules. All
+(`offload.engine.model.readers`); the rest by shapes and by the last names of modules. All
 remaining parameters are counted as others, so none is lost.
 """
 
@@ -12,18 +12,19 @@ from typing import Any
 
 from torch import nn
 
-from offload.engine.model.inventory import parts_of
+from offload.engine.model.readers import parts_of
 from offload.errors import UnsupportedModelError
-from offload.plan.facts.attention import (
+from offload.plan.facts.facts import LayerFacts, TensorClass
+from offload.plan.facts.linears import (
     Attention,
     DeltaAttention,
+    Group,
+    Linear,
+    Norm,
     Recurrence,
     Scores,
     SoftmaxAttention,
 )
-from offload.plan.facts.facts import LayerFacts
-from offload.plan.facts.linears import Group, Linear, Norm
-from offload.plan.facts.weights import TensorClass
 
 _GROUPS: Mapping[TensorClass, Group] = {
     "attention": "attention",

@@ -4,8 +4,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import torch
+
 from finetune.errors import reading_config
-from finetune.model.attention import compute_exactly
 from finetune.model.checkpoint import is_loaded, load_published, model_around
 from finetune.model.store import layer_store
 from offload.plan.facts.codec import CodecName
@@ -15,10 +16,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from finetune.recipe.sections import ModelSection
-    from offload.engine.host.layer_layout import Record
-    from offload.engine.host.slab import Slab
+    from offload.engine.host.slab import Record, Slab
     from offload.engine.host.store import Backing, Store
-    from offload.engine.model.load_hook import OnPut
+    from offload.engine.model.hooks import OnPut
+
 
 _UNSEEN = (
     "The layers were loaded at once and not one by one (this version of transformers is not known):"
@@ -71,11 +72,12 @@ def load_model(  # noqa: PLR0913 - all that a run decides of its model
         CodecError: Weights cannot be written by the codec.
         UnsupportedModelError: The model's layers cannot be streamed.
     """
+    from finetune.model.empty import compute_exactly
     from offload.engine.experts.autotune import use
-    from offload.engine.experts.interface import goes_through_interface
+    from offload.engine.experts.products import goes_through_interface
     from offload.engine.host.slab import Slab
-    from offload.engine.model.find_layers import find_towers
-    from offload.engine.model.load_hook import CaptureWeights
+    from offload.engine.model.hooks import CaptureWeights
+    from offload.engine.model.layers import find_towers
 
     if section.init == "random":
         loaded = Loaded(model=_random_model(section, seed), backing=None)
@@ -125,7 +127,6 @@ def set_router_loss(model: "PreTrainedModel", coefficient: float | None) -> None
 
 
 def _random_model(section: "ModelSection", seed: int) -> "PreTrainedModel":
-    import torch
     from transformers import AutoModelForCausalLM
 
     from finetune.model.empty import config_of

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from offload.engine.host.store import Store
-    from offload.engine.model.load_hook import OnPut
+    from offload.engine.model.hooks import OnPut
 
 _NUM_THREADS = 4
 
@@ -102,8 +102,7 @@ def layer_store(
         TransferError: The disk is full.
         CodecError: Weights cannot be written by the codec.
     """
-    from offload.engine.host.store import Store
-    from offload.engine.host.store_writer import sole_builder
+    from offload.engine.host.store import Store, sole_builder
 
     path, dtype = section.path, section.dtype
     assert path is not None
@@ -150,8 +149,8 @@ def _build_store(
     """Write a store; return the contents of the files that it was made from."""
     import torch
 
-    from offload.engine.host.store_writer import StoreWriter
-    from offload.engine.model.load_hook import CaptureWeights
+    from offload.engine.host.store import StoreWriter
+    from offload.engine.model.hooks import CaptureWeights
 
     make_writer = partial(StoreWriter, file, encoding_device=torch.device(device))
     files = WeightFiles(weights_folder(path), file)

@@ -1,13 +1,18 @@
 """The tokenizer of a model."""
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import torch
 
 from finetune.errors import ConfigError, ModelError, read_by_library
 from finetune.model.config import cached_file, is_hub_reachable
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import LogitsProcessor, PreTrainedTokenizerBase
+
 
 _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
@@ -64,3 +69,93 @@ def _require_hub(source: str) -> None:
             limit="the Hugging Face hub cannot be reached",
             hint="`model.tokenizer: DIR` with a downloaded tokenizer",
         )
+
+
+Choose = Callable[[Sequence[int], torch.Tensor], list[int]]
+"""Returns a token for each of some rows, given their numbers and their logits (B, V)."""
+
+
+def most_probable(rows: Sequence[int], logits_BV: torch.Tensor) -> list[int]:
+    """Return the most probable token of each row."""
+    del rows
+    tokens: list[int] = logits_BV.argmax(-1).tolist()
+    return tokens
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """Random choice of tokens, by transformers' own processors of logits.
+
+    Attributes:
+        temperature: Divisor of the logits.
+        top_k: How many of the most probable tokens are kept; None for all.
+        top_p: The most probable tokens are kept until their probabilities add up to this; None for
+            all.
+        seed: Of the random numbers.
+    """
+
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    seed: int
+
+    def sampler(self) -> "Sampler":
+        """Return what draws tokens, from the beginning of its random numbers."""
+        from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+        processors: list[LogitsProcessor] = [TemperatureLogitsWarper(self.temperature)]
+        if self.top_k is not None:
+            processors.append(TopKLogitsWarper(top_k=self.top_k))
+        if self.top_p is not None:
+            processors.append(TopPLogitsWarper(top_p=self.top_p))
+        return Sampler(processors, seed=self.seed)
+
+
+class Sampler:
+    """Draws tokens on the host: each row from random numbers of its own, whatever is its batch.
+
+    Row 0 draws what transformers' `generate` draws for it alone after `torch.manual_seed(seed)`.
+    """
+
+    def __init__(self, processors: Sequence["LogitsProcessor"], *, seed: int) -> None:
+        """Keep the parts; nothing is drawn."""
+        self._processors, self._seed = processors, seed
+        self._generators: dict[int, torch.Generator] = {}
+
+    def __call__(self, rows: Sequence[int], logits_BV: torch.Tensor) -> list[int]:
+        """Draw a token for each row."""
+        scores_BV = logits_BV.float().cpu()
+        no_ids = torch.zeros((len(rows), 0), dtype=torch.long)  # these processors read none
+        for process in self._processors:
+            scores_BV = process(no_ids, scores_BV)
+        probabilities_BV = scores_BV.softmax(-1)
+        return [
+            int(torch.multinomial(probabilities_BV[i], 1, generator=self._generator(row)))
+            for i, row in enumerate(rows)
+        ]
+
+    def _generator(self, row: int) -> torch.Generator:
+        if row not in self._generators:
+            self._generators[row] = torch.Generator().manual_seed(self._seed + row)
+        return self._generators[row]
+
+
+def chosen_by(
+    *, temperature: float, top_k: int | None, top_p: float | None, seed: int | None
+) -> Choose:
+    """Return how tokens are chosen; at temperature 0 the most probable one.
+
+    Raises:
+        ConfigError: A setting would have no effect.
+    """
+    if temperature:
+        return Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed or 0).sampler()
+    given = {"--top-k": top_k, "--top-p": top_p, "--seed": seed}
+    for name, value in given.items():
+        if value is not None:
+            raise ConfigError(
+                f"{name} {value} at --temperature 0",
+                limit="nothing is drawn there: each token is the most probable one",
+                hint=f"`--temperature 0.7`, or leave {name} away",
+            )
+    return most_probable

@@ -4,7 +4,7 @@ Macro F1 is the mean over classes of the harmonic mean of precision and recall,
 2 hits / (predicted + labelled), over the classes that some row has or is predicted to have. It is
 no mean over rows: from parts of the rows it follows by their counts.
 
-All of it is computed on the CPU in float64, as in `finetune.objective.row_sums`. N rows or words of
+All of it is computed on the CPU in float64, as in `finetune.objective.pairs`. N rows or words of
 this rank, A of all ranks, C classes.
 """
 
@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from finetune.objective.row_sums import Exchange
-from finetune.objective.step_rows import StepRows
+from finetune.objective.pairs import Exchange, StepRows
 from offload.engine.objective import Scores, StepLoss
 
 ACCURACY, F1 = "accuracy", "f1"

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from finetune.objective.row_sums import Exchange
-from finetune.objective.step_rows import StepRows
+from finetune.objective.pairs import Exchange, StepRows
 from offload.engine.objective import Scores, StepLoss
 
 ROUNDING = 1e-6

@@ -10,13 +10,10 @@ from finetune.objective.distill import DistillObjective
 from finetune.objective.dpo import LOSSES, ipo_of_means
 from finetune.objective.grpo import GrpoObjective
 from finetune.objective.kto import KtoObjective
-from finetune.objective.pairs import PairObjective
-from finetune.objective.ranking import RankingObjective
+from finetune.objective.pairs import Exchange, PairObjective, RankingObjective, StepRows
 from finetune.objective.reference_free import orpo, orpo_metrics, simpo
 from finetune.objective.reward import RewardObjective
-from finetune.objective.row_sums import Exchange
-from finetune.objective.step_rows import StepRows
-from finetune.recipe.objective_section import ObjectiveSection
+from finetune.recipe.sections import ObjectiveSection
 from offload.engine.objective import Objective
 
 

@@ -12,8 +12,7 @@ from typing import Literal
 import torch
 
 from finetune.errors import DataError
-from finetune.objective.row_sums import Exchange, RowSums, row_sums, summed
-from finetune.objective.step_rows import StepRows
+from finetune.objective.pairs import Exchange, RowSums, StepRows, row_sums, summed
 from offload.engine.objective import Reference, Scores, StepLoss
 
 _STD_FLOOR = 1e-4

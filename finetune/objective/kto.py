@@ -5,8 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from finetune.errors import DataError
-from finetune.objective.row_sums import Exchange, RowSums, row_sums
-from finetune.objective.step_rows import StepRows
+from finetune.objective.pairs import Exchange, RowSums, StepRows, row_sums
 from offload.engine.objective import Reference, Scores, StepLoss
 
 

@@ -5,9 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from finetune.objective.pairs import paired
-from finetune.objective.row_sums import Exchange, row_sums
-from finetune.objective.step_rows import StepRows
+from finetune.objective.pairs import Exchange, StepRows, paired, row_sums
 from offload.engine.objective import Scores, StepLoss
 
 

@@ -7,19 +7,20 @@ tokens of the whole step, so it does not depend on the cut, except for a router'
 product of means over a micro-batch.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import difflib
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from finetune.errors import ConfigError
 from finetune.planning.request import full_request, has_router_loss, request_for
 from finetune.recipe.recipe import Recipe, with_micro_batch_size
-from finetune.recipe.rules import NEVER_ENCODED
-from finetune.recipe.sharded_rules import streamed_instead
+from finetune.recipe.rules import NEVER_ENCODED, streamed_instead
 from offload.plan.facts.codec import CodecName
-from offload.plan.facts.embedding import why_on_device
 from offload.plan.facts.facts import ModelFacts
-from offload.plan.facts.head import why_head_on_device
+from offload.plan.facts.workload import why_head_on_device, why_on_device
 from offload.plan.machine.machine import Machine
 from offload.plan.plan import Plan
 from offload.plan.request import (
@@ -41,10 +42,86 @@ from offload.plan.search import Choice, search
 from offload.plan.search import chosen_plan as search_plan
 from offload.plan.search import nearest_request as nearest
 from offload.plan.sharded import as_sharded, sharded_choice
-from offload.plan.what_if.option import fits as has_plan
+from offload.plan.what_if.cards import fits as has_plan
 
 if TYPE_CHECKING:
     from finetune.data.order import StepSizes
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Disable the cyclic garbage collector in this block.
+
+    A plan makes tens of thousands of values without cycles; collection took a seventh of the time
+    of a large plan.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+# ---------------------------------------------------------------------------------------------
+# What a suggested recipe is to be best at.
+#
+# A rounded form of the layers is smaller, and so moves and fits better, but it is another base to
+# train on. A goal says how much speed an exact form has to have for it to be preferred.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Goal:
+    """How one of several forms of the layers is chosen.
+
+    Attributes:
+        name: As it is typed.
+        meaning: What is chosen, in words that follow the name.
+        least_frac: Share of the best form's tokens per second that is enough; of the forms that
+            have it, the one that rounds least is chosen.
+        is_longest: Whether this is of the longest sequence, and not of tokens per second.
+    """
+
+    name: str
+    meaning: str
+    least_frac: float
+    is_longest: bool = False
+
+
+_GOALS = (
+    Goal(
+        name="balanced",
+        meaning="what rounds least, of the forms with half of the fastest one's speed",
+        least_frac=0.5,
+    ),
+    Goal(name="fastest", meaning="the most tokens per second, rounded or not", least_frac=1.0),
+    Goal(name="quality", meaning="what rounds least, of the forms that fit", least_frac=0.0),
+    Goal(
+        name="context",
+        meaning="what rounds least, of the forms with nine tenths of the longest sequence",
+        least_frac=0.9,
+        is_longest=True,
+    ),
+)
+GOALS: Mapping[str, Goal] = {goal.name: goal for goal in _GOALS}
+DEFAULT_GOAL = _GOALS[0].name
+
+
+def goal_named(name: str) -> Goal:
+    """Return a goal.
+
+    Raises:
+        ConfigError: There is none of this name.
+    """
+    plain = name.strip().lower()
+    if plain in GOALS:
+        return GOALS[plain]
+    near = difflib.get_close_matches(plain, GOALS, n=1, cutoff=0.0)[0]
+    raise ConfigError(
+        f"{name!r} is not a goal", limit=f"goals are {', '.join(GOALS)}", hint=f"`--goal {near}`"
+    )
+
 
 HEAD_CHUNKS = (HEAD_CHUNK_TOKENS, 256, FEWEST_CHUNK_TOKENS)  # what `auto` may take
 SUGGESTED_ROUNDING: tuple[CodecName, ...] = ("int8", "nf4")

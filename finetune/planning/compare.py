@@ -11,9 +11,9 @@ from finetune.errors import ConfigError
 from finetune.planning.candidates import chosen_plan, fits, full_requests, nearest_request
 from finetune.planning.request import with_backend
 from finetune.planning.subject import Subject
+from finetune.recipe.load import shipped_shapes
 from finetune.recipe.recipe import Recipe, with_offload, with_seq_len
 from finetune.recipe.rules import broken_rules
-from finetune.recipe.shipped import shipped_shapes
 from finetune.report.format import shown_break_even, shown_gib, table_of
 from offload.errors import DoesNotFitError
 from offload.plan.facts.codec import CodecName
@@ -22,7 +22,7 @@ from offload.plan.facts.workload import WeightPlace
 from offload.plan.fit import MemoryNeeds
 from offload.plan.machine.cards import CARDS
 from offload.plan.machine.machine import CARD_NAMES, GIB, Dtype, Machine, Tier
-from offload.plan.what_if.option import plan_anyway
+from offload.plan.what_if.cards import plan_anyway
 
 Codec = Literal["auto"] | CodecName
 COMPARED: tuple[Codec, ...] = ("fp8", "nf4")  # in addition to the exact form

@@ -10,13 +10,10 @@ from finetune.adapter.targets import chosen_targets
 from finetune.errors import ConfigError
 from finetune.model.config import read_config
 from finetune.planning.ranks import require_sharded
-from finetune.recipe.objective_section import ObjectiveSection
-from finetune.recipe.offload_section import OffloadSection
+from finetune.recipe.load import is_shipped
 from finetune.recipe.recipe import Recipe
-from finetune.recipe.sections import AdapterSection, ModelSection
-from finetune.recipe.shipped import is_shipped
+from finetune.recipe.sections import AdapterSection, ModelSection, ObjectiveSection, OffloadSection
 from offload.errors import MachineError
-from offload.plan.facts.embedding import why_on_device
 from offload.plan.facts.facts import (
     AdapterSpec,
     ModelFacts,
@@ -26,10 +23,16 @@ from offload.plan.facts.facts import (
     text_config,
     with_classifier_head,
 )
-from offload.plan.facts.head import why_head_on_device
 from offload.plan.facts.linears import FP32_BYTES
 from offload.plan.facts.trainable import all_weights, prefix_spec, virtual_shapes
-from offload.plan.facts.workload import TILED_GROUPS, LayerCode, WeightPlace, Workload
+from offload.plan.facts.workload import (
+    TILED_GROUPS,
+    LayerCode,
+    WeightPlace,
+    Workload,
+    why_head_on_device,
+    why_on_device,
+)
 from offload.plan.machine.machine import (
     DTYPE_BYTES,
     Dtype,
@@ -73,8 +76,8 @@ def facts_of(
     if model.head == "tokens" and is_shipped(config):
         return model_facts(config)
     note("Building the model without its weights ...")
+    from finetune.model.checkpoint import format_of
     from finetune.model.classifier_head import require_classifier
-    from finetune.model.dequantize import format_of
     from finetune.model.empty import config_of
     from finetune.model.facts import facts_from
 
@@ -240,7 +243,7 @@ def adapter_spec(adapter: AdapterSection, facts: ModelFacts, *, dtype_bytes: int
     )
     if adapter.method == "lora":
         return spec
-    from finetune.adapter.method_counts import counted
+    from finetune.adapter.methods import counted
 
     adapted = (x for layer in facts.layers for x in adapted_linears(layer, spec))
     method = counted(
@@ -261,7 +264,7 @@ def trained_spec(recipe: Recipe, facts: ModelFacts) -> AdapterSpec:
     low_bytes = FP32_BYTES if recipe.model.dtype == "float16" else None
     if what == "all":
         return AdapterSpec.none(replace(all_weights(facts), low_bytes=low_bytes))
-    from finetune.full.chosen_weights import counted
+    from finetune.full.weights import counted
 
     return AdapterSpec.none(replace(counted(recipe.model, what), low_bytes=low_bytes))
 

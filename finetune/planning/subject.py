@@ -7,19 +7,29 @@ Its step is cut to whole sequences, and both the requested and the planned size 
 
 import difflib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from finetune.errors import ConfigError
 from finetune.files.atomic import expanded
-from finetune.model.config import cached_file, is_hub_reachable
+from finetune.model.config import cached_file, has_weights, is_hub_reachable
 from finetune.planning.request import facts_of
-from finetune.recipe.load import load_recipe, recipe_from
+from finetune.recipe.load import (
+    Draft,
+    Place,
+    apply_overrides,
+    find_shape,
+    load_recipe,
+    named_shape,
+    published_ids,
+    recipe_from,
+    shape_of_id,
+    shipped_shapes,
+)
 from finetune.recipe.recipe import Recipe, shipped_recipes, whole_units
 from finetune.recipe.rules import RIVALS
-from finetune.recipe.shipped import find_shape, shape_of_id, shipped_shapes
-from finetune.recipe.yaml_source import Draft, Place, apply_overrides
 from offload.plan.facts.facts import ModelFacts
 
 TOKENS_PER_STEP = 16_384
@@ -160,3 +170,53 @@ def _cut_to_sequences(draft: Draft) -> tuple[str, ...]:
         f"planned are {whole:,} tokens per step, {whole // seq_len} sequences of {seq_len:,}:"
         f" {tokens:,} are no whole number of them",
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WantedModel:
+    """A model to write a recipe for.
+
+    Attributes:
+        name: Short, for titles and names of files.
+        settings: The section `model` of its recipe.
+        note: What to know of these; empty if there is nothing.
+    """
+
+    name: str
+    settings: Mapping[str, Any]
+    note: str = ""
+
+
+def wanted_model(text: str) -> WantedModel:
+    """Return the model that a text means.
+
+    Args:
+        text: A folder with a config.json, such a file, a hub id, or the name of a shipped shape,
+            which need not be exact.
+
+    Raises:
+        ConfigError: It is none of these; the error names the nearest shapes.
+    """
+    path = expanded(text)
+    if path.is_file() or (path / "config.json").is_file():
+        return _on_disk(text)
+    is_id = HUB_ID.fullmatch(text) is not None
+    if is_id and (cached_file(text, "config.json") is not None or shape_of_id(text) is not None):
+        return WantedModel(name=text.rpartition("/")[2].lower(), settings={"path": text})
+    ids = published_ids()
+    if text in shipped_shapes() and text not in ids:
+        note = "a shape to try the program with: its weights are random"
+        return WantedModel(name=text, settings={"config": text, "init": "random"}, note=note)
+    name = named_shape(text)
+    note = "planned as the text model of it alone" if name.endswith("-text") else ""
+    return WantedModel(name=name.removesuffix("-text"), settings={"path": ids[name]}, note=note)
+
+
+def _on_disk(text: str) -> WantedModel:
+    file = find_shape(text).absolute()
+    folder = file.parent
+    if file.name == "config.json" and has_weights(str(folder)):
+        return WantedModel(name=folder.name.lower(), settings={"path": str(folder)})
+    name = folder.name if file.name == "config.json" else file.stem
+    note = "a config alone, which a plan reads; to train, name the folder with the weights"
+    return WantedModel(name=name.lower(), settings={"path": str(file)}, note=note)

@@ -13,16 +13,14 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
 from finetune.errors import ConfigError
-from finetune.planning.candidates import chosen_plan, fits, full_requests, nearest_request
+from finetune.planning.candidates import Goal, chosen_plan, fits, full_requests, nearest_request
 from finetune.planning.compare import Codec, fitting_lengths, slowest_card
-from finetune.planning.goals import Goal
 from finetune.planning.ranks import GPUS, require_gpus
 from finetune.planning.request import facts_of, with_backend
-from finetune.planning.wanted_model import WantedModel
-from finetune.recipe.load import recipe_from
+from finetune.planning.subject import WantedModel
+from finetune.recipe.load import Draft, Place, apply_overrides, recipe_from
 from finetune.recipe.recipe import Recipe, whole_units, with_offload
 from finetune.recipe.rules import RIVALS, broken_rules
-from finetune.recipe.yaml_source import Draft, Place, apply_overrides
 from finetune.report.format import shown_gib
 from offload.errors import DoesNotFitError
 from offload.plan.facts.codec import ROUNDING
@@ -30,7 +28,7 @@ from offload.plan.facts.facts import ModelFacts
 from offload.plan.machine.cards import CARDS
 from offload.plan.machine.machine import GIB, Machine, named_machine
 from offload.plan.plan import Plan
-from offload.plan.what_if.option import plan_anyway
+from offload.plan.what_if.cards import plan_anyway
 
 Tier = Literal["auto", "disk"]
 Settings = dict[str, dict[str, Any]]

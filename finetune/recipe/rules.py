@@ -5,20 +5,855 @@ and one that is broken names the field to point at. Rules yield rather than rais
 them are reported at once.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import get_args
 
-from finetune.recipe.adapter_rules import (
-    broken_dtype_rules,
-    broken_embedding_rules,
-    broken_head_rules,
-    broken_method_rules,
+from finetune.recipe.sections import (
+    FORMAT_COLUMNS,
+    LOSSES,
+    MAX_MICRO_BATCHES,
+    AdapterSection,
+    DataSection,
+    Method,
+    ModelSection,
+    ObjectiveSection,
+    OffloadSection,
+    Settings,
+    TrainSection,
+    formats_of,
+    read_settings,
 )
-from finetune.recipe.breach import Breach
-from finetune.recipe.data_section import FORMAT_COLUMNS, DataSection
-from finetune.recipe.full_rules import broken_frozen_rules, broken_full_rules
-from finetune.recipe.objective_rules import broken_objective_rules
-from finetune.recipe.sections import MAX_MICRO_BATCHES, ModelSection, Settings, TrainSection
-from finetune.recipe.sharded_rules import broken_sharded_rules
+from offload.plan.facts.optimizer import HOST_ONLY
+from offload.plan.facts.trainable import EMBEDDING, HEAD, SCORE
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Breach:
+    """A rule between fields that a recipe breaks, in the three parts of an error.
+
+    Args:
+        field: Dotted path of the field to point at.
+        what: What is wrong, with the values seen.
+        limit: What the rule asks.
+        hint: The exact setting that fixes it.
+        reads: The other fields that the rule read.
+    """
+
+    field: str
+    what: str
+    limit: str
+    hint: str
+    reads: tuple[str, ...] = ()
+
+
+Allowed = tuple[str, object, bool, str, str]
+"""A field with a setting: its path, its value, whether that is possible, the limit, the fix."""
+
+
+def breaches(
+    rules: Iterable[Allowed], *, setting: str, value: object, instead: str = ""
+) -> Iterator[Breach]:
+    """Yield a breach for each field whose value is not possible with a setting.
+
+    Args:
+        rules: The fields.
+        setting: Dotted path of the setting.
+        value: Its value.
+        instead: The setting's value with which all fields are possible; empty if there is none.
+    """
+    for field, found, is_possible, limit, fix in rules:
+        if not is_possible:
+            shown = str(found).lower() if isinstance(found, bool) else found
+            yield Breach(
+                field=field,
+                what=f"{field} is {shown} and {setting} is {value}",
+                limit=limit,
+                hint=f"`{field}: {fix}`" + (f", or `{setting}: {instead}`" if instead else ""),
+                reads=(setting,),
+            )
+
+
+EVERY_METHOD = frozenset({"method", "targets", "init_from", "modules_to_save"})
+READS = {
+    "loha": EVERY_METHOD | {"rank", "alpha"},
+    "lokr": EVERY_METHOD | {"rank", "alpha"},
+    "ia3": EVERY_METHOD,
+    "vera": EVERY_METHOD | {"rank", "dropout"},
+    "oft": EVERY_METHOD | {"rank"},
+    "miss": EVERY_METHOD | {"rank", "dropout"},
+    "hira": EVERY_METHOD | {"rank", "dropout"},
+    "prompt": frozenset({"method", "num_virtual_tokens"}),
+    "p_tuning": frozenset({"method", "num_virtual_tokens"}),
+    "prefix": frozenset({"method", "num_virtual_tokens"}),
+    "prefix_mlp": frozenset({"method", "num_virtual_tokens"}),
+}
+"""Method -> the fields of the section that it reads."""
+
+
+def broken_dtype_rules(recipe: Settings) -> Iterator[Breach]:
+    """Yield what an adapter in bf16 cannot be combined with."""
+    adapter = recipe.adapter
+    if adapter.dtype != "bfloat16" or adapter.method != "lora":
+        return
+    rules = (
+        (
+            "adapter.dora",
+            adapter.dora,
+            not adapter.dora,
+            "a magnitude rounded to bfloat16 is up to 0.2 % from the norm that it starts as",
+            "false",
+        ),
+        (
+            "adapter.compute_dtype",
+            adapter.compute_dtype,
+            adapter.compute_dtype == "auto",
+            "peft, which computes in float32, multiplies in the type of A and B",
+            "auto",
+        ),
+        (
+            "model.dtype",
+            recipe.model.dtype,
+            recipe.model.dtype != "float16",
+            "a model in float16 is for cards without bfloat16",
+            "bfloat16",
+        ),
+    )
+    yield from breaches(rules, setting="adapter.dtype", value="bfloat16", instead="float32")
+
+
+def broken_method_rules(recipe: Settings) -> Iterator[Breach]:
+    """Yield the fields that are set and that the method of the adapter does not read."""
+    adapter, default = recipe.adapter, AdapterSection()
+    if adapter.method == "lora":
+        if adapter.num_virtual_tokens != default.num_virtual_tokens:
+            yield Breach(
+                field="adapter.num_virtual_tokens",
+                what=f"adapter.num_virtual_tokens is {adapter.num_virtual_tokens} and"
+                " adapter.method is lora",
+                limit="it has no virtual tokens",
+                hint="`adapter.method: prompt`, or leave it out",
+                reads=("adapter.method",),
+            )
+        return
+    if adapter.is_virtual:
+        yield from _broken_virtual_rules(recipe)
+    for name in sorted(AdapterSection.model_fields.keys() - READS[adapter.method]):
+        value = getattr(adapter, name)
+        if value != getattr(default, name):
+            yield Breach(
+                field=f"adapter.{name}",
+                what=f"adapter.{name} is {value} and adapter.method is {adapter.method}",
+                limit=f"{adapter.method} reads {', '.join(sorted(READS[adapter.method]))}",
+                hint=f"leave `adapter.{name}` out, or `adapter.method: lora`",
+                reads=("adapter.method",),
+            )
+    if recipe.train.compile:
+        yield Breach(
+            field="train.compile",
+            what=f"train.compile is true and adapter.method is {adapter.method}",
+            limit="layers are compiled with LoRA alone",
+            hint="`train.compile: false`, or `adapter.method: lora`",
+            reads=("adapter.method",),
+        )
+    if isinstance(recipe.offload.mlp_chunk, int) and not adapter.is_virtual:
+        yield Breach(
+            field="offload.mlp_chunk",
+            what=f"offload.mlp_chunk is {recipe.offload.mlp_chunk} and adapter.method is"
+            f" {adapter.method}",
+            limit="its modules compute on whole weights, which each tile would do again",
+            hint="`offload.mlp_chunk: whole`, or `adapter.method: lora`",
+            reads=("adapter.method",),
+        )
+
+
+def _broken_virtual_rules(recipe: Settings) -> Iterator[Breach]:
+    """Yield what virtual tokens in front of rows cannot be combined with."""
+    rules = (
+        (
+            "objective.method",
+            recipe.objective.method,
+            recipe.objective.is_sft,
+            "rows that are compared, classified or scored by a reference have no virtual tokens",
+            "sft",
+        ),
+        (
+            "train.what",
+            recipe.train.what,
+            not recipe.train.is_full and not recipe.train.is_head_alone,
+            "virtual tokens are an adapter",
+            "adapter",
+        ),
+        (
+            "data.packing",
+            recipe.data.packing,
+            recipe.data.packing != "on",
+            "the room of a sequence is for rows without virtual tokens",
+            "off",
+        ),
+        (
+            "train.neftune_alpha",
+            recipe.train.neftune_alpha,
+            recipe.train.neftune_alpha is None or not recipe.adapter.num_in_rows,
+            "its noise is for embeddings of a row's own tokens",
+            "null",
+        ),
+        (
+            "report.samples",
+            recipe.report.samples,
+            not (recipe.report.samples and recipe.adapter.num_in_rows),
+            "prompts are answered without virtual tokens",
+            "0",
+        ),
+    )
+    method = recipe.adapter.method
+    yield from breaches(rules, setting="adapter.method", value=method, instead="lora")
+
+
+def broken_embedding_rules(recipe: Settings) -> Iterator[Breach]:
+    """Yield what trains with an adapter and is looked up in an embedding on the host."""
+    if recipe.offload.embeddings != "host":
+        return
+    modules = recipe.adapter.modules_to_save
+    others = ", ".join(name for name in modules if name != EMBEDDING)
+    rules = (
+        (
+            "adapter.modules_to_save",
+            ", ".join(modules),
+            EMBEDDING not in modules,
+            "an embedding in host memory is frozen",
+            f"[{others}]",
+        ),
+        (
+            "adapter.method",
+            recipe.adapter.method,
+            not recipe.adapter.num_in_rows,
+            "virtual tokens train, and the embedding looks them up",
+            "lora",
+        ),
+    )
+    yield from breaches(rules, setting="offload.embeddings", value="host", instead="device")
+
+
+def broken_head_rules(recipe: Settings) -> Iterator[Breach]:
+    """Yield what trains with an adapter where the output head is on the host."""
+    if recipe.offload.head != "host":
+        return
+    modules = recipe.adapter.modules_to_save
+    others = ", ".join(name for name in modules if name != HEAD)
+    on_device = "a head in host memory is frozen"
+    named = ", ".join(modules)
+    rules = (("adapter.modules_to_save", named, HEAD not in modules, on_device, f"[{others}]"),)
+    yield from breaches(rules, setting="offload.head", value="host", instead="device")
+
+
+_WHAT = ("train.what",)
+_ON_DEVICE = {"adamw_bf16": "adamw", "lion_bf16": "lion"}
+
+
+def broken_frozen_rules(train: TrainSection) -> Iterator[Breach]:
+    """Yield what is set for weights of the model where an adapter or a new head trains."""
+    if train.optimizer in HOST_ONLY:
+        yield Breach(
+            field="train.optimizer",
+            what=f"train.optimizer is {train.optimizer} and train.what is {train.what}",
+            limit="it updates weights of the model in RAM; an adapter's states are few bytes",
+            hint=f"`train.optimizer: {_ON_DEVICE[train.optimizer]}`, or `train.what: all`",
+            reads=_WHAT,
+        )
+
+
+def broken_full_rules(recipe: Settings) -> Iterator[Breach]:
+    """Yield the rules that a recipe breaks in which weights of the model train."""
+    what = recipe.train.what if isinstance(recipe.train.what, str) else list(recipe.train.what)
+    if not what:
+        yield Breach(
+            field="train.what",
+            what="train.what is an empty list",
+            limit="a run trains something",
+            hint="`train.what: all`, or patterns of the names of weights",
+        )
+    none = AdapterSection()
+    for name in AdapterSection.model_fields:
+        value = getattr(recipe.adapter, name)
+        if value != getattr(none, name):
+            yield Breach(
+                field=f"adapter.{name}",
+                what=f"adapter.{name} is {value} and train.what is {what}",
+                limit="weights of the model train in place of an adapter, so there is none",
+                hint=f"leave `adapter.{name}` out, or `train.what: adapter`",
+                reads=_WHAT,
+            )
+    rules = (
+        (
+            "offload.codec",
+            recipe.offload.codec,
+            recipe.offload.codec in ("auto", "native"),
+            "weights that train are updated in the form that they compute in",
+            "native",
+        ),
+        (
+            "offload.tier",
+            recipe.offload.tier,
+            recipe.offload.tier != "disk",
+            "weights that train are updated in memory: a disk would be written in every step",
+            "ram",
+        ),
+        (
+            "train.optimizer",
+            recipe.train.optimizer,
+            recipe.train.optimizer != "paged_adamw_8bit",
+            "states of weights that train are in RAM already",
+            "adamw_8bit",
+        ),
+        (
+            "train.compile",
+            recipe.train.compile,
+            not recipe.train.compile,
+            "layers are compiled for frozen weights",
+            "false",
+        ),
+        (
+            "model.experts_implementation",
+            recipe.model.experts_implementation,
+            recipe.model.experts_implementation != "triton",
+            "Triton's kernels have no gradients by the experts' own weights",
+            "grouped_mm",
+        ),
+        (
+            "model.layer_kernels",
+            recipe.model.layer_kernels,
+            recipe.model.kernels != "fused",
+            "fused norms have no gradients by their weights",
+            "plain",
+        ),
+    )
+    yield from breaches(rules, setting="train.what", value=what)
+
+
+_METHOD = ("objective.method",)
+_STEPS = "train.probe_steps"
+_OBJECTIVE_WHAT = "train.what"
+
+
+def broken_objective_rules(recipe: Settings) -> Iterator[Breach]:
+    """Yield the rules that a recipe breaks by its objective."""
+    objective = recipe.objective
+    losses = LOSSES.get(objective.method, ())
+    if objective.loss is not None and losses and objective.loss not in losses:
+        yield Breach(
+            field="objective.loss",
+            what=f"objective.loss is {objective.loss} and objective.method is {objective.method}",
+            limit=f"the losses of {objective.method} are {', '.join(losses)}",
+            hint=f"`objective.loss: {losses[0]}`",
+            reads=_METHOD,
+        )
+        return
+    yield from _unread(objective)
+    yield from _broken_value_rules(objective)
+    yield from _broken_format_rules(recipe)
+    if not objective.is_sft:
+        yield from _broken_row_rules(recipe)
+    yield from _broken_head_rules(recipe)
+    yield from broken_probe_rules(recipe)
+    if recipe.train.is_head_alone:
+        yield from broken_head_alone_rules(recipe)
+    if objective.computes_reference and recipe.adapter.init_from is not None:
+        hint = "`objective.reference: precomputed`, in one pass before step 1"
+        if objective.scores_mismatched:
+            hint += ", with `objective.loss: apo_zero_unpaired`"
+        elif objective.method == "grpo" and objective.loss != "rloo":
+            hint = "`objective.beta: 0`"
+        yield Breach(
+            field="objective.reference",
+            what=f"objective.reference is base and adapter.init_from is {recipe.adapter.init_from}",
+            limit="a run that goes on from an adapter is compared with the model as it begins",
+            hint=hint,
+            reads=("adapter.init_from", *_METHOD),
+        )
+    if objective.computes_reference and recipe.train.is_full:
+        known = "`objective.reference: precomputed`"
+        if objective.scores_mismatched:
+            known += " with `objective.loss: apo_zero_unpaired`"
+        what = recipe.train.what if isinstance(recipe.train.what, str) else list(recipe.train.what)
+        yield Breach(
+            field="objective.reference",
+            what=f"objective.reference is base and train.what is {what}",
+            limit="weights of the base train, so without them there is no model to compare with",
+            hint=f"{known}, or `train.what: adapter`",
+            reads=("train.what", *_METHOD),
+        )
+
+
+def _unread(objective: ObjectiveSection) -> Iterator[Breach]:
+    """A setting that is set has an effect."""
+    read = read_settings(objective)
+    for name in ObjectiveSection.model_fields:
+        value = getattr(objective, name)
+        if name in read or value is None:
+            continue
+        reader = f"objective.method is {objective.method}"
+        if objective.loss is not None and name != "loss":
+            reader += f" and objective.loss is {objective.loss}"
+        yield Breach(
+            field=f"objective.{name}",
+            what=f"objective.{name} is {value} and {reader}",
+            limit="it has no effect there",
+            hint=f"`objective.method: {_reader(name, value)}`, or leave out `objective.{name}`"
+            if objective.is_sft
+            else f"leave out `objective.{name}`",
+            reads=(*_METHOD, "objective.loss"),
+        )
+
+
+def _reader(name: str, value: object) -> str:
+    """Return a method that reads a setting."""
+    if name == "loss":
+        return next(method for method, losses in LOSSES.items() if value in losses)
+    sections = (ObjectiveSection(method=method) for method in get_args(Method))
+    return next((s.method for s in sections if name in read_settings(s)), "grpo")
+
+
+def _broken_value_rules(objective: ObjectiveSection) -> Iterator[Breach]:
+    """Values without which a loss is another one, or none."""
+    if objective.method not in ("sft", "grpo", "distill", "reward") and objective.beta == 0:
+        yield Breach(
+            field="objective.beta",
+            what=f"objective.beta is {objective.beta} and objective.method is {objective.method}",
+            limit="rewards are multiplied by it, so it must be above 0",
+            hint="`objective.beta: 0.1`",
+            reads=_METHOD,
+        )
+    if objective.desirable_weight == 0 and objective.undesirable_weight == 0:
+        yield Breach(
+            field="objective.desirable_weight",
+            what="objective.desirable_weight and objective.undesirable_weight are 0.0",
+            limit="each answer's loss is multiplied by one of them, so nothing would be learned",
+            hint="`objective.desirable_weight: 1.0`",
+            reads=("objective.undesirable_weight",),
+        )
+    if objective.loss in ("robust", "exo_pair") and not objective.label_smoothing:
+        yield Breach(
+            field="objective.label_smoothing",
+            what="objective.label_smoothing is 0.0 and objective.loss is " + objective.loss,
+            limit="the loss corrects for pairs labelled the wrong way round, so some must be",
+            hint="`objective.label_smoothing: 0.1`, or `objective.loss: sigmoid`",
+            reads=("objective.loss",),
+        )
+    is_per_token = objective.method == "grpo" and objective.loss != "rloo"
+    if is_per_token and objective.reference == "precomputed":
+        yield Breach(
+            field="objective.reference",
+            what=f"objective.reference is precomputed and objective.loss is {objective.loss}",
+            limit="the KL divergence is of each token, and sums of whole answers are kept",
+            hint="`objective.reference: base`, or `objective.loss: rloo`",
+            reads=("objective.loss",),
+        )
+    if objective.scores_mismatched and objective.reference == "precomputed":
+        yield Breach(
+            field="objective.reference",
+            what="objective.reference is precomputed and objective.loss is kto",
+            limit="the KL divergence reads prompts with each other's answers, which no row has",
+            hint="`objective.reference: base`, or `objective.loss: apo_zero_unpaired`",
+            reads=("objective.loss",),
+        )
+    mode = objective.importance_sampling_mode
+    if objective.loss == "rloo" and mode in ("token_truncate", "token_mask"):
+        yield Breach(
+            field="objective.importance_sampling_mode",
+            what=f"objective.importance_sampling_mode is {mode} and objective.loss is rloo",
+            limit="its ratio is of whole answers",
+            hint=f"`objective.importance_sampling_mode: {mode.replace('token', 'sequence')}`",
+            reads=("objective.loss",),
+        )
+
+
+def _broken_format_rules(recipe: Settings) -> Iterator[Breach]:
+    """Rows have what the objective reads."""
+    objective = recipe.objective
+    formats = formats_of(objective)
+    of_mix = (("data.mix", one.format) for one in recipe.data.mix)
+    for field, value in (("data.format", recipe.data.format), *of_mix):
+        if value not in (None, "auto", *formats):
+            which = f"objective.method is {objective.method}"
+            yield Breach(
+                field=field,
+                what=f"{field} is {value} and {which}",
+                limit=f"it reads rows of the format {' or '.join(formats)}",
+                hint="leave the format out" if objective.is_sft else f"`data.format: {formats[0]}`",
+                reads=_METHOD,
+            )
+
+
+def _broken_row_rules(recipe: Settings) -> Iterator[Breach]:
+    """Settings of rows that are repeated say nothing of rows that are compared."""
+    rules = (
+        (
+            "data.too_long",
+            recipe.data.too_long,
+            recipe.data.too_long != "split",
+            "half an answer cannot be compared",
+            "`data.too_long: truncate`, `drop` or `error`",
+        ),
+        (
+            "data.loss_on",
+            recipe.data.loss_on,
+            recipe.data.loss_on == "assistant",
+            "only what answers a prompt is compared",
+            "leave it out",
+        ),
+        (
+            "train.neftune_alpha",
+            recipe.train.neftune_alpha,
+            recipe.train.neftune_alpha is None,
+            "log-probabilities that are compared are taken without noise",
+            "leave it out",
+        ),
+        (
+            "report.samples",
+            recipe.report.samples,
+            not recipe.report.samples,
+            "samples are scored against the one right answer of a row",
+            "leave it out; held-out rows are scored with `output.eval_every`",
+        ),
+    )
+    yield from _impossible(recipe, rules)
+
+
+def _impossible(recipe: Settings, rules: Iterable[Allowed]) -> Iterator[Breach]:
+    """Yield the settings that the objective's method does not allow.
+
+    Args:
+        recipe: The settings.
+        rules: The fields; each fix is the whole hint.
+    """
+    for field, value, is_possible, limit, fix in rules:
+        if not is_possible:
+            yield Breach(
+                field=field,
+                what=f"{field} is {value} and objective.method is {recipe.objective.method}",
+                limit=limit,
+                hint=fix,
+                reads=_METHOD,
+            )
+
+
+def _broken_head_rules(recipe: Settings) -> Iterator[Breach]:
+    """A reward or a class is of a whole row or word, by a head that is trained with the adapter."""
+    method, right = recipe.objective.method, recipe.objective.head
+    if recipe.model.head != right:
+        yield Breach(
+            field="model.head",
+            what=f"model.head is {recipe.model.head} and objective.method is {method}",
+            limit="a reward or a class is the output of a head of its own, and other losses predict"
+            " tokens",
+            hint=f"leave out `model.head`, or `model.head: {right}`",
+            reads=_METHOD,
+        )
+    if (recipe.model.num_classes is not None) != recipe.objective.is_classification:
+        is_needed = recipe.objective.is_classification
+        yield Breach(
+            field="model.num_classes",
+            what=f"model.num_classes is {recipe.model.num_classes or 'null'} and objective.method"
+            f" is {method}",
+            limit="a head has an output for each class" if is_needed else "it has no classes",
+            hint="`model.num_classes: 2`, or as many as there are" if is_needed else "leave it out",
+            reads=_METHOD,
+        )
+    if right == "tokens":
+        return
+    coefficient = recipe.train.router_loss_coef
+    rules = (
+        (
+            "data.too_long",
+            recipe.data.too_long,
+            recipe.data.too_long in ("drop", "error"),
+            "what is learned is of whole rows",
+            "`data.too_long: drop`, or `error`",
+        ),
+        (
+            "train.what",
+            recipe.train.what,
+            not recipe.train.is_full,
+            "the head is saved with an adapter, or alone",
+            "`train.what: adapter`, or `head`",
+        ),
+        (
+            "train.router_loss_coef",
+            coefficient,
+            not coefficient,
+            "transformers' classification has no router loss",
+            "leave it out",
+        ),
+    )
+    yield from _impossible(recipe, rules)
+
+
+def broken_probe_rules(recipe: Settings) -> Iterator[Breach]:
+    """Yield what a probe cannot be combined with, and its rate where there is none."""
+    train = recipe.train
+    if train.probe_steps is None:
+        if train.probe_lr is not None:
+            yield Breach(
+                field="train.probe_lr",
+                what=f"train.probe_lr is {train.probe_lr} and {_STEPS} is null",
+                limit="it is the learning rate of these steps",
+                hint=f"`{_STEPS}: 200`, or leave `train.probe_lr` out",
+                reads=(_STEPS,),
+            )
+        return
+    yield from breaches(_possible(recipe), setting=_STEPS, value=train.probe_steps, instead="null")
+
+
+def _possible(recipe: Settings) -> Iterator[Allowed]:
+    """Yield field, value, whether a probe is possible with it, the limit, and the fix."""
+    yield (
+        "objective.method",
+        recipe.objective.method,
+        recipe.objective.head != "tokens",
+        "a probe trains a new head, of classes or rewards; the head that predicts tokens is trained"
+        " already",
+        "classify",
+    )
+    yield (
+        "adapter.init_from",
+        recipe.adapter.init_from,
+        recipe.adapter.init_from is None,
+        "the head of an adapter that is trained further is no new one",
+        "null",
+    )
+
+
+def broken_head_alone_rules(recipe: Settings) -> Iterator[Breach]:
+    """Yield what a head that trains alone cannot be combined with."""
+    rules = (
+        (
+            "objective.method",
+            recipe.objective.method,
+            recipe.objective.head != "tokens",
+            "a new head trains alone, of classes or rewards; the head that predicts tokens is"
+            " trained already",
+            "classify",
+        ),
+        (
+            "train.probe_steps",
+            recipe.train.probe_steps,
+            recipe.train.probe_steps is None,
+            "all steps are of the head alone",
+            "null",
+        ),
+        (
+            "train.gradient_checkpointing",
+            recipe.train.gradient_checkpointing,
+            recipe.train.gradient_checkpointing == "auto",
+            "no step goes back through the layers",
+            "auto",
+        ),
+        (
+            "offload.kept_graphs",
+            recipe.offload.kept_graphs,
+            recipe.offload.kept_graphs in ("auto", 0),
+            "no step goes back through the layers",
+            "auto",
+        ),
+    )
+    yield from breaches(rules, setting=_OBJECTIVE_WHAT, value="head", instead="adapter")
+    alone = AdapterSection(targets=(), modules_to_save=(SCORE,))
+    for name in AdapterSection.model_fields:
+        value = getattr(recipe.adapter, name)
+        if recipe.objective.head != "tokens" and value != getattr(alone, name):
+            yield Breach(
+                field=f"adapter.{name}",
+                what=f"adapter.{name} is {value} and train.what is head",
+                limit="the head trains alone, so there is no adapter",
+                hint=f"leave `adapter.{name}` out, or `train.what: adapter`",
+                reads=(_OBJECTIVE_WHAT,),
+            )
+
+
+OPTIMIZERS = ("adamw", "sgd")
+_OF_SLOTS = (
+    "num_slots",
+    "kept_graphs",
+    "sent_graphs",
+    "attention_outputs",
+    "stash",
+    "embeddings",
+    "head",
+)
+_OF_CHUNKS = ("head_chunk", "mlp_chunk")
+
+
+def broken_sharded_rules(recipe: Settings) -> Iterator[Breach]:
+    """Yield the rules that a recipe breaks with `train.parallel: fsdp2`."""
+    for breach in breaches(
+        (*_training(recipe), *_holding(recipe)), setting="train.parallel", value="fsdp2"
+    ):
+        yield replace(breach, hint=f"{breach.hint}, or {streamed_instead(recipe.train)}")
+
+
+def streamed_instead(train: TrainSection) -> str:
+    """Return the setting that streams the model in place of sharding it, for hints."""
+    return "`train.parallel: stream`" + (" with one process" if train.is_full else "")
+
+
+def _training(recipe: Settings) -> Iterator[Allowed]:
+    """Yield what is trained and how: field, value, whether it is possible, the limit, the fix."""
+    model, adapter, train, objective = recipe.model, recipe.adapter, recipe.train, recipe.objective
+    yield (
+        "objective.method",
+        objective.method,
+        objective.is_sft,
+        "a loss that compares rows needs all of a step's at once, and here each micro-batch passes"
+        " through the model by itself",
+        "sft",
+    )
+    yield (
+        "data.packing",
+        recipe.data.packing,
+        recipe.data.packing != "on",
+        "packed rows are kept apart layer by layer, as they are streamed",
+        "off",
+    )
+    yield (
+        "model.dtype",
+        model.dtype,
+        model.dtype != "float16",
+        "the loss is not scaled, and gradients would vanish",
+        "bfloat16",
+    )
+    yield (
+        "adapter.method",
+        adapter.method,
+        adapter.method == "lora",
+        "only LoRA is known to give what it gives when layers are streamed",
+        "lora",
+    )
+    yield (
+        "train.gradient_checkpointing",
+        train.gradient_checkpointing,
+        train.gradient_checkpointing is not False,
+        "each layer is checkpointed: its backward gathers it again, and computes it again",
+        "true",
+    )
+    yield (
+        "adapter.dora",
+        adapter.dora,
+        not adapter.dora,
+        "only LoRA is known to give what it gives when layers are streamed",
+        "false",
+    )
+    yield (
+        "adapter.experts",
+        adapter.experts,
+        not adapter.experts,
+        "adapters of experts are computed as layers are streamed",
+        "false",
+    )
+    yield (
+        "adapter.dtype",
+        adapter.dtype,
+        adapter.dtype == "float32",
+        "each process would round its part of a tensor by itself",
+        "float32",
+    )
+    yield (
+        "adapter.modules_to_save",
+        ", ".join(adapter.modules_to_save),
+        not adapter.modules_to_save,
+        "modules that train whole have another type than adapters, and are added up apart",
+        "[]",
+    )
+    yield (
+        "train.optimizer",
+        train.optimizer,
+        train.optimizer in OPTIMIZERS,
+        "each process updates its part of a tensor, element by element: " + " or ".join(OPTIMIZERS),
+        "adamw",
+    )
+    yield (
+        "train.shares",
+        train.shares,
+        isinstance(train.shares, str),
+        "all processes gather each layer together, for equal numbers of micro-batches",
+        "equal",
+    )
+    yield (
+        "train.reduce_dtype",
+        train.reduce_dtype,
+        train.reduce_dtype == "fp32",
+        "gradients are added up in fp32",
+        "fp32",
+    )
+    yield (
+        "train.compile",
+        train.compile,
+        not train.compile,
+        "layers that are gathered have not been compiled",
+        "false",
+    )
+    yield (
+        "train.router_loss_coef",
+        train.router_loss_coef,
+        not train.router_loss_coef,
+        "a router loss counts the tokens of the whole step",
+        "0",
+    )
+    yield (
+        "model.layer_kernels",
+        model.layer_kernels,
+        model.kernels != "fused",
+        "layers are computed by the model's own code",
+        "plain",
+    )
+    yield (
+        "model.experts_implementation",
+        model.experts_implementation,
+        model.experts_implementation != "triton",
+        "layers are computed by the model's own code",
+        "grouped_mm",
+    )
+
+
+def _holding(recipe: Settings) -> Iterator[Allowed]:
+    """Yield where weights are, and what is written: the same five values."""
+    offload, none = recipe.offload, OffloadSection()
+    yield (
+        "offload.codec",
+        offload.codec,
+        offload.codec in ("auto", "native"),
+        "parts of layers are gathered in the form that they compute in",
+        "native",
+    )
+    yield (
+        "offload.tier",
+        offload.tier,
+        offload.tier != "disk",
+        "each process holds its part of all layers, and no layer waits",
+        "auto",
+    )
+    for names, limit in (
+        (_OF_SLOTS, "nothing is streamed: each process holds its part of all layers"),
+        (_OF_CHUNKS, "each micro-batch passes through the model's own head and MLPs whole"),
+    ):
+        for name in names:
+            value, default = getattr(offload, name), getattr(none, name)
+            yield f"offload.{name}", value, value == default, limit, default
+    yield (
+        "output.best_checkpoint",
+        recipe.output.best_checkpoint,
+        recipe.output.best_checkpoint != "use",
+        "the result is taken from the processes' parts as they are after the last step",
+        "keep",
+    )
+    yield (
+        "report.samples",
+        recipe.report.samples,
+        not recipe.report.samples,
+        "answers are generated by one process, and it has a part of the model only",
+        "0",
+    )
+
 
 # Pairs of which at most one field may be set. One set on the command line replaces the other one
 # that a recipe file sets.

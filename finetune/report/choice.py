@@ -1,14 +1,21 @@
 """What the planner chose, and what it rejected and why: as tables and as JSON."""
 
+from dataclasses import asdict
 from typing import Any
 
+from rich import box
 from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.panel import Panel
 from rich.table import Table
+from rich.text import Text
 
 from finetune.report.format import (
     free_streaming,
+    shown_count,
     shown_gib,
     shown_graphs,
+    shown_mib,
     shown_outputs,
     shown_sent_graphs,
     shown_time,
@@ -16,10 +23,130 @@ from finetune.report.format import (
 )
 from finetune.report.plan import outputs_json
 from offload.plan.facts.codec import ROUNDING
+from offload.plan.facts.facts import WeightInventory
 from offload.plan.fit import Shortage
+from offload.plan.machine.machine import Machine, Node, Rate
+from offload.plan.plan import Plan
 from offload.plan.request import HEAD_CHUNK_TOKENS
 from offload.plan.schedule.schedule import Order
 from offload.plan.search import Candidate, Choice, WhatIf
+from offload.plan.what_if.cards import Figures, Option, Standing
+from offload.plan.what_if.what_if import OtherWays
+
+
+def inventory_table(stock: WeightInventory) -> RenderableType:
+    """Return a line for each class of weights in each form, and what share of them is encoded."""
+    table = table_of("Weights", "class", "form", "parameters", "share", "decoded", "as stored")
+    keys = dict.fromkeys((row.kind, row.codec) for row in stock.rows)
+    for kind, codec in keys:
+        rows = [row for row in stock.rows if (row.kind, row.codec) == (kind, codec)]
+        num_parameters = sum(row.num_parameters for row in rows)
+        table.add_row(
+            kind,
+            codec,
+            shown_count(num_parameters),
+            f"{num_parameters / stock.num_parameters:.1%}",
+            shown_mib(sum(row.decoded_bytes for row in rows)),
+            shown_mib(sum(row.encoded_bytes for row in rows)),
+        )
+    table.add_section()
+    table.add_row(
+        "all",
+        "",
+        shown_count(stock.num_parameters),
+        "100.0%",
+        shown_mib(stock.decoded_bytes),
+        shown_mib(stock.encoded_bytes),
+        style="bold",
+    )
+    return Group(
+        table,
+        Text(
+            f"{stock.encoded_frac:.1%} of all parameters are stored encoded,"
+            f" {stock.layers_encoded_frac:.1%} of the decoder layers' bytes"
+        ),
+    )
+
+
+def host_map(machine: Machine, plan: Plan | None) -> RenderableType:
+    """Draw the memories of a machine from the fastest to the slowest, each rate with its source.
+
+    Args:
+        machine: Its rates and capacities.
+        plan: What is to be stored in the memories, if it is known.
+    """
+    is_cuda = machine.device == "cuda"
+    on_device, in_host, on_disk = ("", "", "layers, with `offload.tier: disk`")
+    if plan is not None:
+        on_device, in_host, on_disk = _planned(plan)
+    beside = "while the other direction is busy" if is_cuda else "while the CPU computes"
+    locked = f"up to {shown_gib(machine.pinned_bytes)} of it page-locked"
+    return Group(
+        _host_memory(
+            f"VRAM of {machine.name}" if is_cuda else f"slots, in the RAM of {machine.name}",
+            f"{shown_gib(machine.vram_bytes)}, read and written at"
+            f" {_shown(machine.memory_bytes_per_s)}",
+            on_device,
+        ),
+        _link(
+            ("GPU link" if is_cuda else "copies by a thread", ""),
+            ("to the device", _shown(machine.h2d_bytes_per_s)),
+            (beside, _shown(machine.h2d_duplex_bytes_per_s)),
+            ("to the host", _shown(machine.d2h_bytes_per_s)),
+        ),
+        _host_memory(
+            "RAM",
+            f"{shown_gib(machine.ram_bytes)}, large new tensors at"
+            f" {_shown(machine.host_memory_bytes_per_s)}",
+            locked if is_cuda else "",
+            *(_node(node) for node in machine.nodes),
+            in_host,
+        ),
+        _link(("reads", _shown(machine.disk_bytes_per_s))),
+        _host_memory("disk", on_disk),
+    )
+
+
+def _planned(plan: Plan) -> tuple[str, str, str]:
+    """Return what a plan puts into device memory, host memory and on disk."""
+    cargo = [cost.weight_bytes for cost in plan.costs.layers]
+    slots = f"{plan.num_slots} slots of {shown_gib(max(cargo))}"
+    layers = f"{shown_gib(sum(cargo))} of layers"
+    is_on_disk = plan.request.is_on_disk
+    on_disk = f"planned: {layers}" if is_on_disk else "nothing of this plan"
+    return (
+        f"planned: {shown_gib(plan.peak_bytes)}, {slots} in it",
+        f"planned: {shown_gib(plan.host_bytes)}" + ("" if is_on_disk else f", {layers} in it"),
+        on_disk,
+    )
+
+
+def _host_memory(title: str, *lines: str) -> Panel:
+    """Draw a box; empty lines are left out."""
+    text = "\n".join(line for line in lines if line)
+    return Panel(text, title=title, title_align="left", box=box.SQUARE, expand=False)
+
+
+def _link(*lines: tuple[str, str]) -> Padding:
+    """Draw the link between two boxes."""
+    width = max(len(name) for name, value in lines if value)
+    rows = [f"|  {name:{width}}  {value}".rstrip() for name, value in lines]
+    return Padding("\n".join(rows), (0, 0, 0, 4))
+
+
+def _node(node: Node) -> str:
+    near = ", near the device" if node.is_near else ""
+    return (
+        f"node {node.number}: {shown_gib(node.ram_bytes)}, {node.num_cpus} CPUs{near};"
+        f" a thread copies {_shown(node.copy_bytes_per_s)}"
+    )
+
+
+def _shown(rate: Rate | None) -> str:
+    if rate is None:
+        return "not measured"
+    return f"{rate.value / 1e9:,.1f} GB/s ({rate.source})"
+
 
 SAME_PERCENT = 0.05  # what is shown as 0.0 %
 
@@ -218,3 +345,63 @@ def _change(what_if: WhatIf, choice: Choice) -> str:
         return size if is_same else f"{size}, {then.tokens_per_step:,} tokens per step"
     rounding = ROUNDING[what_if.change]
     return f"offload.codec: {what_if.change}, which rounds each weight, by {rounding:.1%} RMS"
+
+
+SECTIONS: dict[Standing, str] = {
+    "in the plan": "without what this plan does:",
+    "a setting": "with a setting:",
+    "not done here": "only priced here:",
+}
+
+
+def what_if_table(ways: OtherWays, *, machine: Machine) -> Table:
+    """Return a row for each option: what it would change in the plan's own figures."""
+    table = table_of(
+        "What if: changes to this plan, all else as it is (slots too)",
+        *("", "step", "VRAM", "RAM", "link per step", "by"),
+    )
+    table.columns[-1].justify = "left"
+    now = ways.plan
+    sizes = (shown_gib(size) for size in (now.vram_bytes, now.ram_bytes, now.link_bytes))
+    table.add_row("this plan", shown_time(now.step_s), *sizes)
+    for standing, title in SECTIONS.items():
+        options = [option for option in ways.options if option.standing == standing]
+        if options:
+            table.add_section()
+            table.add_row(title, style="bold")
+        for option in options:
+            is_short = option.figures is not None and not option.fits
+            name = f"  {option.name}{' *' if is_short else ''}"
+            table.add_row(name, *_changes(option, now), option.how.replace("`", ""))
+    table.caption = f"* more than {machine.name} has."
+    if machine.device == "cuda":
+        link = machine.h2d_duplex_bytes_per_s
+        rate = f"{link.value / 1e9:.1f} GB/s ({link.source})"
+        table.caption += f" Each card has a link of {rate} to all others."
+    table.caption_justify = "left"
+    return table
+
+
+def what_if_json(ways: OtherWays) -> dict[str, Any]:
+    """Return the figures of a plan, and of each option for comparison."""
+    return {"other_ways": asdict(ways)}
+
+
+def _changes(option: Option, now: Figures) -> list[str]:
+    then = option.figures
+    if then is None:
+        return [""] * 4
+    sizes = (
+        (then.vram_bytes, now.vram_bytes),
+        (then.ram_bytes, now.ram_bytes),
+        (then.link_bytes, now.link_bytes),
+    )
+    changes = [_signed(after - before, shown_gib(abs(after - before))) for after, before in sizes]
+    step_s = then.step_s - now.step_s
+    return [_signed(step_s, shown_time(abs(step_s))), *changes]
+
+
+def _signed(change: float, shown: str) -> str:
+    if float(shown.split()[0].replace(",", "")) == 0:
+        return "="
+    return f"{'+' if change > 0 else '-'}{shown}"

@@ -13,8 +13,8 @@ from finetune.recipe.recipe import Recipe, differences
 from finetune.report.energy import RunEnergy, cost_of, run_energy, shown_kwh
 from finetune.report.explain import Explanation, explain
 from finetune.report.format import shown_time, table_of
-from finetune.run.evaluations import EVAL_LOSS
 from finetune.run.run_dir import RunDir
+from finetune.run.run_files import EVAL_LOSS
 
 NAMES = ("output.name:", "output.dir:")  # in which all runs differ
 COLUMNS = (

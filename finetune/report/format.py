@@ -6,7 +6,7 @@ from rich.table import Table
 from rich.text import Text
 
 from offload.plan.machine.machine import GIB
-from offload.plan.schedule.residency import Residency
+from offload.plan.schedule.schedule import Residency
 from offload.plan.step import FREE_FRAC, MOST_TOKENS
 
 

@@ -4,8 +4,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from offload.plan.memory.memory import CONTEXT, DATA_WORKERS, FRAGMENTATION, OTHER_RANKS
-from offload.plan.memory.traced import MemoryGrade
+from offload.plan.memory.memory import (
+    CONTEXT,
+    DATA_WORKERS,
+    FRAGMENTATION,
+    OTHER_RANKS,
+    MemoryGrade,
+)
 
 PEAKS = ("peak allocated VRAM", "peak host memory", "peak memory")
 VISITS = "layer inputs, one visit, head chunk"

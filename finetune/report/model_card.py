@@ -15,8 +15,7 @@ from pydantic import BaseModel
 
 from finetune.recipe.recipe import Recipe, recipe_hash, resolved_yaml
 from finetune.report.explain import METRICS, REPORT, probe_learned
-from finetune.run.evaluations import EVAL_LOSS, EVAL_PREFIX
-from finetune.run.metrics import read_rows
+from finetune.run.run_files import EVAL_LOSS, EVAL_PREFIX, read_rows
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

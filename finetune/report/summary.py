@@ -14,8 +14,9 @@ from rich.text import Text
 from finetune.recipe.sections import ReportSection
 from finetune.report.choice import changed_settings, gains, reason_against
 from finetune.report.energy import plan_energy_line
-from finetune.report.explain import Explanation, Section
-from finetune.report.explain_tables import (
+from finetune.report.explain import (
+    Explanation,
+    Section,
     disturbance,
     largest_misses,
     notices,
@@ -47,12 +48,12 @@ from finetune.report.plan import (
 )
 from offload.plan.embedding_cost import EmbeddingCost
 from offload.plan.facts.codec import ROUNDING
-from offload.plan.facts.fused import FusedPart
-from offload.plan.feature_pass import feature_pass
+from offload.plan.facts.workload import FusedPart
 from offload.plan.head_cost import HeadCost
 from offload.plan.memory.memory import MemoryTerm, total_bytes
 from offload.plan.plan import Plan
 from offload.plan.schedule.schedule import NUM_STAGING
+from offload.plan.scoring import feature_pass
 from offload.plan.search import Candidate, Choice
 from offload.plan.time.costs import Grade
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from finetune.files.atomic import write_atomically
-from finetune.files.seal import is_sealed_json, sealed_json
+from finetune.files.manifest import is_sealed_json, sealed_json
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

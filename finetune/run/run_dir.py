@@ -11,8 +11,14 @@ from typing import Any, get_args
 from finetune.errors import CheckpointError
 from finetune.files.adapter import CONFIG_FILE, WEIGHTS_FILE, require_adapter_files
 from finetune.files.atomic import PARTIAL, flush, naming, remove, write_atomically
-from finetune.files.manifest import MANIFEST, clear_partial, damage, has_manifest
-from finetune.files.seal import is_sealed_yaml, sealed_yaml
+from finetune.files.manifest import (
+    MANIFEST,
+    clear_partial,
+    damage,
+    has_manifest,
+    is_sealed_yaml,
+    sealed_yaml,
+)
 from finetune.recipe.load import RUN_CHECKPOINTS, RUN_METRICS, RUN_RECIPE, load_recipe
 from finetune.recipe.recipe import (
     Recipe,
@@ -29,11 +35,9 @@ from finetune.recipe.recipe import (
 )
 from finetune.recipe.sections import TrainSection
 from finetune.run.checkpoint import Checkpoints
-from finetune.run.evaluations import Evaluations
-from finetune.run.metrics import line_of, read_rows
 from finetune.run.probe_folder import FEATURES, FILES, PROBE
 from finetune.run.references import REFERENCES
-from finetune.run.run_files import EVALUATION_BEFORE
+from finetune.run.run_files import EVALUATION_BEFORE, Evaluations, line_of, read_rows
 from finetune.run.run_lock import LOCK_FILE, holder
 from offload.plan.machine.machine import ExpertsImplementation
 

@@ -3,16 +3,23 @@
 Other keys of a file are kept and not validated, so a later version may write more.
 """
 
+import json
+import math
+import os
+import re
+import zlib
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from finetune.errors import CheckpointError
-from finetune.files.json import JsonFile
-from finetune.files.seal import is_sealed_json
-from offload.plan.schedule.breakdown import DATA_WAIT, OPTIMIZER, is_part
+from finetune.files.atomic import JsonFile
+from finetune.files.manifest import is_sealed_json
 from offload.plan.schedule.op import Kind, Lane
+from offload.plan.schedule.timeline import DATA_WAIT, OPTIMIZER, is_part
 
 MAX_S, MAX_BYTES, MAX_COUNT = 1e12, 2**60, 2**40
 
@@ -234,3 +241,202 @@ SAMPLES = JsonFile(
     limit="it is written whole",
     hint="remove it: the report then leaves it out",
 )
+
+
+_CHECKSUM = ', "crc32": "'
+_ENDED = re.compile(rb'"crc32": "[0-9a-f]{8}"\}')
+
+
+def line_of(row: Mapping[str, Any]) -> str:
+    """Return a row as a line, its checksum last."""
+    text = json.dumps(row).removesuffix("}")
+    return f'{text}{_CHECKSUM}{_checksum(text)}"}}\n'
+
+
+def read_rows(file: Path) -> list[dict[str, Any]]:
+    """Return the rows of metrics.jsonl; a last line that a kill has torn is left out.
+
+    Rows of older versions have no checksum and are taken as they are.
+
+    Raises:
+        CheckpointError: A line is damaged.
+    """
+    if not os.path.lexists(file):
+        return []
+    content = ROW.content(file)
+    *lines, torn = content.split(b"\n")
+    is_checked = _CHECKSUM.encode() in content  # all lines of a file have it, or none
+    rows = [
+        _row(line, source=f"{file}:{number}", is_checked=is_checked)
+        for number, line in enumerate(lines, start=1)
+    ]
+    try:  # whole but for its end of line
+        rows.append(_row(torn, source=f"{file}:{len(lines) + 1}", is_checked=is_checked))
+    except CheckpointError:
+        if _ENDED.search(torn):  # not torn: it was written completely
+            raise
+    return rows
+
+
+class NewRows:
+    """Reads the rows of a metrics.jsonl that grows, each of them once.
+
+    What was read before is known by the file's identity and by its last line, so the rest of it is
+    not looked at again: a file that is changed before that line is not noticed, `read_rows` does.
+    """
+
+    def __init__(self, file: Path) -> None:
+        """Name the file, which need not be there yet."""
+        self._file = file
+        self._seen = (0, 0, 0, 0)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._offset = self._number = 0
+        self._last_line = b""
+        self._is_checked = False
+        self._damage: CheckpointError | None = None
+
+    def read(self) -> tuple[bool, list[dict[str, Any]]]:
+        """Return whether the file is another than before, and the rows of its new whole lines.
+
+        Raises:
+            CheckpointError: A line is damaged; also from then on, until the file is another.
+        """
+        seen = self._identity()
+        is_known = seen[:2] == self._seen[:2] and seen[2] >= self._offset
+        is_changed = seen != self._seen
+        self._seen = seen
+        if is_known and self._damage is not None:
+            raise self._damage
+        if not is_changed:
+            return False, []
+        try:
+            start = self._offset - len(self._last_line)
+            content = ROW.content(self._file, start=start) if is_known else b""
+            is_known = is_known and content.startswith(self._last_line)
+            if not is_known:
+                self._begin()
+                content = ROW.content(self._file) if seen[0] else b""
+            return not is_known, self._rows(content[len(self._last_line) :])
+        except CheckpointError as error:
+            self._damage = error
+            raise
+
+    def _identity(self) -> tuple[int, int, int, int]:
+        """Return which file it is, its size and when it was written; zeros if it is not there."""
+        try:
+            status = self._file.stat()
+        except FileNotFoundError:
+            return 0, 0, 0, 0
+        return status.st_ino, status.st_dev, status.st_size, status.st_mtime_ns
+
+    def _rows(self, content: bytes) -> list[dict[str, Any]]:
+        *lines, _torn = content.split(b"\n")
+        self._is_checked = self._is_checked or _CHECKSUM.encode() in content
+        rows = []
+        for line in lines:
+            source = f"{self._file}:{self._number + 1}"
+            rows.append(_row(line, source=source, is_checked=self._is_checked))
+            self._number += 1
+            self._offset += len(line) + 1
+            self._last_line = line + b"\n"
+        return rows
+
+
+def _row(line: bytes, *, source: str, is_checked: bool) -> dict[str, Any]:
+    """Return a line's row.
+
+    Raises:
+        CheckpointError: The line is damaged.
+    """
+    row: dict[str, Any] = ROW.parsed(line, source=source)
+    text, _, checksum = line.decode().rpartition(_CHECKSUM)
+    if is_checked and checksum != f'{_checksum(text)}"}}':
+        raise ROW.refusal(source, "its figures have another checksum")
+    row.pop("crc32", None)
+    return row
+
+
+def _checksum(text: str) -> str:
+    return f"{zlib.crc32(text.encode()):08x}"
+
+
+EVAL_LOSS = "eval_loss"
+EVAL_PREFIX = "eval_"
+_SHOWN = (
+    "accuracy",
+    "f1",
+    "rewards/accuracies",
+    "rewards/margins",
+    "logps/accuracies",
+    "logps/margins",
+    "kl",
+)
+
+
+def shown_evaluation(row: Mapping[str, Any]) -> str:
+    """Return the loss on held-out rows, and what else was measured on them, in a line.
+
+    Args:
+        row: Of metrics.jsonl, with that loss.
+    """
+    names = (name for name in _SHOWN if EVAL_PREFIX + name in row)
+    more = (f", {name} {row[EVAL_PREFIX + name]:.4f}" for name in names)
+    return f"loss on held-out rows {row[EVAL_LOSS]:.4f}{''.join(more)}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluations:
+    """A summary of a run's losses on held-out rows.
+
+    It follows transformers' `EarlyStoppingCallback`: any lower loss is the new lowest, but only one
+    that is lower by more than `min_delta` resets the count.
+
+    Attributes:
+        patience: Losses in a row that may fail to be lower before the run stops; None: any number.
+        min_delta: A loss counts as lower if it is lower by more than this.
+        lowest: Of all losses.
+        num_without: Losses since the last one that counted as lower.
+        best_step: The step with the lowest loss of those that have a checkpoint; 0 for none.
+        best_loss: Its loss.
+    """
+
+    patience: int | None
+    min_delta: float
+    lowest: float = math.inf
+    num_without: int = 0
+    best_step: int = 0
+    best_loss: float = math.inf
+
+    @property
+    def are_enough(self) -> bool:
+        """Whether the run is to stop: `patience` losses in a row were not lower."""
+        return self.patience is not None and self.num_without >= self.patience
+
+    def after(self, step: int, loss: float, *, is_saved: bool = True) -> "Evaluations":
+        """Return the summary after one more loss; a best step is saved before the next one."""
+        is_best = is_saved and loss < self.best_loss
+        return replace(
+            self,
+            lowest=min(self.lowest, loss),
+            num_without=0 if self.lowest - loss > self.min_delta else self.num_without + 1,
+            best_step=step if is_best else self.best_step,
+            best_loss=loss if is_best else self.best_loss,
+        )
+
+    def after_rows(
+        self, rows: Iterable[Mapping[str, Any]], *, saved: Container[int]
+    ) -> "Evaluations":
+        """Return the summary after rows of metrics.jsonl.
+
+        Args:
+            rows: In their order; those without a loss on held-out rows are passed over.
+            saved: Steps with a checkpoint.
+        """
+        found = self
+        for row in rows:
+            if EVAL_LOSS in row:
+                step = row["step"]
+                found = found.after(step, row[EVAL_LOSS], is_saved=step in saved)
+        return found

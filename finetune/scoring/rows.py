@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 from finetune.data.dataset import source_rows
 from finetune.data.encode_source import SourceRows
-from finetune.data.rows import Conversation, Document, Message, bad_rows
+from finetune.data.rows import Conversation, Document, bad_rows
 from finetune.data.sources import RowError, decoded
 from finetune.data.tokenize import IGNORE_INDEX, Encoder, Fate
+from finetune.data.turns import Message
 from finetune.errors import DataError
-from finetune.recipe.data_section import DataSection, MixSource
-from finetune.recipe.objective_section import COMPARED
+from finetune.recipe.sections import COMPARED, DataSection, MixSource
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

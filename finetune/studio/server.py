@@ -1,9 +1,16 @@
 """The server of the page: Starlette on uvicorn, on the loopback address alone."""
 
+import os
+import signal
 import socket
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 from html import escape
+from multiprocessing.connection import Connection
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 import uvicorn
 from starlette.applications import Starlette
@@ -13,13 +20,120 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from finetune.errors import ConfigError
-from finetune.report.pages.page import page
+from finetune.errors import ConfigError, StudioError
+from finetune.interrupts import SIGNALS
+from finetune.processes import prepare_worker, process_context
+from finetune.report.pages import page
 from finetune.studio import guard
-from finetune.studio.answer import Planner
-from finetune.studio.pages import ASSETS, asset, plan_page, runs_page
-from finetune.studio.runs import Runs, report_of
+from finetune.studio.answer import Json, Kind, Planner, Question
+from finetune.studio.runs import ASSETS, Runs, asset, plan_page, report_of, runs_page
 from offload.errors import SluiceError
+from offload.plan.machine.machine import Machine
+
+# ---------------------------------------------------------------------------------------------
+# Answers what the page asks while its controls rest, in a second process.
+#
+# A point of the break-even curve takes as long as a plan, and one process computes one at a time,
+# so a plan that is asked for meanwhile would wait. The second process yields to it: its priority is
+# lower. It measures nothing: a question about this machine comes with the machine.
+
+NICENESS = 10  # of 19; the process that serves has 0
+
+
+class Background:
+    """The second process, from entering this context to leaving it.
+
+    Args:
+        folder: Where pasted configs are written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Start nothing yet."""
+        self._folder = folder
+        self._is_asked = threading.Lock()
+
+    def __enter__(self) -> Self:
+        """Start the process; it imports the planner while the command goes on."""
+        self._start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Kill the process: it only computes, so nothing is lost."""
+        self._end()
+
+    def answer(self, kind: Kind, question: Question, here: Machine | None) -> Json:
+        """Return the answer of the second process.
+
+        Args:
+            kind: Of the question.
+            question: What is asked.
+            here: This machine, if the question is about it.
+
+        Raises:
+            StudioError: The process has died, of this question or before; a new one has started.
+        """
+        with self._is_asked:
+            try:
+                self._pipe.send((kind, question, here))
+                answer: Json = self._pipe.recv()
+            except (EOFError, ConnectionError) as error:
+                code = self._end()
+                self._start()
+                raise StudioError(
+                    f"the process that answers {kind!r} in the background died (exit code {code})",
+                    limit="it needs memory of its own to plan",
+                    hint="change a control to ask again: a new process has started",
+                ) from error
+            return answer
+
+    def _start(self) -> None:
+        context = process_context()
+        self._pipe, its_end = context.Pipe()
+        self._process = context.Process(target=_answer_all, args=(its_end, self._folder))
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until it ignores them
+        try:
+            self._process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        its_end.close()
+
+    def _end(self) -> int | None:
+        """Return the exit code."""
+        self._process.kill()
+        self._process.join()
+        self._pipe.close()
+        return self._process.exitcode
+
+
+def _answer_all(pipe: "Connection[Json, tuple[Kind, Question, Machine | None]]", at: Path) -> None:
+    prepare_worker()
+    os.nice(NICENESS)
+    found: Machine | None = None
+
+    def here() -> Machine:
+        assert found is not None, "a question about this machine comes with it"
+        return found
+
+    planner = Planner(here=here, folder=at)
+    with suppress(EOFError, ConnectionError):  # the command has ended
+        while True:
+            kind, question, found = pipe.recv()
+            pipe.send(planner.answer(kind, question))
+
+
+_FOLDER = Path("/tmp/configs")  # of the browser's own file system, in memory
+_planner = Planner(here=None, folder=_FOLDER)
+
+
+def answered(kind: str, text: str) -> str:
+    """Answer a question."""
+    return _planner.answered(kind, text)
+
 
 MAX_QUESTION_BYTES = 2**21
 NO_FILE, TOO_LONG = 404, 413

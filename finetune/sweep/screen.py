@@ -14,9 +14,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from finetune.report.progress import Memory, Recent, Steps, Unit, Work, now, unseen
-from finetune.report.screen import Form, Screen
-from finetune.run.evaluations import EVAL_LOSS
+from finetune.report.screen import Form, Memory, Recent, Screen, Steps, Unit, Work, now, unseen
+from finetune.run.run_files import EVAL_LOSS
 
 
 class Board:

@@ -8,17 +8,112 @@
 """
 
 import itertools
+import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from finetune.errors import ConfigError
+from finetune.planning.request import facts_of
 from finetune.recipe.grid import STOP, named_variants, values_of
-from finetune.recipe.load import is_of_run, load_recipe
+from finetune.recipe.load import CoreLoader, is_of_run, load_recipe
 from finetune.recipe.recipe import Recipe, resolved_yaml
-from finetune.sweep.stop import StopRule, stop_rule
+from finetune.training.shared.together import Evaluated
+
+_FIELDS = ("worse_than_best_by", "after_steps")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StopRule:
+    """Compares a run with the lowest loss that any run had on held-out rows by the same step.
+
+    Attributes:
+        worse_than_best_by: A run whose loss is higher than that by more stops.
+        after_steps: No run stops before so many steps.
+    """
+
+    worse_than_best_by: float
+    after_steps: int
+
+
+def stop_rule(content: object, words: Sequence[str]) -> StopRule | None:
+    """Return the rule of a file, and of `stop.field=value` words over it; None if there is none.
+
+    Raises:
+        ConfigError: It is incomplete, or a value is out of range.
+    """
+    values: dict[str, Any] = dict(content) if isinstance(content, dict) else {STOP: content}
+    for word in words:
+        path, _, text = word.partition("=")
+        values[path.partition(".")[2]] = yaml.load(text, Loader=CoreLoader)
+    if not values:
+        return None
+    worse_by, after = (values.get(name) for name in _FIELDS)
+    if (
+        set(values) == set(_FIELDS)
+        and isinstance(worse_by, int | float)
+        and isinstance(after, int)
+        and not isinstance(worse_by, bool)
+        and not isinstance(after, bool)
+        and 0 <= worse_by < math.inf
+        and after >= 1
+    ):
+        return StopRule(worse_than_best_by=float(worse_by), after_steps=after)
+    raise ConfigError(
+        f"stop is {values}",
+        limit="it has worse_than_best_by, a loss of at least 0, and after_steps, at least 1",
+        hint="`stop.worse_than_best_by=0.2 stop.after_steps=40`",
+    )
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Verdicts:
+    """Judges runs that train together, by their losses and those of runs before them.
+
+    Attributes:
+        rule: When a run stops; None for never.
+        names: Of the runs, in the order of their numbers.
+        before: Reads the losses so far of all runs of the sweep: name -> step -> loss.
+        note: Says which run stops, and why.
+        losses: Those that were read, once there is one to judge, and those judged since.
+    """
+
+    rule: StopRule | None
+    names: Sequence[str]
+    before: Callable[[], Mapping[str, Mapping[int, float]]]
+    note: Callable[[str], None]
+    losses: dict[str, dict[int, float]] | None = None
+
+    def __call__(self, losses: Mapping[int, Evaluated]) -> Mapping[int, str]:
+        """Return why runs are to stop, by number."""
+        rule = self.rule
+        if rule is None:
+            return {}
+        if self.losses is None:
+            self.losses = {name: dict(steps) for name, steps in self.before().items()}
+        found = self.losses
+        for number, one in losses.items():
+            found.setdefault(self.names[number], {})[one.step] = one.loss
+        verdicts = {}
+        for number, one in losses.items():
+            best, name = min(
+                (loss, name)
+                for name, steps in found.items()
+                for step, loss in steps.items()
+                if step <= one.step
+            )
+            if one.step >= rule.after_steps and one.loss > best + rule.worse_than_best_by:
+                verdicts[number] = (
+                    f"stopped after step {one.step}: loss on held-out rows {one.loss:.4f}, more"
+                    f" than {rule.worse_than_best_by:g} above {best:.4f} of {name}"
+                )
+                self.note(f"{self.names[number]}: {verdicts[number]}")
+        return verdicts
+
 
 MAX_RUNS = 64
 _PLACES = ("output.name", "output.dir")
@@ -262,3 +357,52 @@ def _require_different(runs: Sequence[Variant]) -> None:
                 hint=f"leave {run.name} out",
             )
         seen[text] = run.name
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Held:
+    """What peft cannot hold twice: other adapted parameters, a head that is tied to a copy."""
+
+    parameters: frozenset[str]
+    is_tied: bool
+
+    def agrees(self, other: "_Held") -> bool:
+        both = self.parameters and other.parameters and self.parameters != other.parameters
+        return not both and not self.is_tied and not other.is_tied
+
+
+def waves_of(runs: Sequence[Variant], *, most: int | None) -> list[list[Variant]]:
+    """Return which runs train together, in their order; each is in the first wave that takes it.
+
+    Args:
+        runs: They agree in what they must share.
+        most: Runs at a time; None for any number.
+    """
+    waves: list[list[Variant]] = []
+    held: list[list[_Held]] = []
+    found = _held_by(runs)
+    for run, own in zip(runs, found, strict=True):
+        for wave, others in zip(waves, held, strict=True):
+            if (most is None or len(wave) < most) and all(own.agrees(one) for one in others):
+                wave.append(run)
+                others.append(own)
+                break
+        else:
+            waves.append([run])
+            held.append([own])
+    return waves
+
+
+def _held_by(runs: Sequence[Variant]) -> list[_Held]:
+    """Find out what peft would adapt, on a model without weights; only where it can matter."""
+    model = runs[0].recipe.model
+    if not facts_of(model).has_experts and not any(r.recipe.adapter.modules_to_save for r in runs):
+        return [_Held(parameters=frozenset(), is_tied=False) for _ in runs]
+    from finetune.adapter.lora import held_by
+    from finetune.model.empty import empty_of
+
+    empty = empty_of(model)
+    return [
+        _Held(parameters=parameters, is_tied=is_tied)
+        for parameters, is_tied in (held_by(empty, run.recipe.adapter) for run in runs)
+    ]

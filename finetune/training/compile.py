@@ -12,10 +12,9 @@ import torch
 from torch import nn
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
-from finetune.adapter.expert_lora import ParamWrapper
-from finetune.adapter.linear_lora import Linear
+from finetune.adapter.linear_lora import Linear, ParamWrapper
 from finetune.errors import ConfigError
-from offload.engine.experts.interface import goes_through_interface
+from offload.engine.experts.products import goes_through_interface
 
 FAILURES = (TorchDynamoException, FailOnRecompileLimitHit)
 # Compiled variants of one kind of layer: by attention type, training or not, with a graph or not,

@@ -20,7 +20,7 @@ from finetune.run.run_dir import RunDir
 from offload.plan.facts.facts import ModelFacts, adapted_linears
 from offload.plan.facts.workload import Workload
 from offload.plan.machine.machine import ExpertsImplementation, Implementation, Machine
-from offload.plan.time.expert_rate import with_measured_experts
+from offload.plan.time.costs import with_measured_experts
 
 if TYPE_CHECKING:
     import torch

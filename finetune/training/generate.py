@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from finetune.model.sampling import Choose, most_probable
+from finetune.model.tokenizer import Choose, most_probable
 from offload.errors import UnsupportedModelError
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from finetune.errors import ConfigError
 from finetune.recipe.recipe import Recipe
 from finetune.report.format import shown_time
 from finetune.report.screen import Screen
-from offload.plan.facts.fused import FusedPart
+from offload.plan.facts.workload import FusedPart
 
 if TYPE_CHECKING:
     import torch

@@ -19,8 +19,16 @@ from finetune.errors import RunFailedError
 from finetune.model.overflow import first_overflow
 from finetune.objective.features import Features, PassThrough
 from finetune.recipe.sections import TrainSection
-from finetune.run.checkpoint import Restored, Resumable, Saved, StateForm, state_form
-from finetune.run.loss_scale import BACKOFF, MAX_SKIPPED, LossScale
+from finetune.run.checkpoint import (
+    BACKOFF,
+    MAX_SKIPPED,
+    LossScale,
+    Restored,
+    Resumable,
+    Saved,
+    StateForm,
+    state_form,
+)
 from finetune.training.objectives import (
     Evaluation,
     HeadOutputs,
@@ -34,8 +42,8 @@ from finetune.training.ranks import Ranks
 from offload.engine.batch import rows_of_labels
 from offload.engine.engine import Engine
 from offload.engine.objective import Objective
+from offload.engine.passes.part import RunStep
 from offload.engine.results import StepResult
-from offload.engine.run_step import RunStep
 from offload.engine.seeding import NEWEST
 from offload.plan.schedule.timeline import Timeline
 

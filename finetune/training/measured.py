@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from finetune.files.atomic import write_atomically
-from finetune.files.seal import sealed_json
-from finetune.full.host_optimizer import LOW
+from finetune.files.manifest import sealed_json
+from finetune.full.optimizer import LOW
 from finetune.report.prediction import SEAL, with_timeline
 from finetune.training.loop import StepRecord
 from finetune.training.run import Run
@@ -28,7 +28,7 @@ from offload.plan.facts.optimizer import HOST_STATES, LOW_HALVES
 from offload.plan.memory.memory import ADAPTERS, PAGED_STATES, STATES
 from offload.plan.plan import Plan, calibrate, with_costs
 from offload.plan.sharded import SHARDS
-from offload.probe.doctor.software import installed_version
+from offload.probe.doctor import installed_version
 from offload.probe.energy import LEAST_WINDOW_S, Counters, Meter, Taken, by_part, find_counters
 
 if TYPE_CHECKING:

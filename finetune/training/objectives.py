@@ -17,9 +17,8 @@ import torch
 from finetune.data.steps import Steps
 from finetune.objective.classify import COUNTS, F1, ClassifyObjective, macro_f1
 from finetune.objective.factory import objective_of
-from finetune.objective.row_sums import summed
-from finetune.objective.step_rows import StepRows
-from finetune.recipe.objective_section import ObjectiveSection
+from finetune.objective.pairs import StepRows, summed
+from finetune.recipe.sections import ObjectiveSection
 from finetune.training.ranks import Ranks
 from offload.engine.objective import Objective, Reference, Scores, StepLoss
 

@@ -14,7 +14,7 @@ from finetune.run.checkpoint import Restored, Resumable, Saved
 from finetune.training.full.update import CLIP_EPS
 from finetune.training.ranks import Ranks
 from finetune.training.world.gradient_sums import GradientSums
-from offload.engine.run_step import Reducer
+from offload.engine.passes.part import Reducer
 from offload.plan.facts.optimizer import Optimizer
 
 

@@ -14,9 +14,9 @@ from finetune.files.adapter import read_adapter_config, require_adapter_files
 from finetune.model.config import has_weights, is_hub_reachable
 from finetune.model.load import set_router_loss
 from finetune.planning.candidates import choose, full_requests
-from finetune.recipe.offload_section import OffloadSection
 from finetune.recipe.recipe import Recipe
 from finetune.recipe.rules import broken_length_rules
+from finetune.recipe.sections import OffloadSection
 from finetune.report.format import shown_gib, shown_time
 from finetune.run.run_dir import RunDir
 from finetune.training.ranks import Ranks
@@ -222,7 +222,7 @@ def require_ready(recipe: Recipe, facts: ModelFacts, machine: Machine, *, num_ra
     """
     _require_router_loss(recipe)
     if recipe.adapter.is_prefix:
-        from finetune.adapter.prefix import require_plain_cache
+        from finetune.adapter.virtual_tokens import require_plain_cache
         from finetune.model.empty import empty_of
 
         require_plain_cache(empty_of(recipe.model), recipe.adapter)

@@ -8,22 +8,23 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from finetune.data.compared.groups import require_classes, require_comparable, require_known_tokens
-from finetune.data.compared.step_layout import Comparison
+from finetune.data.compared import (
+    Comparison,
+    require_classes,
+    require_comparable,
+    require_known_tokens,
+)
 from finetune.data.dataset import Rows, load_rows
-from finetune.data.order import BatchOrder
-from finetune.data.packing import PackedOrder, RowCost
+from finetune.data.order import BatchOrder, PackedOrder, RowCost
 from finetune.data.steps import Steps, with_virtual_tokens
-from finetune.data.vocabulary import require_known_rows
+from finetune.data.tokenize import require_known_rows
 from finetune.env import cache_dir, stores_dir
 from finetune.errors import ConfigError
 from finetune.model.tokenizer import load_tokenizer
 from finetune.planning.candidates import chooser, requests_for, with_each_size
-from finetune.planning.parallel import compare_ways
+from finetune.planning.parallel import Shares, compare_ways, own_choice, share_out
 from finetune.planning.ranks import require_ranks_for
 from finetune.planning.request import find_machine, trained_spec
-from finetune.planning.shares import Shares, own_choice, share_out
-from finetune.recipe.objective_section import formats_of
 from finetune.recipe.recipe import (
     Recipe,
     with_micro_batch_size,
@@ -31,6 +32,7 @@ from finetune.recipe.recipe import (
     with_parallel,
     with_shares,
 )
+from finetune.recipe.sections import formats_of
 from finetune.training import preflight
 from finetune.training.expert_backend import fastest_expert_backend, resolve_expert_backend
 from finetune.training.objectives import num_parts_of
@@ -45,8 +47,7 @@ from offload.plan.machine.machine import Machine, Network
 from offload.plan.plan import Plan
 from offload.plan.request import PlanRequest, Probe
 from offload.plan.search import Choice
-from offload.probe.host import RUN_FILE_BYTES, disk_rate
-from offload.probe.machine import PROBE_S, probe
+from offload.probe.machine import PROBE_S, RUN_FILE_BYTES, disk_rate, probe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -8,19 +8,25 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 from rich.text import Text
 
-from finetune.data.stops import Stops
+from finetune.data.chat_template import Stops
 from finetune.errors import CheckpointError
 from finetune.files.atomic import write_atomically
 from finetune.recipe.recipe import Recipe, recipe_hash
 from finetune.report.energy import cost_of
 from finetune.report.explain import METRICS, REPORT, Explanation, draw, explain
 from finetune.report.format import compact_table, shown_time
-from finetune.report.pages.run_page import REPORT_PAGE, write_run_page
+from finetune.report.pages import REPORT_PAGE, write_run_page
 from finetune.report.prediction import SEAL
-from finetune.run.evaluations import EVAL_LOSS, EVAL_PREFIX
-from finetune.run.run_files import EVALUATION, EVALUATION_BEFORE, SAMPLES, read_sealed
+from finetune.run.run_files import (
+    EVAL_LOSS,
+    EVAL_PREFIX,
+    EVALUATION,
+    EVALUATION_BEFORE,
+    SAMPLES,
+    read_sealed,
+)
 from offload.plan.plan import Plan
-from offload.plan.schedule.breakdown import DATA_WAIT, OPTIMIZER, OUTSIDE, parts_json, parts_of
+from offload.plan.schedule.timeline import DATA_WAIT, OPTIMIZER, OUTSIDE, parts_json, parts_of
 
 if TYPE_CHECKING:
     from finetune.training.loop import StepRecord

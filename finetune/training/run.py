@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from finetune.recipe.recipe import Recipe
-from finetune.report.progress import Unit, Work
-from finetune.report.screen import Screen
+from finetune.report.screen import Screen, Unit, Work
 from finetune.run.run_dir import RunDir
 from finetune.training.ranks import Ranks
 

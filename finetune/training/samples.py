@@ -9,7 +9,7 @@ from torch import nn
 
 from finetune.data.rows import Conversation
 from finetune.data.tokenize import render_prompt
-from finetune.recipe.data_section import EmptyThink
+from finetune.recipe.sections import EmptyThink
 from finetune.training.generate import generate
 from offload.engine.engine import Engine
 

@@ -9,22 +9,28 @@ import numpy as np
 import torch
 
 from finetune.adapter.linear_lora import computed_by_peft, is_trained_whole
-from finetune.adapter.lora import ALONE, NewAdapter, add_loras, base_eos, load_into, trained
-from finetune.adapter.neftune import add_noise
-from finetune.adapter.prefix import add_prefix
-from finetune.adapter.virtual_tokens import add_virtual_tokens
+from finetune.adapter.lora import (
+    ALONE,
+    NewAdapter,
+    add_loras,
+    add_noise,
+    base_eos,
+    load_into,
+    trained,
+)
+from finetune.adapter.virtual_tokens import add_prefix, add_virtual_tokens
+from finetune.data.chat_template import Stops
 from finetune.data.dataset import Rows
 from finetune.data.steps import Steps
-from finetune.data.stops import Stops
 from finetune.errors import FinetuneError, TrialDoesNotFitError
-from finetune.full.chosen_weights import choose_weights
+from finetune.full.weights import choose_weights
 from finetune.model.download import download_weights
 from finetune.model.load import Loaded, load_model, set_router_loss
 from finetune.model.store import weights_digest
 from finetune.objective.features import PassThrough
 from finetune.recipe.recipe import Recipe
 from finetune.report.format import shown_graphs
-from finetune.run.loss_scale import LossScale
+from finetune.run.checkpoint import LossScale
 from finetune.run.references import References, read_references
 from finetune.training.compile import FAILURES, compile_layers, refusal
 from finetune.training.full.update import FullUpdate
@@ -39,10 +45,8 @@ from finetune.training.run import Run
 from finetune.training.shared.together import together
 from offload.engine.bound import EngineOptions
 from offload.engine.engine import Engine
-from offload.engine.host.layer_layout import Record, lay_out
-from offload.engine.host.mempolicy import bind_memory
-from offload.engine.host.numa import place_near, thread_on
-from offload.engine.host.slab import Slab
+from offload.engine.host.numa import bind_memory, place_near, thread_on
+from offload.engine.host.slab import Record, Slab, lay_out
 from offload.engine.host.store import Backing
 from offload.engine.memory_meter import reset_peak
 from offload.engine.model.layers import LayeredModel

@@ -16,7 +16,7 @@ from finetune.report.format import shown_graphs, shown_mib
 from finetune.training.ranks import Ranks
 from offload.engine.tracing.visits import trace_visits
 from offload.errors import UnsupportedModelError
-from offload.plan.memory.traced import TracedBytes
+from offload.plan.memory.memory import TracedBytes
 from offload.plan.plan import Plan
 from offload.plan.request import PlanRequest
 

@@ -11,27 +11,24 @@ import torch
 from torch import nn
 
 from offload.engine.executor import Executor
-from offload.engine.host.mapping import aligned_empty
-from offload.engine.host.stash import Stash
+from offload.engine.host.pagelock import aligned_empty
+from offload.engine.host.slab import Stash
 from offload.engine.host.weights import HostWeights
 from offload.engine.host_gradients import HostGradients, LateUpdates
 from offload.engine.memory_meter import Arena
 from offload.engine.model import placement
 from offload.engine.model.layers import LayeredModel
-from offload.engine.passes.host_head import HostHead, bytes_to_lock, without_adapter
+from offload.engine.passes.part import HostHead, bytes_to_lock, without_adapter
 from offload.engine.results import Computing, Places
 from offload.engine.slots import Slots
 from offload.engine.streams import Device
 from offload.errors import OffloadError
 from offload.plan.facts.codec import CodecName
-from offload.plan.facts.fused import FusedPart
-from offload.plan.facts.workload import WeightPlace
+from offload.plan.facts.workload import FusedPart, WeightPlace
 from offload.plan.machine.machine import Tier
-from offload.plan.memory.host import LOCKED_TERMS, locked_update_bytes
-from offload.plan.memory.memory import HEAD, SENT, STASH
+from offload.plan.memory.memory import HEAD, LOCKED_TERMS, SENT, STASH, locked_update_bytes
 from offload.plan.plan import Plan
-from offload.plan.schedule.residency import Residency
-from offload.plan.schedule.schedule import MIN_SLOTS, Order, TransferSizes
+from offload.plan.schedule.schedule import MIN_SLOTS, Order, Residency, TransferSizes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -1,15 +1,18 @@
 """The library door: attach a model, run steps on it, detach it."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from enum import Enum, auto
 from functools import cache, partial
 from typing import Any
+from warnings import warn
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
-from offload.engine.attached import Attached
 from offload.engine.batch import (
     Batch,
     LabelledBatch,
@@ -18,33 +21,26 @@ from offload.engine.batch import (
     to_device,
     with_labels,
 )
-from offload.engine.bound import EngineOptions, bind
-from offload.engine.generation.generation import Generation
-from offload.engine.host.layer_layout import Field
+from offload.engine.bound import Bound, EngineOptions, bind
+from offload.engine.generation import Generation
+from offload.engine.host.slab import Field, by_place
 from offload.engine.host.store import Backing
 from offload.engine.host.weights import HostWeights
 from offload.engine.host_gradients import LateUpdates
+from offload.engine.memory_meter import Arena
 from offload.engine.model import placement
-from offload.engine.model.composition import Composition
 from offload.engine.model.encoding import Encoding
-from offload.engine.model.gradient_hooks import GradientHooks
-from offload.engine.model.guard import Guard
-from offload.engine.model.head import vocabulary_of
-from offload.engine.model.hooks import all_hooks, is_same_code
-from offload.engine.model.layers import LayeredModel, unchanged
+from offload.engine.model.hooks import GradientHooks, all_hooks, is_same_code
+from offload.engine.model.layers import Composition, LayeredModel, unchanged, vocabulary_of
 from offload.engine.model.own_loss import loss_function_of
+from offload.engine.model.readers import inventory_of
 from offload.engine.model.router import alone
-from offload.engine.model.seal import Seal, require_unattached
-from offload.engine.modes import (
-    require_gradients,
-    require_no_inference_mode,
-    require_uncached,
-)
+from offload.engine.model.watch import Guard, Seal, require_unattached
 from offload.engine.objective import Objective
-from offload.engine.passes.part import Part, parts_of, require_apart
+from offload.engine.passes.part import Part, RunStep, parts_of, require_apart
 from offload.engine.passes.reference import SwitchedModel
-from offload.engine.passes.scores import ScoredPasses, ScoreResult
-from offload.engine.recompute.tiled import require_tiles
+from offload.engine.passes.scoring import ScoredPasses, ScoreResult
+from offload.engine.recompute.tiled import names_left_out, require_tiles
 from offload.engine.results import (
     EvaluationResult,
     ForwardResult,
@@ -52,13 +48,289 @@ from offload.engine.results import (
     RunState,
     StepResult,
 )
-from offload.engine.run_step import RunStep
 from offload.engine.seeding import NEWEST, Seeding
-from offload.engine.steps import Steps
 from offload.engine.streams import Device, open_device
 from offload.engine.trials import TrialSize
 from offload.errors import OffloadError
-from offload.plan.schedule.schedule import Order, Ring, Schedule, cold_ring
+from offload.plan.facts.facts import WeightInventory
+from offload.plan.schedule.op import Kind
+from offload.plan.schedule.schedule import (
+    NOTHING_SAVED,
+    Order,
+    Ring,
+    Saved,
+    Schedule,
+    TransferSizes,
+    cold_ring,
+    forward_schedule,
+    step_schedule,
+)
+
+
+def require_gradients() -> None:
+    """Check that gradients are recorded.
+
+    Raises:
+        OffloadError: A block switches them off.
+    """
+    if not torch.is_grad_enabled():
+        block = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
+        raise OffloadError(
+            f"forward_backward is called in `torch.{block}()`",
+            limit="a step records gradients",
+            hint="leave the block, or `engine.forward(batch)` for the loss alone",
+        )
+
+
+def require_uncached() -> None:
+    """Check that torch does not cache parametrized weights from one visit to the next.
+
+    Raises:
+        OffloadError: It does.
+    """
+    if parametrize._cache_enabled:
+        raise OffloadError(
+            "a pass is run in `torch.nn.utils.parametrize.cached()`",
+            limit="a layer is visited several times, with and without gradients: a weight that is"
+            " computed once has none",
+            hint="leave the block",
+        )
+
+
+def require_no_inference_mode() -> None:
+    """Check that tensors which are made now can take part in training.
+
+    Raises:
+        OffloadError: They cannot.
+    """
+    if torch.is_inference_mode_enabled():
+        raise OffloadError(
+            "attach is called in `torch.inference_mode()`",
+            limit="what it allocates takes part in training later",
+            hint="leave the block before `offload.attach`",
+        )
+
+
+class Attached:
+    """A model, its host memory and its slots, of which an engine tells what it is made of."""
+
+    _model: nn.Module
+    _layered: LayeredModel
+    _host: HostWeights
+    _bound: Bound
+    _device: Device
+
+    @property
+    def resident_parameters(self) -> dict[str, nn.Parameter]:
+        """Parameters that are not streamed, by name."""
+        streamed = {id(field.parameter) for record in self._host.records for field in record.fields}
+        named = self._model.named_parameters()
+        return {name: p for name, p in named if id(p) not in streamed}
+
+    @property
+    def own_layers(self) -> dict[int, int]:
+        """The layer of each parameter that one layer has alone, by the parameter's id."""
+        layers = self._layered.layers
+        within = [name for name, one in self._layered.whole.named_modules() if one is layers]
+        found: dict[int, set[str]] = {}
+        for path, parameter in self._layered.whole.named_parameters(remove_duplicate=False):
+            number = next(
+                (
+                    path.removeprefix(f"{x}.").split(".")[0]
+                    for x in within
+                    if path.startswith(f"{x}.")
+                ),
+                "",
+            )
+            found.setdefault(id(parameter), set()).add(number)
+        return {one: int(*of) for one, of in found.items() if len(of) == 1 and "" not in of}
+
+    @property
+    def arenas(self) -> tuple[Arena, ...]:
+        """The memory held from step to step, without parameters that were not moved."""
+        head = self._bound.head
+        return (
+            *self._host.arenas,
+            *(() if head is None else (head.arena,)),
+            *self._bound.slot_arenas,
+            *self._bound.host_gradients.arenas,
+            self._bound.stash.arena,
+            self._bound.sent.arena,
+        )
+
+    @property
+    def num_issued(self) -> int:
+        """The ops that were issued so far, of all passes: it grows as long as there is progress."""
+        return self._bound.executor.num_issued
+
+    @property
+    def fused(self) -> tuple[Counter[str], ...]:
+        """Of each layer, how many norms, rotations and gates are fused; empty if none is to be."""
+        fused = self._layered.fused
+        return () if fused is None else tuple(map(fused.counts, range(len(self._layered.layers))))
+
+    @property
+    def fuses_loss(self) -> bool:
+        """Whether the loss is fused."""
+        return self._layered.fuses_loss
+
+    @property
+    def unread(self) -> tuple[frozenset[str], ...]:
+        """By layer, the linears whose products its recomputes leave out, as nothing reads them.
+
+        They are found before the first step in the model's current mode.
+        """
+        found = self._bound.executor.found().unread
+        layers = enumerate(self._layered.layers)
+        return tuple(names_left_out(layer, found.get(index, ())) for index, layer in layers)
+
+    @property
+    def rows_together(self) -> frozenset[int]:
+        """Layers that compute packed rows together; the others compute each row by itself.
+
+        They are found before the first step with packed rows.
+        """
+        return frozenset(self._layered.together)
+
+    @property
+    def rows_joined(self) -> frozenset[int]:
+        """Layers of `rows_together` whose attention takes all packed rows in one call."""
+        return frozenset(self._layered.joined & self._layered.together)
+
+    @property
+    def weights(self) -> WeightInventory:
+        """The model's weights by class, and the form in which each is stored."""
+        return inventory_of(self._layered, self._host.records)
+
+    @property
+    def stock(self) -> WeightInventory:
+        """The same as `weights`, by its earlier name."""
+        warn("`Engine.stock` is now `Engine.weights`", DeprecationWarning, stacklevel=2)
+        return self.weights
+
+
+class Steps:
+    """Lists the ops of steps with one model, as it was attached."""
+
+    def __init__(
+        self, layered: LayeredModel, bound: Bound, options: EngineOptions, *, trains_front: bool
+    ) -> None:
+        """Keep the parts; nothing is listed yet."""
+        self._layered, self._bound, self._options = layered, bound, options
+        self._trains_front = trains_front
+
+    def forward(self, ring: Ring, num: int = 1) -> Schedule:
+        """List the ops of a pass without gradients over `num` micro-batches, given the ring."""
+        return forward_schedule(self._bound.sizes, ring=ring, num_micro_batches=num)
+
+    @property
+    def _sizes(self) -> TransferSizes:
+        """The sizes of transfers, with the updates that are left."""
+        updates = self._bound.updates
+        return replace(
+            self._bound.sizes,
+            updated=updates.layers,
+        )
+
+    def schedule(self, parts: Sequence[Part], *, ring: Ring, order: Order) -> Schedule:
+        """List the ops of a step given the ring's contents, and make room for what leaves.
+
+        Args:
+            parts: What its runs contribute.
+            ring: What the slots hold.
+            order: Of the loops.
+
+        Raises:
+            OffloadError: The order is not possible with weights that train on the host, or with an
+                objective.
+        """
+        if order is not Order.LAYER_MAJOR and any(part.scoring is not None for part in parts):
+            raise OffloadError(
+                f"order is {order.value}, and the step has an objective",
+                limit="its loss is taken over all rows, before the first backward",
+                hint="`order=Order.LAYER_MAJOR`",
+            )
+        if order is not Order.LAYER_MAJOR and any(self._bound.sizes.gradient_bytes):
+            raise OffloadError(
+                f"order is {order.value} where weights of the layers train on the host",
+                limit="their gradients leave a layer once per step",
+                hint="`order=Order.LAYER_MAJOR`",
+            )
+        batches = [batch for part in parts for batch in part.batches]
+        input_bytes = self.input_bytes(batches) if self._options.stash == "host" else ()
+        saved = self._saved(parts)
+        schedule = step_schedule(
+            replace(
+                self._sizes,
+                reduced=tuple(p.reducer.reduced for p in parts if p.reducer is not None),
+                row_bytes=self._row_bytes(parts),
+            ),
+            ring=ring,
+            runs=[part.passes for part in parts],
+            order=order,
+            trains_front=self._trains_front,
+            input_bytes=input_bytes,
+            num_kept_graphs=self._options.num_kept_graphs,
+            saved=saved,
+        )
+        if saved.leaving:
+            self._bound.sent.prepare(
+                by_place(sorted(saved.leaving), saved.sent_bytes),
+                num_buffers=schedule.num_carriers,
+            )
+        if schedule.num_fetch_buffers:
+            stashed = {op.layer_index for op in schedule.ops if op.kind is Kind.STASH}
+            self._bound.stash.prepare(
+                by_place(sorted(stashed), lambda _: input_bytes),
+                num_buffers=schedule.num_fetch_buffers,
+            )
+        return schedule
+
+    def _row_bytes(self, parts: Sequence[Part]) -> tuple[int, ...]:
+        """Return what each pass brings of the embedding, with room for it; nothing if none does."""
+        embedding = self._layered.embedding
+        if embedding is None:
+            return ()
+        each = [(part, number) for part in parts for number in part.passes.all]
+        return embedding.prepare({number: part.given_ids(number) for part, number in each})
+
+    def input_bytes(self, batches: Sequence[LabelledBatch]) -> tuple[int, ...]:
+        """Return the size of a layer's input for each micro-batch."""
+        config = self._layered.model.config.get_text_config()
+        element_bytes = self._layered.model.dtype.itemsize
+        return tuple(
+            batch.inputs["input_ids"].numel() * config.hidden_size * element_bytes
+            for batch in batches
+        )
+
+    def _saved(self, parts: Sequence[Part]) -> Saved:
+        """Return the layers that send their graphs, and those that keep or send their attention."""
+        residency = self._options.residency
+        if not (residency.sends or residency.has_outputs):
+            return NOTHING_SAVED
+        found = [(self._bound.executor.found(part.adapter), part.batches) for part in parts]
+        layers = range(len(self._bound.sizes.layer_bytes))
+        outputs, graphs = [], []
+        for layer in layers:
+            sizes = [(known.attention.get(layer, ()), batches) for known, batches in found]
+            is_recorded = all(calls for calls, _ in sizes)
+            outputs.append(
+                [
+                    sum(call.num_bytes(*row) for call in calls for row in batch.rows)
+                    for calls, batches in sizes
+                    for batch in batches
+                ]
+                if is_recorded
+                else []
+            )
+            graphs.append(
+                [
+                    known.graph_sizes.of(layer, batch.shape) or 0
+                    for known, batches in found
+                    for batch in batches
+                ]
+            )
+        return residency.saved(tuple(map(tuple, outputs)), tuple(map(tuple, graphs)))
 
 
 class _State(Enum):

@@ -22,9 +22,7 @@ from warnings import warn
 import torch
 
 from offload.engine.batch import ROW_LENS, Batch, LabelledBatch
-from offload.engine.model.inspection import Inspection
-from offload.engine.model.layers import Front, LayerCall, LayeredModel
-from offload.engine.model.visit import (
+from offload.engine.model.hooks import (
     Graph,
     Visited,
     attempt,
@@ -33,14 +31,12 @@ from offload.engine.model.visit import (
     visit_with_graph,
     visit_without_graph,
 )
+from offload.engine.model.inspection import Inspection
+from offload.engine.model.layers import Front, LayerCall, LayeredModel
 from offload.engine.packing.check import LongTrial, PackedTrial
-from offload.engine.passes.host_head import READERS
-from offload.engine.passes.part import Part
+from offload.engine.passes.part import READERS, Part, PartTail, Table, Tail, Transfers
 from offload.engine.passes.reference import SwitchedModel
-from offload.engine.passes.scores import EachTail, ScoredPasses
-from offload.engine.passes.scoring import Scoring
-from offload.engine.passes.tail import PartTail, Tail
-from offload.engine.passes.transfers import Table, Transfers
+from offload.engine.passes.scoring import EachTail, ScoredPasses, Scoring
 from offload.engine.randomness import FRONT_LAYER, VisitRandomness, require_same_draws
 from offload.engine.recompute.attention_outputs import (
     NOTHING,
@@ -56,8 +52,7 @@ from offload.engine.trials import TrialSize
 from offload.engine.visit_cache import VISIT_CACHE
 from offload.errors import UnsupportedModelError
 from offload.plan.schedule.op import Kind, Op
-from offload.plan.schedule.passes import Passes
-from offload.plan.schedule.schedule import NUM_KEPT, Schedule
+from offload.plan.schedule.schedule import NUM_KEPT, Passes, Schedule
 from offload.plan.schedule.timeline import Span, Timeline
 
 FILLED_BY = {Kind.LOAD: Kind.READ, Kind.ROWS: Kind.LOOK_UP}

@@ -14,13 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from offload.engine.host.layer_layout import Field, Record, lay_out
-from offload.engine.host.stash import Allocate
+from offload.engine.host.slab import Allocate, Field, Record, lay_out
 from offload.engine.memory_meter import Arena
 from offload.errors import OffloadError
 from offload.plan.facts.optimizer import HOST_GRADIENTS
 from offload.plan.memory.memory import LAYER_GRADIENTS
-from offload.plan.schedule.updates import NUM_GRADIENT_BUFFERS
+from offload.plan.schedule.schedule import NUM_GRADIENT_BUFFERS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

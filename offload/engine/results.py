@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from offload.engine.host.embedding import HostEmbedding
-from offload.engine.host.source import LayerSource
-from offload.engine.host.stash import Stash
+from offload.engine.host.slab import LayerSource, Stash
 from offload.engine.host_gradients import HostGradients, LateUpdates
+from offload.engine.model.hooks import Graph
 from offload.engine.model.layers import Front
 from offload.engine.model.router import Balance
-from offload.engine.model.visit import Graph
 from offload.engine.recompute.attention_outputs import Recorded
 from offload.engine.recompute.sent_graphs import SavedTensors
 from offload.engine.slots import Slots
@@ -22,7 +21,7 @@ from offload.plan.schedule.timeline import Timeline
 
 if TYPE_CHECKING:
     from offload.engine.executor import Executor
-    from offload.engine.passes.host_head import HostHead
+    from offload.engine.passes.part import HostHead
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -12,10 +12,9 @@ from itertools import pairwise
 
 import torch
 
-from offload.engine.host.layer_layout import Record
-from offload.engine.host.stash import Allocate
+from offload.engine.host.slab import Allocate, Record
 from offload.engine.memory_meter import Arena
-from offload.plan.schedule.head import head_slots, slots_bytes
+from offload.plan.schedule.schedule import head_slots, slots_bytes
 
 
 class Slots:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from offload.plan.facts.embedding import (
+from offload.plan.facts.workload import (
     embedding_bytes,
     row_buffers_bytes,
 )

@@ -10,23 +10,25 @@ from functools import cache, cached_property
 
 from offload.plan.facts.facts import ModelFacts
 from offload.plan.machine.machine import Machine
-from offload.plan.memory.host import LOCKED_TERMS, HostLoad, host_terms, locked_update_bytes
 from offload.plan.memory.memory import (
     HEAD,
+    LOCKED_TERMS,
     OTHER_RANKS,
     SENT,
     SLAB,
     STAGING,
     STASH,
     DeviceNeeds,
+    HostLoad,
     MemoryTerm,
     device_needs,
+    host_terms,
     input_bytes,
+    locked_update_bytes,
+    shared_needs,
 )
-from offload.plan.memory.shared import shared_needs
 from offload.plan.request import PlanRequest
-from offload.plan.schedule.residency import Residency
-from offload.plan.schedule.schedule import MIN_SLOTS, Order
+from offload.plan.schedule.schedule import MIN_SLOTS, Order, Residency
 
 DEVICE, RAM = "of device memory", "of RAM"
 LOCKED = "of page-locked memory"

@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
-from offload.plan.facts.head import head_bytes
+from offload.plan.facts.workload import head_bytes
 from offload.plan.plan import Plan
 from offload.plan.request import with_head
-from offload.plan.schedule.head import slots_bytes
 from offload.plan.schedule.op import Kind
+from offload.plan.schedule.schedule import slots_bytes
 from offload.plan.schedule.simulate import simulate
 from offload.plan.step import duration_of, schedule_of
 

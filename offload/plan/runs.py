@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from offload.plan.fit import MemoryNeeds
-from offload.plan.memory.shared import own_bytes
+from offload.plan.memory.memory import own_bytes
 from offload.plan.plan import Plan, costs_of
 from offload.plan.request import sharing
 from offload.plan.step import pass_s

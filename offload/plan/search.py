@@ -38,7 +38,7 @@ from offload.plan.request import (
     with_larger_micro_batches,
     with_micro_batches,
 )
-from offload.plan.schedule.residency import Residency
+from offload.plan.schedule.schedule import Residency
 from offload.plan.split import SAME_FRAC, Split, bound_of, draft_step_s
 from offload.plan.time.costs import Costs
 

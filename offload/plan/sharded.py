@@ -29,7 +29,6 @@ from offload.plan.facts.trainable import (
 from offload.plan.facts.workload import Workload
 from offload.plan.fit import MemoryNeeds
 from offload.plan.machine.machine import GIB, MEASURED, Machine
-from offload.plan.memory.host import HostLoad, host_terms
 from offload.plan.memory.memory import (
     ADAPTERS,
     FRAGMENTATION,
@@ -39,14 +38,15 @@ from offload.plan.memory.memory import (
     STATES,
     UPDATE,
     DeviceNeeds,
+    HostLoad,
     MemoryTerm,
     device_needs,
+    host_terms,
     total_bytes,
 )
 from offload.plan.plan import Plan, costs_of
-from offload.plan.reduction import network_of
-from offload.plan.request import PlanRequest
-from offload.plan.schedule.residency import Residency
+from offload.plan.request import PlanRequest, network_of
+from offload.plan.schedule.schedule import Residency
 from offload.plan.schedule.sharded import ShardedSizes, sharded_schedule
 from offload.plan.search import Candidate, Choice
 from offload.plan.time.costs import Costs

@@ -21,8 +21,8 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 
 from offload.plan.fit import MemoryNeeds
-from offload.plan.floor import Floor
-from offload.plan.schedule.residency import Residency
+from offload.plan.refusal import Floor
+from offload.plan.schedule.schedule import Residency
 from offload.plan.step import pass_s, stashed_bytes
 from offload.plan.time.bounds import StepBound
 from offload.plan.time.costs import Costs

@@ -4,24 +4,24 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from offload.plan.facts.embedding import (
+from offload.plan.facts.facts import ModelFacts
+from offload.plan.facts.trainable import outer_module_sizes
+from offload.plan.facts.workload import (
+    head_bytes,
     most_rows_bytes,
 )
-from offload.plan.facts.facts import ModelFacts
-from offload.plan.facts.head import head_bytes
-from offload.plan.facts.trainable import outer_module_sizes
 from offload.plan.memory.memory import input_bytes, layer_weight_bytes
-from offload.plan.reduction import reduced_of
-from offload.plan.request import PlanRequest
+from offload.plan.request import PlanRequest, reduced_of
 from offload.plan.schedule.op import Kind, Lane, Op
-from offload.plan.schedule.passes import Passes, numbered
-from offload.plan.schedule.residency import Residency
 from offload.plan.schedule.schedule import (
     NUM_STAGING,
     PIECE_BYTES,
+    Passes,
+    Residency,
     Schedule,
     TransferSizes,
     head_schedule,
+    numbered,
     step_schedule,
     warm_ring,
     without_trained,

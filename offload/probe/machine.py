@@ -6,11 +6,21 @@ is imported only when something is measured. The probe has its own random genera
 before a run does not affect the run.
 """
 
+import ctypes
+import os
 import platform
-from collections.abc import Callable
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Literal
 
 from offload.engine.host.limits import free_host_bytes, resident_bytes
@@ -18,12 +28,220 @@ from offload.errors import MachineError
 from offload.plan.machine.machine import (
     DTYPE_BYTES,
     MEASURED,
+    MIB,
     Machine,
+    Node,
     Rate,
     assumed_implementation,
 )
-from offload.probe.memory import cuda_context_bytes, pinned_bytes, process_bytes
 from offload.probe.rates import RateBench
+
+LEAST_REHEARSED_BYTES, MAX_REHEARSED_BYTES = 256 * MIB, 4096 * MIB
+# What a run imports after it has measured the machine, transformers' model code and peft: 178 to
+# 186 MiB with transformers 5.23 and peft 0.21, on a CPU. The library tells whether it is there.
+RUN_LIBRARIES_BYTES, RUN_LIBRARY = 182 * MIB, "peft"
+NUM_CONTEXT_TRIALS, STEADY_BYTES = 3, 16 * MIB
+HOLD_CONTEXT = (
+    "import sys, torch; torch.zeros(1, device='cuda'); print(flush=True); sys.stdin.read()"
+)
+
+
+def load_per_cpu() -> float | None:
+    """Return the load average per processor over the last minute; None if it is not known."""
+    try:
+        return os.getloadavg()[0] / (os.cpu_count() or 1)
+    except OSError:
+        return None
+
+
+def process_bytes() -> int:
+    """Return the memory of this process once it has imported what a run needs.
+
+    What it has freed does not count, such as that of modules that were compiled when they were
+    first imported: later tensors take its place.
+    """
+    from offload.engine.host.limits import resident_bytes
+    from offload.engine.host.pagelock import trim_heap
+
+    trim_heap()
+    return resident_bytes() + (0 if RUN_LIBRARY in sys.modules else RUN_LIBRARIES_BYTES)
+
+
+def cuda_context_bytes() -> int:
+    """Measure a CUDA context's memory by starting one in another process."""
+    import torch
+
+    torch.zeros(1, device="cuda")
+    return steady_bytes(_context_trial_bytes() for _ in range(NUM_CONTEXT_TRIALS))
+
+
+def steady_bytes(trials: Iterable[tuple[int, int]]) -> int:
+    """Return what a context takes, though others may take or free memory of the card meanwhile.
+
+    Args:
+        trials: What was taken while one started, and what was free again once it had ended. The
+            first in which these agree counts; no other is asked for.
+    """
+    found: list[int] = []
+    for taken, freed in trials:
+        found += taken, freed
+        if taken > 0 and abs(taken - freed) <= STEADY_BYTES:
+            return taken
+    return statistics.median_low([num_bytes for num_bytes in found if num_bytes > 0] or [0])
+
+
+def _context_trial_bytes() -> tuple[int, int]:
+    import torch
+
+    before_bytes, _ = torch.cuda.mem_get_info()
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD_CONTEXT], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        assert other.stdout is not None
+        is_ready = bool(other.stdout.readline())
+        during_bytes, _ = torch.cuda.mem_get_info()
+        other.communicate()
+    if not is_ready:
+        raise MachineError(
+            f"a second process got no CUDA context (exit status {other.returncode})",
+            limit="its size is measured by starting one",
+            hint="look at `nvidia-smi`: the card may be in exclusive mode or full",
+        )
+    after_bytes, _ = torch.cuda.mem_get_info()
+    return before_bytes - during_bytes, after_bytes - during_bytes
+
+
+def pinned_bytes(ram_bytes: int) -> int:
+    """Return how much can be page-locked: try some sizes; above them only memory limits it."""
+    import torch
+
+    from offload.engine.host.pagelock import largest_lockable, open_locker
+
+    locker = open_locker(torch.device("cuda"), fd=None)
+    assert locker is not None
+    most_bytes = min(MAX_REHEARSED_BYTES, ram_bytes // 2)
+    worked_bytes, _ = largest_lockable(most_bytes, LEAST_REHEARSED_BYTES, locker)
+    return ram_bytes if worked_bytes == most_bytes else worked_bytes
+
+
+# ---------------------------------------------------------------------------------------------
+# Measures the host apart from its device: memory by NUMA node, and the disk.
+#
+# Separate from `offload.probe.machine`, whose rates a run needs within seconds: this writes a file.
+
+FILE_BYTES = 512 * MIB
+RUN_FILE_BYTES = 128 * MIB  # before a run, which has to wait for it to be written
+COPY_BYTES = 64 * MIB
+PIECE_BYTES = 64 * MIB
+MIN_REPEATS = 3
+
+
+def with_host(machine: Machine, *, folder: Path, seconds: float) -> Machine:
+    """Return a machine with its nodes and the disk below a folder.
+
+    Args:
+        machine: As it was probed.
+        folder: Where stores would be kept; a file is written there and removed.
+        seconds: Time to measure for, shared evenly; writing the file takes additional time.
+    """
+    nodes = _nodes(machine, Path("/"), seconds=seconds / 2)
+    rate = disk_rate(folder, seconds=seconds / 2, file_bytes=FILE_BYTES)
+    return replace(machine, nodes=nodes, disk_bytes_per_s=rate)
+
+
+def disk_rate(folder: Path, *, seconds: float, file_bytes: int) -> Rate | None:
+    """Read a new file as stores are read: bypassing the page cache, several reads in flight.
+
+    Args:
+        folder: Where to write it; it is removed again.
+        seconds: Time to read for.
+        file_bytes: Its size, whole pieces.
+
+    Returns:
+        None if it cannot be written, or would be read from the page cache.
+    """
+    from offload.engine.host.pagelock import aligned_empty
+    from offload.engine.host.store import FileReader
+
+    with ExitStack() as stack:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if shutil.disk_usage(folder).free < 2 * file_bytes:
+                return None
+            file = stack.enter_context(
+                NamedTemporaryFile(dir=folder, prefix="probe-", suffix=".tmp")
+            )
+            piece = os.urandom(8 * MIB)  # some drives store nothing for zeros
+            for _ in range(file_bytes // len(piece)):
+                file.write(piece)
+            file.flush()
+            os.fsync(file.fileno())
+        except OSError:
+            return None
+        reader = FileReader(Path(file.name))
+        try:
+            if reader.mode != "direct":
+                return None
+            target, offset = aligned_empty(PIECE_BYTES), 0
+
+            def read() -> None:
+                nonlocal offset
+                reader.read_into(offset, target)
+                offset = (offset + PIECE_BYTES) % file_bytes
+
+            return _measured(PIECE_BYTES, read, seconds)
+        finally:
+            reader.close()
+
+
+def _nodes(machine: Machine, root: Path, *, seconds: float) -> tuple[Node, ...]:
+    """Measure each node with its own thread, whose first touch allocates the memory there."""
+    import torch
+
+    from offload.engine.host.numa import nodes_of, place_near, thread_on
+
+    near = place_near(torch.device(machine.device)).node
+    allowed = os.sched_getaffinity(0)
+    usable = {number: cpus & allowed for number, cpus in nodes_of(root).items()}
+    usable = {number: cpus for number, cpus in usable.items() if cpus}
+    nodes = []
+    for number, cpus in sorted(usable.items()):
+        with thread_on(cpus):
+            rate = _copy_rate(seconds / len(usable))
+        info = root / f"sys/devices/system/node/node{number}/meminfo"
+        total = re.search(r"MemTotal:\s+(\d+) kB", info.read_text())
+        nodes.append(
+            Node(
+                number=number,
+                num_cpus=len(cpus),
+                ram_bytes=1024 * int(total[1]) if total else 0,
+                is_near=len(usable) == 1 or number == near,
+                copy_bytes_per_s=rate,
+            )
+        )
+    return tuple(nodes)
+
+
+def _copy_rate(seconds: float) -> Rate:
+    source, target = (
+        ctypes.create_string_buffer(COPY_BYTES),
+        ctypes.create_string_buffer(COPY_BYTES),
+    )
+    ctypes.memset(source, 1, COPY_BYTES)
+    return _measured(COPY_BYTES, lambda: ctypes.memmove(target, source, COPY_BYTES), seconds)
+
+
+def _measured(num_bytes: int, run: Callable[[], object], seconds: float) -> Rate:
+    """Run once to warm up, then until the time is over; use the 20th percentile of the times."""
+    run()
+    times_s: list[float] = []
+    end_s = time.perf_counter() + seconds
+    while len(times_s) < MIN_REPEATS or time.perf_counter() < end_s:
+        start_s = time.perf_counter()
+        run()
+        times_s.append(time.perf_counter() - start_s)
+    return Rate(value=num_bytes / sorted(times_s)[len(times_s) // 5], source="measured")
+
 
 PROBE_S = 5.0  # of a run's start, and of `sluice probe`
 NUM_MEASUREMENTS = 12

@@ -22,10 +22,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from offload.engine.batch import shape_of
 from offload.engine.bound import EngineOptions
 from offload.engine.engine import Engine
-from offload.plan.facts.attention import output_bytes
+from offload.plan.facts.linears import output_bytes
 from offload.plan.schedule.op import Kind
-from offload.plan.schedule.residency import Residency
-from offload.plan.schedule.schedule import Order, TransferSizes, warm_ring
+from offload.plan.schedule.schedule import Order, Residency, TransferSizes, warm_ring
 from offload.plan.schedule.simulate import simulate
 from offload.plan.schedule.timeline import Timeline
 from offload.plan.step import duration_of

@@ -30,9 +30,8 @@ from torch import nn
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from finetune.adapter.expert_lora import compute_beside
-from offload.engine.tracing.allocator import LiveBytes
-from offload.engine.tracing.tracer import Tracer
+from finetune.adapter.linear_lora import compute_beside
+from offload.engine.tracing.tracer import LiveBytes, Tracer
 from tests.bench.record import git, quantiles
 
 HIDDEN, WIDTH, TOP_K, RANK = 2048, 768, 8, 16

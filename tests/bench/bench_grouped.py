@@ -31,8 +31,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from offload.engine.experts.launcher import MAX_SHARED_BYTES
 from offload.engine.experts.lora import register
-from offload.engine.experts.tiles import MAX_SHARED_BYTES
 from tests.bench.grouped import (
     ARMS,
     OURS,

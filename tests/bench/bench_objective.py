@@ -25,9 +25,9 @@ from offload.engine.bound import EngineOptions
 from offload.engine.engine import Engine
 from offload.engine.objective import Reference, Scores, StepLoss
 from offload.plan.schedule.op import Kind
-from offload.plan.schedule.passes import Passes
 from offload.plan.schedule.schedule import (
     Order,
+    Passes,
     Schedule,
     TransferSizes,
     step_schedule,

@@ -35,8 +35,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.data.dataset import ExampleSet, load_rows
-from finetune.data.order import BatchOrder
-from finetune.data.packing import PackedOrder, RowCost
+from finetune.data.order import BatchOrder, PackedOrder, RowCost
 from finetune.data.steps import Steps
 from finetune.data.tokenize import Example
 from finetune.model.tokenizer import load_tokenizer

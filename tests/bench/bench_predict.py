@@ -43,7 +43,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from finetune.report.explain import METRICS, explain
 from finetune.report.prediction import read_predictions
-from finetune.run.metrics import read_rows
+from finetune.run.run_files import read_rows
 from tests.bench.configurations import (
     NUM_EXPERTS_PER_TOKEN,
     SPACES,

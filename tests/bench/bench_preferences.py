@@ -22,8 +22,8 @@ from rich.table import Table
 from torch import nn
 
 from finetune.objective.factory import objective_of
-from finetune.objective.step_rows import StepRows
-from finetune.recipe.objective_section import LOSSES, ObjectiveSection
+from finetune.objective.pairs import StepRows
+from finetune.recipe.sections import LOSSES, ObjectiveSection
 from offload.engine.objective import Scores
 
 NUM_PAIRS, PROMPT, LONGEST, VOCABULARY = 6, 3, 12, 23

@@ -27,10 +27,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from offload.engine.bound import EngineOptions
 from offload.engine.engine import Engine
-from offload.engine.run_step import RunStep
+from offload.engine.passes.part import RunStep
 from offload.plan.schedule.op import Kind
-from offload.plan.schedule.passes import Passes
-from offload.plan.schedule.schedule import Schedule, TransferSizes, step_schedule, warm_ring
+from offload.plan.schedule.schedule import Passes, Schedule, TransferSizes, step_schedule, warm_ring
 from offload.plan.schedule.simulate import simulate
 from offload.plan.schedule.timeline import Timeline
 from offload.plan.step import duration_of

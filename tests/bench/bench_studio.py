@@ -27,10 +27,8 @@ from typing import Any
 from urllib.parse import urlencode
 
 from finetune.commands.plan import HostOptions, planned
-from finetune.studio.answer import Planner
-from finetune.studio.pages import ASSETS, RANKS, SEQ_LENS, STEPS, asset, plan_page
-from finetune.studio.question import Question, recipe_text
-from finetune.studio.runs import run_names
+from finetune.studio.answer import Planner, Question, recipe_text
+from finetune.studio.runs import ASSETS, RANKS, SEQ_LENS, STEPS, asset, plan_page, run_names
 from offload.errors import SluiceError
 from tests.studios import axe_script, browser, question_values, serious_findings, served
 

@@ -44,7 +44,7 @@ def load(
 
     from finetune.data.dataset import load_rows
     from finetune.model.tokenizer import load_tokenizer
-    from finetune.recipe.data_section import DataSection
+    from finetune.recipe.sections import DataSection
     from tests.doubles import tiny_tokenizer
 
     tokenizer = load_tokenizer(tokenizer_dir) if tokenizer_dir else tiny_tokenizer()
@@ -78,10 +78,10 @@ def load(
 def write_cache(file: Path, cache_dir: Path, tokenizer_dir: str | None, num_rows: int) -> None:
     """Write the tokens of a file, as those of its first rows over and over."""
     from finetune.data.dataset import load_rows, source_rows
-    from finetune.data.token_cache import Part, StoreReport, StoreWriter, cache_key
+    from finetune.data.encode_source import Part, StoreReport, StoreWriter, cache_key
     from finetune.data.tokenize import Encoder, Fate
     from finetune.model.tokenizer import load_tokenizer
-    from finetune.recipe.data_section import DataSection, MixSource
+    from finetune.recipe.sections import DataSection, MixSource
     from tests.doubles import tiny_tokenizer
 
     tokenizer = load_tokenizer(tokenizer_dir) if tokenizer_dir else tiny_tokenizer()
@@ -133,7 +133,7 @@ def main() -> None:
             )
         )
         return
-    from finetune.data.workers import num_cores
+    from finetune.data.encode_source import num_cores
 
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "rows.jsonl")

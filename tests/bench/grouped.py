@@ -16,8 +16,7 @@ from torch import nn
 
 from offload.engine.experts.lora import SUFFIX
 from offload.engine.streams import seconds_of
-from offload.engine.tracing.allocator import LiveBytes
-from offload.engine.tracing.tracer import Tracer
+from offload.engine.tracing.tracer import LiveBytes, Tracer
 from offload.errors import OffloadError
 from tests.bench.bench_codecs import machine
 from tests.bench.record import git, quantiles

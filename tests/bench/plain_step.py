@@ -23,8 +23,7 @@ from offload.engine.tracing.cuda_kernels import (
     Capability,
     CudaKernels,
 )
-from offload.engine.tracing.fake_model import fake_copy, rows_are_whole
-from offload.engine.tracing.tracer import Tracer
+from offload.engine.tracing.tracer import Tracer, fake_copy, rows_are_whole
 from tests.bench.caching_allocator import CachingAllocator
 
 NF4_BLOCK, NF4_BLOCK_OF_BLOCKS = 64, 256

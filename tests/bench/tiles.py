@@ -10,7 +10,7 @@ import torch
 from rich.table import Table
 
 from offload.engine.experts import fused
-from offload.engine.experts.tiles import MAX_SHARED_BYTES, Blocks, blocks_for
+from offload.engine.experts.launcher import MAX_SHARED_BYTES, Blocks, blocks_for
 from offload.engine.streams import seconds_of
 from tests.bench.grouped import OURS, RANK, Bench, Case, Log, Row, failures
 from tests.bench.record import median, quantiles

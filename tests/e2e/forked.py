@@ -192,7 +192,7 @@ Pair = tuple[Started, Started]
 def serve() -> None:
     """Answer requests until there are no more."""
     import finetune.commands.generate
-    import finetune.export.merge_run
+    import finetune.export.merge
     import finetune.train
     import finetune.training.process_group  # noqa: F401 - so that a start imports nothing
 

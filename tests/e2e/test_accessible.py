@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from finetune.report import pages
 from finetune.report.memory import MemoryRow
-from finetune.report.pages import charts
-from finetune.report.pages.page import page as page_of
-from finetune.report.pages.run_page import write_run_page
+from finetune.report.pages import page as page_of
+from finetune.report.pages import write_run_page
 from finetune.studio.answer import Planner
 from offload.plan.machine.machine import GIB
 from tests.bench.bench_studio import Quiet, website
@@ -114,7 +114,7 @@ def test_a_limit_of_memory_has_no_serious_finding_near_or_far(
     row = MemoryRow(
         name="peak memory", grade="", predicted=2 * GIB, measured=GIB, how="", limit=limit_gib * GIB
     )
-    chart = charts.memory([row])
+    chart = pages.memory([row])
     file = tmp_path / "memory.html"
     file.write_text(page_of("Memory", chart.html, [chart]))
     shown = started.new_page()

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, MambaConfig, MambaForCausalLM
 
 from finetune.recipe.load import load_recipe
 from finetune.report import energy
-from finetune.report.pages.run_page import write_run_page
+from finetune.report.pages import write_run_page
 from finetune.run.run_dir import RunDir
 from finetune.training import measured, report
 from finetune.training.metrics_writer import MetricsWriter

@@ -135,7 +135,7 @@ def test_recipes(tmp_path: Path) -> None:
     tally = Tally()
     texts = [(f"text {i}", text) for i, text in enumerate(yaml_texts())]
     start = yaml.safe_load(shipped["qwen3_8b_lora_3060"].read_text())
-    from finetune.recipe.describe import sections, settings
+    from finetune.recipe.recipe import sections, settings
 
     paths = [(section, key) for section in sections() for key in settings(section)]
     chance = random.Random(0)

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from finetune.data.rows import Conversation, Message
+from finetune.data.rows import Conversation
 from finetune.data.tokenize import encode
+from finetune.data.turns import Message
 from finetune.recipe.load import load_recipe
 from finetune.recipe.recipe import shipped_recipe
 from tests.doubles import tiny_tokenizer

@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from finetune.data.dataset import load_rows
-from finetune.recipe.data_section import DataSection
+from finetune.recipe.sections import DataSection
 from tests.doubles import tiny_tokenizer
 
 GUIDE = Path(__file__).parents[2] / "docs/guides/preferences.md"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from finetune import app
-from finetune.recipe.shipped import load_shape
+from finetune.recipe.load import load_shape
 from finetune.studio.answer import DRAWN_WIDTH
 from tests.studios import browser, served
 from tests.unit.finetune.studio.runs_made import begun, write_answers, write_run

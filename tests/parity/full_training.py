@@ -10,7 +10,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 import offload
 from finetune.data.steps import StepShare
 from finetune.recipe.sections import TrainSection
-from finetune.run.loss_scale import LossScale
+from finetune.run.checkpoint import LossScale
 from finetune.training.full.update import FullUpdate
 from finetune.training.loop import Loop
 from finetune.training.ranks import Ranks

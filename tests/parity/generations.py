@@ -9,7 +9,7 @@ from torch import nn
 
 import offload
 from offload.engine.engine import Engine
-from offload.engine.generation.generation import Generation
+from offload.engine.generation import Generation
 
 NUM_TOKENS = 6
 

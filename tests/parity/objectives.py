@@ -12,8 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from finetune.adapter.expert_lora import compute_beside
-from finetune.adapter.linear_lora import compute_in_base_dtype
+from finetune.adapter.linear_lora import compute_beside, compute_in_base_dtype
 from offload.engine.bound import EngineOptions
 from offload.engine.engine import Engine
 from offload.engine.objective import Reference, Scores, StepLoss

@@ -10,11 +10,10 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from finetune.adapter.expert_lora import compute_beside
-from finetune.adapter.linear_lora import compute_in_base_dtype
+from finetune.adapter.linear_lora import compute_beside, compute_in_base_dtype
 from offload.engine.engine import Engine
+from offload.engine.passes.part import RunStep
 from offload.engine.results import StepResult
-from offload.engine.run_step import RunStep
 from tests.parity.steps import MODELS, OPTIONS, SHAPE
 
 Config = Mapping[str, Any]

@@ -13,7 +13,7 @@ from peft import PeftModel
 from peft.tuners.lora.layer import ParamWrapper
 from transformers import PreTrainedModel
 
-from finetune.adapter import expert_lora
+from finetune.adapter import linear_lora
 from finetune.adapter.linear_lora import compute_in_base_dtype
 from finetune.adapter.lora import add_lora, save_adapter, trained
 from finetune.errors import ConfigError
@@ -96,7 +96,7 @@ def by_peft(model: PeftModel) -> PeftModel:
     """Return a copy whose adapters on experts are computed by peft's own code."""
     model = copy.deepcopy(model)
     for module in model.modules():
-        if type(module) is expert_lora.ParamWrapper:
+        if type(module) is linear_lora.ParamWrapper:
             module.__class__ = ParamWrapper  # type: ignore[assignment]  # what it was before
     config: Any = model.config
     config._experts_implementation = f"{config._experts_implementation}".removesuffix(SUFFIX)

@@ -7,7 +7,7 @@ import torch
 
 import offload
 from finetune.model.facts import facts_of
-from offload.plan.memory.cache import cache_bytes
+from offload.plan.memory.memory import cache_bytes
 from tests.parity.tiny_models import tiny_model
 from tests.tiers import mostly_slow
 

@@ -15,8 +15,7 @@ import offload
 from finetune.adapter.lora import add_lora
 from finetune.errors import ModelError
 from offload.engine.model import placement
-from offload.engine.model.find_layers import find_towers
-from offload.engine.model.layers import LayeredModel
+from offload.engine.model.layers import LayeredModel, find_towers
 from tests.builders import adapter
 from tests.checkpoints import loaded
 from tests.parity.architectures import gradients, micro_batches, plain, rel_error, streamed

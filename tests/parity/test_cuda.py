@@ -16,9 +16,8 @@ from peft import PeftModel
 
 import offload
 from offload.engine.engine import Engine
-from offload.engine.host.mapping import aligned_empty
 from offload.engine.host.numa import place_near
-from offload.engine.host.pagelock import LockMode, open_locker, page_lock
+from offload.engine.host.pagelock import LockMode, aligned_empty, open_locker, page_lock
 from offload.engine.memory_meter import torch_pinned_bytes
 from offload.engine.streams import CudaDevice, Event
 from offload.plan.schedule.op import Lane

@@ -17,17 +17,15 @@ from transformers import (
 
 import offload
 from finetune.adapter.lora import add_lora
-from offload.engine.host.layer_layout import lay_out
-from offload.engine.host.materialize import values_shown
-from offload.engine.host.slab import Slab
+from offload.engine.host.slab import Slab, lay_out
+from offload.engine.host.weights import values_shown
 from offload.engine.model.encoding import Encoding
 from offload.engine.model.layers import LayeredModel
 from offload.plan.facts.codec import CodecName
 from offload.plan.facts.facts import AdapterSpec, model_facts
 from offload.plan.fit import MemoryNeeds
 from offload.plan.machine.machine import named_machine
-from offload.plan.schedule.residency import Residency
-from offload.plan.schedule.schedule import Order
+from offload.plan.schedule.schedule import Order, Residency
 from tests.builders import adapter, request, workload
 from tests.parity.rounding import matrices, rounded
 from tests.parity.steps import (

@@ -12,11 +12,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from transformers import PreTrainedModel
 
-from finetune.adapter.expert_lora import compute_beside
+from finetune.adapter.linear_lora import compute_beside
 from finetune.adapter.lora import add_lora, load_adapter, save_adapter
 from finetune.errors import ConfigError
-from offload.engine.tracing.allocator import LiveBytes
-from offload.engine.tracing.tracer import Tracer
+from offload.engine.tracing.tracer import LiveBytes, Tracer
 from offload.errors import UnsupportedModelError
 from tests.builders import adapter
 from tests.parity.architectures import (

@@ -14,7 +14,7 @@ from torch import nn
 
 import offload
 from offload.engine.engine import Engine
-from offload.engine.host.mapping import aligned_empty
+from offload.engine.host.pagelock import aligned_empty
 from offload.plan.schedule.op import Lane
 from tests.doubles import HookedDevice
 from tests.parity import steps

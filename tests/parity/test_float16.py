@@ -12,7 +12,7 @@ import torch
 from offload.engine.bound import EngineOptions
 from offload.engine.engine import Engine
 from offload.engine.objective import Scores, StepLoss
-from offload.engine.run_step import RunStep
+from offload.engine.passes.part import RunStep
 from tests.parity.steps import OPTIONS, micro_batches, tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")

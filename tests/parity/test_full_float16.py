@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import offload
-from finetune.run.loss_scale import LossScale
-from offload.engine.run_step import RunStep
+from finetune.run.checkpoint import LossScale
+from offload.engine.passes.part import RunStep
 from tests.parity.full_training import (
     LR,
     MAX_NORM,

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import offload
-from finetune.full.chosen_weights import choose_weights
+from finetune.full.weights import choose_weights
 from finetune.training.loop import Loop
 from offload.plan.facts.optimizer import Optimizer
 from offload.plan.schedule.op import Kind, Lane

@@ -11,19 +11,18 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from finetune.adapter.expert_lora import compute_beside
+from finetune.adapter.linear_lora import compute_beside
 from offload.engine.engine import Engine
 from offload.engine.experts import lora
-from offload.engine.experts.gates import Gate, gate_of
-from offload.engine.experts.tiles import LOW, TILES, Blocks
+from offload.engine.experts.launcher import LOW, TILES, Blocks
+from offload.engine.experts.products import Gate, gate_of
 from offload.engine.recompute.unread import is_no_value
-from offload.engine.tracing.allocator import LiveBytes
-from offload.engine.tracing.tracer import Tracer
+from offload.engine.tracing.tracer import LiveBytes, Tracer
 from offload.engine.visit_cache import VISIT_CACHE
 from offload.errors import UnsupportedModelError
 from offload.plan.facts.facts import AdapterSpec
 from offload.plan.facts.linears import Linear, Reads
-from offload.plan.memory.experts import (
+from offload.plan.memory.visit import (
     experts_form,
     factor_bytes,
     gradient_features,

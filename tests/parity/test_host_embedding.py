@@ -12,11 +12,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import offload
-from finetune.adapter.neftune import add_noise
+from finetune.adapter.lora import add_noise
 from offload.engine.engine import Engine
-from offload.engine.run_step import RunStep
+from offload.engine.passes.part import RunStep
 from offload.errors import UnsupportedModelError
-from offload.plan.facts.embedding import rows_bytes
+from offload.plan.facts.workload import rows_bytes
 from offload.plan.memory.memory import EMBEDDINGS, ROWS
 from offload.plan.schedule.op import Kind, Lane
 from offload.plan.schedule.schedule import Order

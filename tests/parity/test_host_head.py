@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 
 import offload
 from offload.engine.engine import Engine
-from offload.engine.run_step import RunStep
+from offload.engine.passes.part import RunStep
 from offload.errors import UnsupportedModelError
 from offload.plan.memory.memory import HEAD
 from offload.plan.schedule.op import Kind, Lane

@@ -16,16 +16,16 @@ import torch
 
 from offload.engine.batch import with_labels
 from offload.engine.engine import Engine
-from offload.engine.host.stash import by_place
+from offload.engine.host.slab import by_place
 from offload.engine.passes.part import Part
 from offload.engine.passes.reference import SwitchedModel
 from offload.engine.streams import CpuDevice
 from offload.errors import OffloadError
 from offload.plan.facts.codec import CodecName
 from offload.plan.schedule.op import Lane
-from offload.plan.schedule.passes import Passes
 from offload.plan.schedule.schedule import (
     Order,
+    Passes,
     Schedule,
     TransferSizes,
     cold_ring,

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from finetune.recipe.shipped import load_shape
-from offload.plan.facts.magnitudes import NORM_ELEMENTS, SUM_ELEMENTS
+from finetune.recipe.load import load_shape
+from offload.plan.facts.facts import NORM_ELEMENTS, SUM_ELEMENTS
 from tests.tiers import mostly_slow
 from tests.visits import MIXTURES, OFF, ON, PARTS, SHAPES, Levers, counted_visit, priced_visit
 

@@ -13,13 +13,12 @@ from peft import LoraConfig, get_peft_model
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from offload.engine.engine import Engine
-from offload.engine.tracing.allocator import LiveBytes
-from offload.engine.tracing.tracer import Tracer
+from offload.engine.tracing.tracer import LiveBytes, Tracer
 from offload.plan.facts.facts import model_facts
 from offload.plan.fit import MemoryNeeds
 from offload.plan.machine.machine import named_machine
 from offload.plan.request import ObjectiveCost
-from offload.plan.schedule.residency import Residency
+from offload.plan.schedule.schedule import Residency
 from tests.builders import lora, request, workload
 from tests.parity.objectives import ByRow, pairs, sigmoid
 from tests.parity.steps import OPTIONS

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from finetune.adapter.linear_lora import compute_in_base_dtype
-from finetune.adapter.neftune import add_noise
+from finetune.adapter.lora import add_noise
 from offload.engine.engine import Engine
 from offload.engine.objective import Reference, Scores, StepLoss
 from offload.errors import OffloadError

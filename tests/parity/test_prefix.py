@@ -10,7 +10,7 @@ import torch
 from peft import PrefixTuningConfig, get_peft_model
 from torch.nn import functional
 
-from finetune.adapter.prefix import add_prefix
+from finetune.adapter.virtual_tokens import add_prefix
 from finetune.errors import ConfigError
 from finetune.recipe.sections import AdapterSection
 from tests.parity.architectures import read_table

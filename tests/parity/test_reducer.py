@@ -9,7 +9,7 @@ import torch
 from peft import PeftModel
 
 from offload.engine.engine import Engine
-from offload.engine.run_step import RunStep
+from offload.engine.passes.part import RunStep
 from offload.plan.schedule.op import Lane
 from offload.plan.schedule.reduced import Reduced
 from tests.doubles import HookedDevice

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from offload.engine.engine import Engine
 from offload.engine.objective import Reference
-from offload.engine.run_step import RunStep
+from offload.engine.passes.part import RunStep
 from offload.errors import OffloadError
 from tests.parity.objectives import ByRow, against_scored, pairs, sigmoid
 from tests.parity.runs import (

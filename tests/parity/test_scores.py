@@ -13,10 +13,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from finetune.adapter.expert_lora import compute_beside
-from finetune.adapter.linear_lora import compute_in_base_dtype
+from finetune.adapter.linear_lora import compute_beside, compute_in_base_dtype
 from offload.engine.engine import Engine
-from offload.engine.passes.scores import ScoreResult
+from offload.engine.passes.scoring import ScoreResult
 from offload.errors import OffloadError
 from tests.parity.steps import MODELS, NUM_LAYERS, OPTIONS, micro_batches
 from tests.tiers import mostly_slow

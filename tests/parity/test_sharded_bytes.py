@@ -18,7 +18,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from finetune.training.ranks import Ranks
 from finetune.training.sharded.engine import ShardedEngine
-from offload.engine.run_step import RunStep
+from offload.engine.passes.part import RunStep
 from offload.engine.seeding import NEWEST
 from offload.plan.facts.facts import AdapterSpec, model_facts
 from offload.plan.facts.trainable import all_weights

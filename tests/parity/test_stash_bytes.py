@@ -9,8 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from offload.engine.bound import EngineOptions
 from offload.engine.engine import Engine
-from offload.engine.tracing.allocator import LiveBytes
-from offload.engine.tracing.tracer import Tracer
+from offload.engine.tracing.tracer import LiveBytes, Tracer
 from offload.plan.schedule.schedule import NUM_FETCHED
 from tests.parity.steps import OPTIONS
 

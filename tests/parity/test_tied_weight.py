@@ -18,10 +18,10 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 import offload
-from finetune.adapter.neftune import add_noise
+from finetune.adapter.lora import add_noise
 from offload.engine.bound import EngineOptions
 from offload.engine.engine import Engine
-from offload.engine.run_step import RunStep
+from offload.engine.passes.part import RunStep
 from offload.errors import OffloadError, UnsupportedModelError
 from offload.plan.memory.memory import EMBEDDINGS, HEAD, ROWS
 from offload.plan.schedule.op import Kind, Lane

@@ -16,12 +16,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from finetune.adapter.linear_lora import compute_in_base_dtype
 from offload.engine.bound import EngineOptions
 from offload.engine.engine import Engine
+from offload.engine.model.hooks import visit_with_graph
 from offload.engine.model.layers import LayeredModel
 from offload.engine.model.readers import TiledMlps
-from offload.engine.model.visit import visit_with_graph
 from offload.engine.recompute.tiled import TiledMlp
-from offload.engine.tracing.allocator import LiveBytes
-from offload.engine.tracing.tracer import Tracer
+from offload.engine.tracing.tracer import LiveBytes, Tracer
 from offload.engine.tracing.visits import trace_visits
 from offload.errors import UnsupportedModelError
 from offload.plan.facts.facts import AdapterSpec, linear_names, model_facts

@@ -15,18 +15,16 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from finetune.adapter.expert_lora import compute_beside
+from finetune.adapter.linear_lora import compute_beside
 from offload.engine.bound import EngineOptions, LayerKernels
 from offload.engine.engine import Engine
 from offload.engine.experts import fused
 from offload.engine.experts.lora import register
 from offload.engine.model.layers import LayeredModel
-from offload.engine.tracing.allocator import LiveBytes
-from offload.engine.tracing.experts import SilentLauncher
-from offload.engine.tracing.tracer import Tracer
-from offload.engine.tracing.visits import trace_visits
+from offload.engine.tracing.tracer import LiveBytes, Tracer
+from offload.engine.tracing.visits import SilentLauncher, trace_visits
 from offload.engine.visit_cache import VISIT_CACHE
-from offload.plan.memory.traced import TracedBytes
+from offload.plan.memory.memory import TracedBytes
 from offload.plan.schedule.op import Kind, Lane
 from tests.doubles import HookedDevice
 from tests.tiers import mostly_slow, tiered

@@ -13,14 +13,13 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from finetune.adapter.expert_lora import compute_beside
-from finetune.adapter.linear_lora import compute_in_base_dtype
+from finetune.adapter.linear_lora import compute_beside, compute_in_base_dtype
 from finetune.training.compile import compile_layers
 from offload.engine.batch import Batch
 from offload.engine.bound import EngineOptions
 from offload.engine.engine import Engine
+from offload.engine.model.hooks import visit_with_graph
 from offload.engine.model.layers import LayeredModel
-from offload.engine.model.visit import visit_with_graph
 from offload.engine.recompute.unread import Unread
 from offload.plan.facts.facts import AdapterSpec, model_facts
 from offload.plan.time.adapters import branches

@@ -6,12 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload.plan.schedule.residency import Residency, Saved
 from offload.plan.schedule.schedule import (
     NUM_STAGING,
     PIECE_BYTES,
     Order,
+    Residency,
     Ring,
+    Saved,
     TransferSizes,
     cold_ring,
     forward_schedule,

@@ -10,19 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from finetune.report.explain import misses
-from offload.plan.schedule.breakdown import (
-    IDLE,
-    OPTIMIZER,
-    Part,
-    by_name,
-    difference,
-    layers_of,
-    mean_parts,
-    parts_from_json,
-    parts_json,
-    parts_of,
-    term_of,
-)
 from offload.plan.schedule.op import Kind, Lane, Op
 from offload.plan.schedule.schedule import (
     Order,
@@ -32,7 +19,20 @@ from offload.plan.schedule.schedule import (
     warm_ring,
 )
 from offload.plan.schedule.simulate import simulate
-from offload.plan.schedule.timeline import Timeline
+from offload.plan.schedule.timeline import (
+    IDLE,
+    OPTIMIZER,
+    Part,
+    Timeline,
+    by_name,
+    difference,
+    layers_of,
+    mean_parts,
+    parts_from_json,
+    parts_json,
+    parts_of,
+    term_of,
+)
 from tests.schedules import training_schedule
 
 TICK_S = 1 / 1024

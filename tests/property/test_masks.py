@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from finetune.data.rows import Conversation, LossOn, Message
+from finetune.data.rows import Conversation, LossOn
 from finetune.data.tokenize import IGNORE_INDEX, encode, render_prompt
+from finetune.data.turns import Message
 from finetune.errors import DataError
 from tests.doubles import tiny_tokenizer
 

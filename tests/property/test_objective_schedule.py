@@ -7,14 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.plan.schedule.op import Kind, Lane, Op
-from offload.plan.schedule.passes import Passes, numbered
-from offload.plan.schedule.residency import Residency
 from offload.plan.schedule.schedule import (
     Order,
+    Passes,
+    Residency,
     Schedule,
     TransferSizes,
     cold_ring,
     forward_schedule,
+    numbered,
     step_schedule,
     warm_ring,
 )

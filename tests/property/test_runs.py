@@ -11,7 +11,7 @@ from offload.plan.fit import MemoryNeeds
 from offload.plan.machine.machine import named_machine
 from offload.plan.plan import Plan, costs_of, plan
 from offload.plan.request import ObjectiveCost, PlanRequest, sharing
-from offload.plan.schedule.passes import Passes
+from offload.plan.schedule.schedule import Passes
 from offload.plan.split import draft_step_s
 from tests.builders import lora, qwen3_8b, request, slow_link, workload
 

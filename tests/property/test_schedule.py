@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.plan.schedule.op import Kind, Lane
-from offload.plan.schedule.passes import Passes
 from offload.plan.schedule.reduced import Reduced
-from offload.plan.schedule.residency import Residency
 from offload.plan.schedule.schedule import (
     Order,
+    Passes,
+    Residency,
     Ring,
     Schedule,
     TransferSizes,

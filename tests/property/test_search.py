@@ -15,7 +15,7 @@ from offload.plan.memory.memory import SENT, STASH
 from offload.plan.plan import plan
 from offload.plan.request import PlanRequest, with_codec
 from offload.plan.schedule.op import Kind
-from offload.plan.schedule.residency import Residency
+from offload.plan.schedule.schedule import Residency
 from offload.plan.search import Choice, fastest, search
 from offload.plan.split import SAME_FRAC, WORTH_FRAC
 from tests import builders

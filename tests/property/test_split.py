@@ -9,7 +9,7 @@ from offload.plan.fit import MemoryNeeds
 from offload.plan.machine.machine import GIB, Machine, named_machine
 from offload.plan.plan import costs_of
 from offload.plan.request import PlanRequest, with_codec
-from offload.plan.schedule.residency import Residency
+from offload.plan.schedule.schedule import Residency
 from offload.plan.split import Split, draft_step_s
 from tests import builders
 from tests.builders import qwen3_8b

@@ -7,8 +7,7 @@ from functools import cache
 from finetune.planning.parallel import Way, Ways, compare_ways
 from finetune.planning.subject import subject_of
 from finetune.report.format import shown_gib, shown_time
-from offload.plan.machine.interconnect import with_interconnect
-from offload.plan.machine.machine import named_machine
+from offload.plan.machine.machine import named_machine, with_interconnect
 from offload.plan.schedule.op import OVER_NETWORK
 
 HEAD = ("cluster", "model", "stream", "fsdp2", "`auto`")

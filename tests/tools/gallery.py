@@ -14,10 +14,10 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from finetune.commands.recipes import Asked, target_of
-from finetune.planning.goals import DEFAULT_GOAL, goal_named
+from finetune.planning.candidates import DEFAULT_GOAL, goal_named
 from finetune.planning.recipe_text import recipe_text
+from finetune.planning.subject import wanted_model
 from finetune.planning.suggestion import Suggestion, first_settings, suggest
-from finetune.planning.wanted_model import wanted_model
 from finetune.recipe.recipe import recipes_dir
 from offload.errors import DoesNotFitError
 from tests.tools.reference import ROOT, table, with_part

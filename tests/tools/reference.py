@@ -31,8 +31,8 @@ from finetune.exits import EXIT_DOES_NOT_FIT, EXIT_USER
 from finetune.planning.candidates import chosen_plan, full_requests
 from finetune.planning.compare import budgeted, slowest_card
 from finetune.planning.subject import Subject, model_subject
+from finetune.recipe.load import shipped_shapes
 from finetune.recipe.recipe import json_schema, shipped_recipes, with_offload
-from finetune.recipe.shipped import shipped_shapes
 from offload.errors import DoesNotFitError, SluiceError
 from offload.plan import Machine, Plan
 from offload.plan.machine.cards import CARDS
@@ -392,7 +392,7 @@ Part = Callable[[], str]
 
 def refusals() -> str:
     """Return the settings of a Trainer that are refused, each with the reason and the fix."""
-    from finetune.integrations.refusals import OF_ARGUMENTS, OF_SFT
+    from finetune.integrations.trainer import OF_ARGUMENTS, OF_SFT
 
     rows = [[f"`{one.name}`", cell(one.why), cell(one.fix)] for one in (*OF_ARGUMENTS, *OF_SFT)]
     return table(("setting", "why", "instead"), rows)
@@ -400,7 +400,7 @@ def refusals() -> str:
 
 def launches() -> str:
     """Return what a visit launches and moves, before and after, for a shape of each family."""
-    from finetune.recipe.shipped import load_shape
+    from finetune.recipe.load import load_shape
     from tests.visits import OFF, ON, SHAPES, counted_visit, priced_visit
 
     rows = []

@@ -17,10 +17,9 @@ import yaml
 from finetune import app
 from finetune.data.rows import Compared, RowForm
 from finetune.planning.request import full_request
-from finetune.recipe.load import is_recipe, load_recipe
-from finetune.recipe.objective_section import COMPARED
+from finetune.recipe.load import is_recipe, load_recipe, load_shape
 from finetune.recipe.recipe import Recipe, shipped_recipes
-from finetune.recipe.shipped import load_shape
+from finetune.recipe.sections import COMPARED
 from finetune.sweep.variants import variants_of
 from offload.plan import model_facts, named_machine, plan
 from tests.bench.gpu.record import PAGE, brief, section, with_section

@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 
 from finetune.errors import ConfigError
-from finetune.recipe.load import load_recipe
+from finetune.recipe.load import load_recipe, load_shape, shipped_shapes
 from finetune.recipe.recipe import recipes_dir, shipped_recipes
-from finetune.recipe.shipped import load_shape, shipped_shapes
 
 # Published numbers of parameters, in billions, or the exact number of our own small shapes.
 PUBLISHED = {

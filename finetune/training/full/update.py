@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from finetune.full.host_optimizer import HostOptimizer, total_norm
+from finetune.full.optimizer import HostOptimizer, total_norm
 from finetune.recipe.sections import TrainSection
 from finetune.run.checkpoint import Restored, Saved
 from offload.engine.engine import Engine

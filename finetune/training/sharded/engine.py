@@ -26,12 +26,11 @@ from torch.utils.checkpoint import checkpoint
 
 from finetune.training.ranks import Ranks
 from offload.engine.batch import Batch, LabelledBatch, checked_batch, checked_batches, with_labels
-from offload.engine.model.head import vocabulary_of
-from offload.engine.model.layers import LayeredModel, cross_entropy_sum
+from offload.engine.model.layers import LayeredModel, cross_entropy_sum, vocabulary_of
 from offload.engine.model.placement import switch_off_checkpointing
+from offload.engine.passes.part import RunStep
 from offload.engine.randomness import FRONT_LAYER, VisitRandomness
 from offload.engine.results import ForwardResult
-from offload.engine.run_step import RunStep
 from offload.engine.seeding import Seeding
 from offload.plan.schedule.op import Kind, Lane
 from offload.plan.schedule.timeline import Span, Timeline

@@ -14,9 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from finetune.full.host_optimizer import LOW
-from finetune.full.split_master import joined, split_into
-from finetune.full.update_rules import MEAN, RULES, SQUARE
+from finetune.full.optimizer import LOW, MEAN, RULES, SQUARE, joined, split_into
 from finetune.recipe.sections import TrainSection
 from finetune.run.checkpoint import Restored, Resumable, Saved
 from finetune.training.optimizer import clip, make_optimizer, update

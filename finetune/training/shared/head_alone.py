@@ -15,10 +15,10 @@ from finetune.run.probe_folder import FeatureFigures
 from finetune.training.loop import Computed, Request
 from finetune.training.objectives import Evaluation, Objectives
 from finetune.training.shared.head_rows import Head, HeadRows, featured, head_of, objectives_of
-from offload.plan.feature_pass import feature_pass
 from offload.plan.plan import Plan, calibrate, with_costs
 from offload.plan.schedule.op import Kind, Lane
 from offload.plan.schedule.timeline import Span, Timeline
+from offload.plan.scoring import feature_pass
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from finetune.data.steps import Steps
 from finetune.objective.features import Features
-from finetune.objective.step_rows import StepRows
+from finetune.objective.pairs import StepRows
 from finetune.training.objectives import Evaluation, Objectives, mean_of, parts_of
 from offload.engine.objective import Objective, OutputObjective, Scores, StepLoss
 from offload.plan.facts.trainable import SCORE

@@ -13,17 +13,15 @@ from typing import TYPE_CHECKING, Any, cast
 from finetune.data.steps import StepLoader
 from finetune.errors import CheckpointError
 from finetune.files.atomic import write_atomically
-from finetune.files.seal import sealed_json
+from finetune.files.manifest import sealed_json
 from finetune.recipe.recipe import is_longer
-from finetune.report.explain_tables import explanation_tables
+from finetune.report.explain import explanation_tables
 from finetune.report.model_card import MODEL_CARD, model_card
 from finetune.report.prediction import write_prediction
 from finetune.report.summary import run_summary
-from finetune.run.checkpoint import Restored, Saved
-from finetune.run.evaluations import EVAL_LOSS, Evaluations, shown_evaluation
-from finetune.run.loss_scale import LossScale
+from finetune.run.checkpoint import LossScale, Restored, Saved
 from finetune.run.references import write_references
-from finetune.run.run_files import EVALUATION_BEFORE
+from finetune.run.run_files import EVAL_LOSS, EVALUATION_BEFORE, Evaluations, shown_evaluation
 from finetune.training import report
 from finetune.training.loop import Computed, Request, StepRecord
 from finetune.training.measured import energy_row, memory_in_use, open_meter, write_measured
@@ -417,7 +415,7 @@ def _finish(session: "Session", saved: Saved) -> None:
 def _save_trained(session: "Session", saved: Saved) -> Path:
     """Write the adapter, or the model if its own weights have trained; return the folder."""
     from finetune.adapter.lora import ALONE, save_adapter
-    from finetune.full.save import save_model
+    from finetune.full.weights import save_model
 
     directory, stops = session.run.dir, session.stops
     if not session.run.recipe.train.is_full:

@@ -7,9 +7,8 @@ from finetune.planning.candidates import choose
 from finetune.training.loop import TIMED_S
 from finetune.training.prepare import Planned
 from offload.errors import DoesNotFitError
-from offload.plan.facts.embedding import why_on_device
 from offload.plan.facts.facts import ModelFacts
-from offload.plan.facts.head import why_head_on_device
+from offload.plan.facts.workload import why_head_on_device, why_on_device
 from offload.plan.plan import Plan
 from offload.plan.request import (
     OF_A_RUN,

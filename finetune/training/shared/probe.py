@@ -34,9 +34,9 @@ from finetune.run.probe_folder import (
 from finetune.training import report
 from finetune.training.optimizer import AdapterUpdate, learning_rate
 from finetune.training.shared.head_rows import Head, HeadRows, featured, head_of, objectives_of
-from offload.plan.feature_pass import FeaturePass, feature_pass
 from offload.plan.plan import Plan
 from offload.plan.request import PlanRequest
+from offload.plan.scoring import FeaturePass, feature_pass
 
 if TYPE_CHECKING:
     from finetune.training.session import Session

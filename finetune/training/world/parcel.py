@@ -21,15 +21,15 @@ from typing import Any, get_args, get_type_hints
 import numpy as np
 import torch
 
-from finetune.planning.shares import Shares
-from finetune.recipe.offload_section import OffloadSection
+from finetune.planning.parallel import Shares
 from finetune.recipe.recipe import Recipe
-from finetune.run.evaluations import Evaluations
-from finetune.run.loss_scale import LossScale
+from finetune.recipe.sections import OffloadSection
+from finetune.run.checkpoint import LossScale
+from finetune.run.run_files import Evaluations
 from finetune.training.objectives import Evaluation
 from offload.engine.host.slab import SlabHandle
 from offload.plan.machine.machine import Machine
-from offload.plan.memory.traced import TracedBytes
+from offload.plan.memory.memory import TracedBytes
 from offload.plan.other_rank import OtherRank
 from offload.probe.energy import Taken
 

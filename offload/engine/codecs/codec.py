@@ -4,9 +4,9 @@ from typing import Protocol
 
 import torch
 
-from offload.engine.codecs.casts import Cast
 from offload.engine.codecs.fp8 import Fp8
 from offload.engine.codecs.int8 import Int8
+from offload.engine.codecs.layout import Cast
 from offload.engine.codecs.nf4 import Nf4
 from offload.engine.codecs.packed import Bf16Packed
 from offload.errors import CodecError

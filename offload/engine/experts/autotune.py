@@ -17,13 +17,12 @@ import torch
 from torch import nn
 
 from offload.engine.experts import fused
-from offload.engine.experts.branch import Branch
-from offload.engine.experts.interface import goes_through_interface, reason_outside
 from offload.engine.experts.lora import LOOP, SUFFIX, register, take_branches
+from offload.engine.experts.products import Branch, goes_through_interface, reason_outside
 from offload.engine.streams import release_cached, seconds_of
 from offload.errors import UnsupportedModelError
 from offload.plan.machine.machine import ExpertsImplementation
-from offload.plan.memory.experts import ROW_BYTES
+from offload.plan.memory.visit import ROW_BYTES
 
 CANDIDATES: tuple[ExpertsImplementation, ...] = ("eager", "grouped_mm", "triton")
 NUM_ROUNDS = 5

@@ -19,12 +19,8 @@ from typing import Any
 
 import torch
 
-from offload.engine.experts.branch import Branch
-from offload.engine.experts.gates import Gate, gate_of
-from offload.engine.experts.interface import reason_outside
-from offload.engine.experts.launcher import Launcher
-from offload.engine.experts.routing import Routing
-from offload.engine.experts.tiles import Blocks, blocks_for
+from offload.engine.experts.launcher import Blocks, Launcher, blocks_for
+from offload.engine.experts.products import Branch, Gate, Routing, gate_of, reason_outside
 from offload.engine.recompute.unread import not_a_value
 from offload.errors import UnsupportedModelError
 

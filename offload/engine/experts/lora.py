@@ -28,10 +28,16 @@ from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from offload.engine.experts import fused
-from offload.engine.experts.branch import Branch
-from offload.engine.experts.interface import reason_outside
-from offload.engine.experts.products import Grouped, Loop, Products, takes_few_sizes
-from offload.engine.experts.routing import Routing, route
+from offload.engine.experts.products import (
+    Branch,
+    Grouped,
+    Loop,
+    Products,
+    Routing,
+    reason_outside,
+    route,
+    takes_few_sizes,
+)
 from offload.engine.recompute.unread import not_a_value
 from offload.errors import UnsupportedModelError
 

@@ -10,13 +10,208 @@ features; T tokens.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol, get_args
+from weakref import WeakKeyDictionary
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 
-from offload.engine.experts.routing import Routing
+from offload.engine.visit_cache import VISIT_CACHE
+from offload.plan.memory.visit import ROW_BYTES
+
+
+def goes_through_interface(module: nn.Module) -> bool:
+    """Return whether transformers lets the expert kernels of a module be selected."""
+    return {"has_gate", "has_bias", "is_transposed", "config"} <= set(vars(module))
+
+
+def reason_outside(experts: nn.Module) -> str | None:
+    """Return which computation of a module bypasses transformers' experts interface, if any."""
+    own = vars(experts)
+    if not goes_through_interface(experts):
+        return "does not go through transformers' experts interface"
+    # Older versions of transformers have neither of these.
+    if own.get("has_post_expert_norm"):
+        return "has a norm after each expert"
+    if own.get("_is_expert_parallel"):
+        return "shares its experts with other devices"
+    return None
+
+
+# ---------------------------------------------------------------------------------------------
+# Which rows belong to which expert, and the products of rows with their own expert's matrix.
+#
+# T tokens, C experts chosen per token, S = T * C routed rows, E experts, K and N features, R rank.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Routing:
+    """How the choices of all tokens become rows sorted by expert, and back.
+
+    Attributes:
+        choice_S: Index of each row among the T * C choices.
+        token_S: Token of each row.
+        expert_S: Expert of each row.
+        row_TC: Row of each token's choice.
+        end_E: Where each expert's rows end, int32.
+    """
+
+    choice_S: torch.Tensor
+    token_S: torch.Tensor
+    expert_S: torch.Tensor
+    row_TC: torch.Tensor
+    end_E: torch.Tensor
+
+    def spread(self, hidden_TK: torch.Tensor) -> torch.Tensor:
+        """Give each row its token's features."""
+        return hidden_TK.index_select(0, self.token_S)
+
+    def gather(self, rows_SK: torch.Tensor) -> torch.Tensor:
+        """Sum each token's rows, without copying them to token order."""
+        return F.embedding_bag(self.row_TC, rows_SK, mode="sum")
+
+
+def route(expert_TC: torch.Tensor, *, num_experts: int) -> Routing:
+    """Sort the choices by expert; the host does not wait."""
+    expert_S, choice_S = torch.sort(expert_TC.flatten(), stable=True)
+    row_S = torch.empty_like(choice_S)
+    row_S[choice_S] = torch.arange(choice_S.numel(), device=choice_S.device)
+    experts_E = torch.arange(num_experts, device=choice_S.device, dtype=expert_S.dtype)
+    return Routing(
+        choice_S=choice_S,
+        token_S=choice_S // expert_TC.shape[1],
+        expert_S=expert_S,
+        row_TC=row_S.view_as(expert_TC),
+        end_E=torch.searchsorted(expert_S, experts_E, right=True, out_int32=True),
+    )
+
+
+GateName = Literal["silu", "clamped_swiglu", "gelu_tanh"]
+GATE_NAMES = get_args(GateName)  # in the order of the kernels' numbers
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gate:
+    """How the up projection's output becomes an activation.
+
+    Attributes:
+        name: See kernels.gate_parts.
+        is_interleaved: Whether gate and up columns alternate, or all gates come first.
+        alpha: Of clamped_swiglu.
+        limit: Of clamped_swiglu.
+    """
+
+    name: GateName
+    is_interleaved: bool
+    alpha: float = 1.0
+    limit: float = 0.0
+
+    def __call__(self, both_SF: torch.Tensor) -> torch.Tensor:
+        """Compute it with torch."""
+        if self.is_interleaved:
+            gate, up = both_SF[..., ::2], both_SF[..., 1::2]
+        else:
+            gate, up = both_SF.chunk(2, dim=-1)
+        if self.name == "silu":
+            return F.silu(gate) * up
+        if self.name == "gelu_tanh":
+            return F.gelu(gate, approximate="tanh") * up
+        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return gate * torch.sigmoid(self.alpha * gate) * (up + 1)
+
+
+GATES: WeakKeyDictionary[nn.Module, Gate | None] = WeakKeyDictionary()
+
+
+def gate_of(experts: Any) -> Gate | None:
+    """Return the gate of a module of experts, found by its results; None if it is unknown.
+
+    Matching names would need a case for each model.
+    """
+    if experts not in GATES:
+        GATES[experts] = _find_gate(experts) if experts.has_gate else None
+    return GATES[experts]
+
+
+def _find_gate(experts: Any) -> Gate | None:
+    clamped = {name: float(getattr(experts, name, 0.0)) for name in ("alpha", "limit")}
+    span = torch.linspace(-12, 12, 49, dtype=torch.float64)
+    both_SF = torch.stack(torch.meshgrid(span, span, indexing="ij"), -1).view(1, -1)
+    with torch.no_grad():
+        computed = experts._apply_gate(both_SF)
+        for is_interleaved in (False, True):
+            for gate in (
+                Gate(name="silu", is_interleaved=is_interleaved),
+                Gate(name="gelu_tanh", is_interleaved=is_interleaved),
+                Gate(name="clamped_swiglu", is_interleaved=is_interleaved, **clamped),
+            ):
+                if torch.allclose(gate(both_SF), computed, rtol=1e-6, atol=1e-9):
+                    return gate
+    return None
+
+
+# ---------------------------------------------------------------------------------------------
+# A low-rank branch alongside the matrices of one projection, for all experts.
+#
+# E experts, K features in, N out, R rank.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Branch:
+    """The adapter of one projection of all experts: scaling * (x A) B.
+
+    Attributes:
+        a_ERK: A of each expert, laid out as in a linear layer.
+        b_ERN: B of each expert, transposed.
+        scaling: A factor.
+        key: Names A and B in the cache of a visit; None casts them at each call.
+    """
+
+    a_ERK: torch.Tensor
+    b_ERN: torch.Tensor
+    scaling: float
+    key: object = None
+
+    @staticmethod
+    def join(branches: Sequence["Branch"]) -> "Branch":
+        """Return the sum of several adapters as one of a higher rank."""
+        if len(branches) == 1:
+            return branches[0]
+        keys = tuple(branch.key for branch in branches)
+        return Branch(
+            a_ERK=torch.cat([branch.a_ERK for branch in branches], dim=1),
+            b_ERN=torch.cat([branch.scaling * branch.b_ERN for branch in branches], dim=1),
+            scaling=1.0,
+            key=None if None in keys else keys,
+        )
+
+    def cast(self, dtype: torch.dtype) -> "Branch":
+        """Return it in a dtype, with a layout for products and without its graph."""
+        with torch.no_grad():
+            if self.key is None:
+                return self._laid_out(dtype)
+            return VISIT_CACHE.once((self.key, dtype), lambda: self._laid_out(dtype))
+
+    def fit(self, dtype: torch.dtype) -> "Branch":
+        """Return it in a dtype, with a layout for products, its rank padded to a whole row."""
+        cast = self._laid_out(dtype)
+        missing = -cast.a_ERK.shape[1] % (ROW_BYTES // dtype.itemsize)
+        if not missing:
+            return cast
+        return replace(
+            cast,
+            a_ERK=F.pad(cast.a_ERK, (0, 0, 0, missing)),
+            b_ERN=F.pad(cast.b_ERN, (0, 0, 0, missing)),
+        )
+
+    def _laid_out(self, dtype: torch.dtype) -> "Branch":
+        return replace(
+            self,
+            a_ERK=self.a_ERK.to(dtype, memory_format=torch.contiguous_format).contiguous(),
+            b_ERN=self.b_ERN.to(dtype, memory_format=torch.contiguous_format).contiguous(),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

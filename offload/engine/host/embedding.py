@@ -31,16 +31,15 @@ from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from offload.engine.host.stash import Stash
+from offload.engine.host.slab import Stash
 from offload.engine.memory_meter import Arena
 from offload.engine.streams import Device
 from offload.errors import UnsupportedModelError
 from offload.plan.facts.codec import aligned
-from offload.plan.facts.embedding import TOKEN_BYTES, rows_bytes
-from offload.plan.facts.layer_layout import to_pages
+from offload.plan.facts.workload import TOKEN_BYTES, rows_bytes, to_pages
 from offload.plan.memory.memory import EMBEDDINGS
-from offload.plan.schedule.lookups import NUM_ROW_BUFFERS
 from offload.plan.schedule.op import Op
+from offload.plan.schedule.schedule import NUM_ROW_BUFFERS
 
 PLACES = ("embeddings", "head")
 """The settings that say where the weights of the input embedding and the output head are."""

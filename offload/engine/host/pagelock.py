@@ -12,6 +12,8 @@ A size is tried in a child process before it is locked here, see `lock_trial`.
 """
 
 import ctypes
+import mmap
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -23,11 +25,46 @@ import torch
 from offload.engine.host.cudart import CudaRuntime, loaded_runtime_path
 from offload.engine.host.limits import free_host_bytes
 from offload.engine.host.lock_trial import rehearse_lock
-from offload.engine.host.mapping import aligned_empty
 from offload.errors import TransferError
-from offload.plan.facts.layer_layout import to_pages
+from offload.plan.facts.workload import to_pages
 from offload.plan.machine.machine import GIB
 from offload.plan.schedule.schedule import NUM_STAGING, PIECE_BYTES
+
+
+def aligned_empty(num_bytes: int) -> torch.Tensor:
+    """Return page-aligned memory, uint8 (num_bytes,), whose pages are allocated on first touch.
+
+    torch aligns to 64 bytes; reads that bypass the page cache need whole disk blocks.
+    """
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    return torch.frombuffer(mmap.mmap(-1, max(1, num_bytes), flags=flags), dtype=torch.uint8)[
+        :num_bytes
+    ]
+
+
+def map_file(descriptor: int, num_bytes: int, *, is_writable: bool) -> torch.Tensor:
+    """Return the bytes of a file, uint8 (num_bytes,), shared with every process that maps it.
+
+    Writing to a read-only tensor ends the process, since its memory belongs to another one.
+    The descriptor may be closed afterwards; the mapping lives as long as any view of it.
+    """
+    prot = mmap.PROT_READ | (mmap.PROT_WRITE if is_writable else 0)
+    memory = mmap.mmap(descriptor, max(1, num_bytes), flags=mmap.MAP_SHARED, prot=prot)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch warns that it has no read-only tensors
+        return torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes]
+
+
+def trim_heap() -> None:
+    """Give the whole pages of freed memory back to the system; does nothing without glibc.
+
+    malloc keeps freed blocks of up to 32 MiB. Small long-lived blocks are then placed inside them,
+    the next large one no longer fits, and the heap grows with each tensor that comes and goes.
+    """
+    library = ctypes.CDLL(None)
+    if hasattr(library, "malloc_trim"):
+        library.malloc_trim(0)
+
 
 _START_S = 30.0  # a child's start, its CUDA context, and a first GiB
 _S_PER_GIB = 1.0  # pages are locked several times as fast

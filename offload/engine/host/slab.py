@@ -6,20 +6,189 @@ round it up to a power of two. It is an anonymous file (memfd), so that other pr
 machine can map it too, and the model is in memory once however many ranks train it.
 """
 
+import hashlib
 import mmap
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise, repeat
+from typing import Protocol
 
 import torch
 from torch import nn
 
-from offload.engine.codecs.codec import NATIVE
-from offload.engine.host.layer_layout import Field, Record, adopt, digest, stand_in
-from offload.engine.host.mapping import map_file
-from offload.errors import CodecError, OffloadError
+from offload.engine.codecs.codec import NATIVE, Codec
+from offload.engine.host.pagelock import Locker, aligned_empty, map_file
+from offload.engine.memory_meter import Arena
+from offload.errors import CodecError, OffloadError, TransferError
+from offload.plan.facts.codec import aligned
+from offload.plan.facts.workload import to_pages
 from offload.plan.machine.machine import GIB
+
+# ---------------------------------------------------------------------------------------------
+# A layer as one flat record: the offset and the form of each of its parameters.
+#
+# A record has one layout in storage and on the link. If any of its parameters is encoded, it has a
+# second one for compute, in which all parameters are stored decoded, one after the other.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Field:
+    """One parameter's place in its layer's record.
+
+    Attributes:
+        parameter: The parameter whose values these are.
+        offset: First byte in the record.
+        num_bytes: Size in the record.
+        shape: Of the values.
+        dtype: Of the values.
+        codec: How they are encoded in the record.
+        decoded_offset: First byte in the decoded record.
+    """
+
+    parameter: nn.Parameter
+    offset: int
+    num_bytes: int
+    shape: torch.Size
+    dtype: torch.dtype
+    codec: Codec
+    decoded_offset: int
+
+    def written(self, record: torch.Tensor) -> torch.Tensor:
+        """Return the bytes in a flat uint8 record."""
+        return record[self.offset : self.offset + self.num_bytes]
+
+    def view(self, record: torch.Tensor) -> torch.Tensor:
+        """Return the tensor inside a flat uint8 record; only if it is not encoded."""
+        assert self.codec is NATIVE
+        return self.written(record).view(self.dtype).view(self.shape)
+
+    def decoded(self, memory: torch.Tensor) -> torch.Tensor:
+        """Return the tensor inside the flat uint8 memory of a decoded record."""
+        end = self.decoded_offset + self.shape.numel() * self.dtype.itemsize
+        return memory[self.decoded_offset : end].view(self.dtype).view(self.shape)
+
+    def decode(self, record: torch.Tensor, memory: torch.Tensor) -> None:
+        """Decode the tensor from a record into the memory of a decoded one, on the same device."""
+        self.codec.decode(self.written(record), self.decoded(memory))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Record:
+    """The fields of one layer.
+
+    Attributes:
+        fields: One per parameter.
+        num_bytes: Size of the record, whole pages.
+        decoded_bytes: Size of the decoded record, whole pages; 0 if no field is encoded.
+    """
+
+    fields: tuple[Field, ...]
+    num_bytes: int
+    decoded_bytes: int = 0
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the fields themselves, without alignment."""
+        return sum(field.num_bytes for field in self.fields)
+
+
+def lay_out(parameters: Sequence[nn.Parameter], codecs: Sequence[Codec] | None = None) -> Record:
+    """Place the parameters of one layer one after the other; they may be on the meta device.
+
+    Args:
+        parameters: In the order of the record.
+        codecs: How each is encoded; None encodes none.
+    """
+    fields = []
+    offset = decoded_offset = 0
+    for parameter, codec in zip(parameters, codecs or [NATIVE] * len(parameters), strict=True):
+        num_bytes = codec.num_bytes(parameter.shape, parameter.dtype)
+        fields.append(
+            Field(
+                parameter=parameter,
+                offset=offset,
+                num_bytes=num_bytes,
+                shape=parameter.shape,
+                dtype=parameter.dtype,
+                codec=codec,
+                decoded_offset=decoded_offset,
+            )
+        )
+        offset += aligned(num_bytes)
+        decoded_offset += aligned(parameter.numel() * parameter.element_size())
+    is_encoded = any(field.codec is not NATIVE for field in fields)
+    return Record(
+        fields=tuple(fields),
+        num_bytes=to_pages(offset),
+        decoded_bytes=to_pages(decoded_offset) if is_encoded else 0,
+    )
+
+
+def stand_in(field: Field) -> torch.Tensor:
+    """Return a placeholder for encoded values: all NaN, in the memory of one element."""
+    return torch.full((), float("nan"), dtype=field.dtype).expand(field.shape)
+
+
+def is_stand_in(values: torch.Tensor) -> bool:
+    """Return whether a parameter shows a placeholder instead of values."""
+    return values.numel() > 1 and not any(values.stride())
+
+
+def adopt(
+    records: Sequence[Record],
+    shown: Sequence[Sequence[torch.Tensor]],
+    groups: Sequence[Sequence[nn.Parameter]],
+) -> tuple[Record, ...]:
+    """Return the records of the parameters that alias tensors a backing has returned.
+
+    They are matched by address, so modules that were wrapped around them since do not matter. A
+    parameter with other memory is in no record.
+
+    Args:
+        records: The layers' layouts.
+        shown: By layer and field, the tensors that the backing returned.
+        groups: Each layer's parameters.
+
+    Raises:
+        OffloadError: None of them aliases any of these tensors.
+    """
+    adopted = tuple(map(_adopt_layer, records, shown, groups))
+    if not any(record.fields for record in adopted):
+        raise OffloadError(
+            "no parameter of the model is where its layers were loaded to",
+            limit="an engine that is closed or detached gives parameters other memory",
+            hint="attach without `backing`, or load the model again",
+        )
+    return adopted
+
+
+def _adopt_layer(
+    record: Record, shown: Sequence[torch.Tensor], parameters: Sequence[nn.Parameter]
+) -> Record:
+    fields = {
+        tensor.data_ptr(): field
+        for tensor, field in zip(shown, record.fields, strict=True)
+        if tensor.numel()
+    }
+    adopted = []
+    for parameter in parameters:
+        field = fields.get(parameter.data_ptr()) if parameter.numel() else None
+        if field is None or (field.shape, field.dtype) != (parameter.shape, parameter.dtype):
+            continue
+        if parameter.is_contiguous() or is_stand_in(parameter.data):
+            adopted.append(replace(field, parameter=parameter))
+    return replace(record, fields=tuple(adopted))
+
+
+def digest(records: Sequence[Record]) -> str:
+    """Return a digest of the layout; equal layouts have equal digests."""
+    places = [
+        [(f.offset, tuple(f.shape), str(f.dtype), f.codec.name) for f in record.fields]
+        for record in records
+    ]
+    return hashlib.sha256(repr(places).encode()).hexdigest()
+
 
 BeforeTouch = Callable[[int, int], str]
 """Called with the address and size of a new block before its pages exist; returns what it did. Used
@@ -286,3 +455,195 @@ def open_block(handle: SlabHandle, *, is_writable: bool) -> Block:
         ) from error
     memory = map_file(descriptor, handle.num_bytes, is_writable=is_writable)
     return Block(memory=memory, descriptor=descriptor, reason="")
+
+
+Allocate = Callable[[int], torch.Tensor]
+
+
+def by_place(
+    layers: Iterable[int], sizes_of: Callable[[int], Sequence[int]]
+) -> dict[tuple[int, int], int]:
+    """Return sizes by layer and micro-batch from those of each layer by micro-batch."""
+    return {(layer, m): size for layer in layers for m, size in enumerate(sizes_of(layer))}
+
+
+class Stash:
+    """A host block with a place per layer and micro-batch, and buffers on the device.
+
+    Both grow to the largest step seen and are kept, so that later steps do not allocate.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        allocate_host: Allocate,
+        free_host: Callable[[torch.Tensor], None],
+        torch_device: torch.device,
+    ) -> None:
+        """Allocate nothing yet.
+
+        Args:
+            name: The plan's term for the host block.
+            allocate_host: Returns uint8 host memory of a size, for copies to and from the device.
+            free_host: Frees it after the copies that still use it.
+            torch_device: Where layers compute.
+        """
+        self._name = name
+        self._allocate_host, self._free_host = allocate_host, free_host
+        self._torch_device = torch_device
+        self._host = torch.empty(0, dtype=torch.uint8)
+        self._buffers: list[torch.Tensor] = []
+        self._places: dict[tuple[int, int], tuple[int, int]] = {}
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory allocated."""
+        return self._host.numel()
+
+    @property
+    def arena(self) -> Arena:
+        """The host block; the plan counts the device buffers with what is on the device."""
+        return Arena(name=self._name, blocks=[self._host])
+
+    def prepare(self, sizes: Mapping[tuple[int, int], int], *, num_buffers: int) -> None:
+        """Make room for a step; must not be called while one runs.
+
+        Args:
+            sizes: Bytes by layer and micro-batch.
+            num_buffers: Device buffers that the schedule uses.
+        """
+        ends = [0, *accumulate(sizes.values())]
+        self._places = dict(zip(sizes, pairwise(ends), strict=True))
+        if ends[-1] > self._host.numel():
+            self._free_host(self._host)  # free the old one before allocating the new one
+            self._host = torch.empty(0, dtype=torch.uint8)
+            self._host = self._allocate_host(ends[-1])
+        largest = max(sizes.values(), default=0)
+        if len(self._buffers) < num_buffers or any(x.numel() < largest for x in self._buffers):
+            self._buffers = []
+            self._buffers = [
+                torch.empty(largest, dtype=torch.uint8, device=self._torch_device)
+                for _ in range(num_buffers)
+            ]
+
+    def place(self, layer: int, micro_batch: int) -> torch.Tensor:
+        """Return the host memory of one tensor, uint8."""
+        start, stop = self._places[layer, micro_batch]
+        return self._host[start:stop]
+
+    def buffer(self, number: int, num_bytes: int) -> torch.Tensor:
+        """Return the device memory that a tensor leaves from or comes back to, uint8."""
+        return self._buffers[number][:num_bytes]
+
+
+class HostBlocks:
+    """Page-aligned memory at its exact size, page-locked for a GPU."""
+
+    def __init__(
+        self, *, locker: Locker | None, before_touch: BeforeTouch, is_anywhere: bool
+    ) -> None:
+        """Allocate nothing yet.
+
+        Args:
+            locker: What page-locks; None if no device needs it.
+            before_touch: Called with address and size of each block, before its first use.
+            is_anywhere: Whether memory is as good wherever it is on this machine.
+        """
+        self._locker = locker
+        self._before_touch = before_touch
+        self._is_anywhere = is_anywhere
+        self._locked: set[int] = set()
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        """Return a new block, uint8.
+
+        Raises:
+            TransferError: The system refuses to page-lock it.
+        """
+        block = aligned_empty(num_bytes)
+        if not num_bytes:
+            return block
+        self._before_touch(block.data_ptr(), num_bytes)
+        if self._locker is not None:
+            refusal = self._locker.register(block.data_ptr(), num_bytes)
+            if refusal is not None:
+                raise TransferError(
+                    f"page-locking {num_bytes / GIB:.2f} GiB of host memory failed: {refusal}",
+                    limit="what the device copies to must be page-locked",
+                    hint="raise the limit (`ulimit -l unlimited`; on WSL2 Windows sets it), or keep"
+                    ' what it copies there: `stash="device"`, `sent_graphs=0`, `sent_outputs=0`,'
+                    ' `embeddings="device"`, `head="device"`',
+                )
+            self._locked.add(block.data_ptr())
+        return block
+
+    def hold(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the bytes of a contiguous tensor where they are, or a copy of them, uint8.
+
+        They stay where they are if nothing else is in their memory, it may be anywhere, and the
+        system page-locks it. So a large tensor is not there twice for a moment.
+
+        Raises:
+            TransferError: The system refuses to page-lock the copy.
+        """
+        own = values.view(-1).view(torch.uint8)
+        is_alone = values.untyped_storage().nbytes() <= to_pages(values.nbytes)
+        is_alone &= values.storage_offset() == 0  # torch asks whether that place is locked
+        if values.device.type == "cpu" and is_alone and self._is_anywhere and self._locks(own):
+            return own
+        return self.allocate(values.nbytes).copy_(own)
+
+    def _locks(self, block: torch.Tensor) -> bool:
+        """Page-lock memory that is in use already, if it has to be; return whether it is fit."""
+        address = block.data_ptr()
+        if self._locker is None or not block.nbytes:
+            return True
+        if self._locker.register(address, block.nbytes) is not None:
+            return False
+        self._locked.add(address)
+        return True
+
+    def free(self, block: torch.Tensor) -> None:
+        """Unlock a block that no copy uses; its memory is freed with its last view.
+
+        Blocks must be freed through this call: otherwise CUDA would treat memory that is mapped
+        at the same address later as locked.
+        """
+        self._unlock(block.data_ptr())
+
+    def close(self) -> None:
+        """Unlock all blocks. The memory of each is freed with its last view."""
+        for address in tuple(self._locked):
+            self._unlock(address)
+
+    def _unlock(self, address: int) -> None:
+        if self._locker is not None and address in self._locked:
+            self._locked.remove(address)
+            self._locker.unregister(address)
+
+
+Copy = Callable[[torch.Tensor, torch.Tensor], None]
+"""Copies the bytes of its second argument into its first."""
+
+
+class LayerSource(Protocol):
+    """The records of all layers."""
+
+    def deliver(self, layer: int, offset: int, target: torch.Tensor, copy: Copy) -> None:
+        """Fill `target`, uint8, with a layer's bytes from `offset` on.
+
+        Memory is copied by `copy`, which the running lane provides; a file is read.
+        """
+
+
+class SlabSource:
+    """Layers in host memory."""
+
+    def __init__(self, slab: Slab) -> None:
+        """Use the layers of this slab."""
+        self._slab = slab
+
+    def deliver(self, layer: int, offset: int, target: torch.Tensor, copy: Copy) -> None:
+        """Copy a piece of the layer's record."""
+        copy(target, self._slab.layer(layer)[offset : offset + target.numel()])

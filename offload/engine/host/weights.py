@@ -8,8 +8,8 @@ Three things are decided here, once, and each is reported in a note:
 - which NUMA node that memory and the threads are near (see `numa`).
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -21,15 +21,20 @@ from torch import nn
 from offload.engine.codecs.codec import NATIVE, Codec
 from offload.engine.host import numa, pagelock
 from offload.engine.host.embedding import HostEmbedding
-from offload.engine.host.layer_layout import Field, Record, lay_out
-from offload.engine.host.mapping import aligned_empty, trim_heap
-from offload.engine.host.mempolicy import bind_memory
-from offload.engine.host.pinned_blocks import HostBlocks
-from offload.engine.host.slab import Slab, give_back
-from offload.engine.host.source import LayerSource, SlabSource
-from offload.engine.host.stash import Stash
-from offload.engine.host.store import Store
-from offload.engine.host.store_writer import StoreWriter
+from offload.engine.host.numa import bind_memory
+from offload.engine.host.pagelock import aligned_empty, trim_heap
+from offload.engine.host.slab import (
+    Field,
+    HostBlocks,
+    LayerSource,
+    Record,
+    Slab,
+    SlabSource,
+    Stash,
+    give_back,
+    lay_out,
+)
+from offload.engine.host.store import Store, StoreWriter
 from offload.engine.memory_meter import Arena
 from offload.errors import OffloadError
 from offload.plan.machine.machine import Tier
@@ -38,6 +43,35 @@ from offload.plan.schedule.schedule import NUM_STAGING, PIECE_BYTES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+@contextmanager
+def values_shown(backing: Slab | Store, layer: int) -> Iterator[None]:
+    """Let a layer's parameters show their values instead of placeholders, inside a block.
+
+    They are decoded to separate host memory, the size of one layer. Changes to them are lost.
+
+    Args:
+        backing: Where the layers are stored; it has adopted the parameters.
+        layer: Which layer.
+
+    Raises:
+        TransferError: The layer cannot be read.
+    """
+    record = backing.records[layer]
+    shown = [field.parameter.data for field in record.fields]
+    if record.decoded_bytes:
+        if isinstance(backing, Slab):
+            memory = backing.layer(layer)
+        else:
+            memory = aligned_empty(record.num_bytes)
+            backing.read_into(layer, memory)
+        give_back(record, memory, torch.device("cpu"))
+    try:
+        yield
+    finally:
+        for field, tensor in zip(record.fields, shown, strict=True):
+            field.parameter.data = tensor
 
 
 class HostWeights:

@@ -38,9 +38,7 @@ from torch import nn
 
 from offload.engine.batch import IGNORED, Batch
 from offload.engine.closeness import are_close, are_equal
-from offload.engine.model.find_layers import homes_of
-from offload.engine.model.head import is_classifier
-from offload.engine.model.hooks import JudgedHooks
+from offload.engine.model.hooks import Graph, JudgedHooks, visit_with_graph
 from offload.engine.model.kept import changed_in, kept_by
 from offload.engine.model.layers import (
     FORWARD_ERRORS,
@@ -48,14 +46,16 @@ from offload.engine.model.layers import (
     ONE_STATE,
     LayeredModel,
     cross_entropy_sum,
+    homes_of,
+    is_classifier,
     kind_of,
     unchanged,
     uncompiled,
 )
 from offload.engine.model.own_loss import heard_loss
 from offload.engine.model.readers import TiledMlps, candidates, unread_products
-from offload.engine.model.recorded_args import Call
 from offload.engine.model.recorders import (
+    Call,
     Closed,
     ClosedInjector,
     Note,
@@ -64,7 +64,6 @@ from offload.engine.model.recorders import (
     require_in_order,
 )
 from offload.engine.model.tail_trial import TailTrial
-from offload.engine.model.visit import Graph, visit_with_graph
 from offload.engine.model.watch import Watch
 from offload.engine.randomness import FRONT_LAYER, VisitRandomness, same_randomness
 from offload.engine.recompute.attention_outputs import OutputSize, sizes_of

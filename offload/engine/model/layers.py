@@ -20,52 +20,314 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from itertools import chain
+from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 from torch import nn
 
-from offload.engine.batch import ROW_LENS, Batch, Shape, shape_of
+from offload.engine.batch import ROW_LENS, Batch, Shape, Vocabulary, shape_of
+from offload.engine.closeness import are_close, are_equal
 from offload.engine.host.embedding import HostEmbedding
-from offload.engine.model.find_layers import (
-    find_layers,
-    find_towers,
-    find_unread_stores,
-    modules_outside,
-    not_storing,
-    refuse_layer_drop,
-    refuse_shared_state,
-    refuse_trained_outside,
-    require_language_model,
-)
-from offload.engine.model.recorded_args import Call, Leaves, Snapshot, front_arguments
 from offload.engine.model.recorders import (
     FORMS,
     AllRecordedError,
+    Call,
     Form,
     Injector,
     Last,
+    Leaves,
     Note,
+    Snapshot,
     StandIn,
     TouchedError,
+    front_arguments,
     problems,
     require_in_order,
 )
 from offload.engine.model.rotary import LengthRotary
 from offload.engine.model.router import RouterLoss
 from offload.engine.packing.attention import rows_apart
-from offload.engine.packing.calls import PackedCall, packed_calls
-from offload.engine.packing.joined import JoinedRows
+from offload.engine.packing.check import JoinedRows, PackedCall, packed_calls
 from offload.engine.pointwise.layers import FusedLayers
 from offload.engine.pointwise.ops import cross_entropy
 from offload.engine.pointwise.recognise import DTYPES
 from offload.engine.randomness import same_randomness
-from offload.errors import UnsupportedModelError
+from offload.errors import OffloadError, UnsupportedModelError
 from offload.plan.facts.families import RESIDENT_HINT
-from offload.plan.facts.fused import FusedPart
+from offload.plan.facts.workload import FusedPart
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+
+_STORES, _READS = "store_full_length_kv", "is_kv_shared_layer"
+
+
+def require_language_model(model: nn.Module) -> None:
+    """Check that this is a transformers model with a decoder.
+
+    Raises:
+        UnsupportedModelError: It is another module.
+    """
+    if not (hasattr(model, "config") and hasattr(model, "get_decoder")):
+        raise UnsupportedModelError(
+            f"a {type(model).__name__} is no causal language model of transformers",
+            limit="its config and its decoder are what the layers are found by",
+            hint="attach the whole model, e.g. `AutoModelForCausalLM.from_pretrained(...)`, or the"
+            " peft model around it",
+        )
+
+
+def find_layers(model: "PreTrainedModel", text_config: Any) -> tuple[nn.Module, str]:
+    """Return the module that owns the decoder layers, and the name of their attribute."""
+    keys = ("decoder_layers", "num_hidden_layers", "num_layers")
+    numbers = {getattr(text_config, key) for key in keys if hasattr(text_config, key)}
+    for root in (model.get_decoder(), model.base_model):
+        found = [
+            (owner, name)
+            for owner in (root, *root.children())
+            for name, child in owner.named_children()
+            if isinstance(child, nn.ModuleList) and len(child) in numbers
+        ]
+        if len(found) == 1:
+            return found[0]
+    raise UnsupportedModelError(
+        f"{type(model).__name__} has no list, or several, of as many modules as its config has"
+        f" layers ({', '.join(map(str, sorted(numbers))) or 'which it does not say'})",
+        limit="one list, of its decoder layers, can be streamed",
+        hint=RESIDENT_HINT,
+    )
+
+
+def modules_outside(model: nn.Module, layers: nn.ModuleList) -> list[nn.Module]:
+    """Return all modules that are reachable from a model other than through its list of layers.
+
+    A layer's module is included if it is reachable in another way as well.
+    """
+    found: dict[nn.Module, None] = {}
+    waiting = [model]
+    while waiting:
+        module = waiting.pop()
+        if module not in found:
+            found[module] = None
+            waiting += [child for child in module.children() if child is not layers]
+    return list(found)
+
+
+def homes_of(layers: nn.ModuleList, outside: Iterable[nn.Module]) -> dict[int, int]:
+    """Return the layer of each parameter, by id, that belongs to one layer alone."""
+    shared = {id(p) for module in outside for p in module.parameters(recurse=False)}
+    homes: dict[int, int] = {}
+    for index, layer in enumerate(layers):
+        for parameter in layer.parameters():
+            if homes.setdefault(id(parameter), index) != index:
+                shared.add(id(parameter))
+    return {key: home for key, home in homes.items() if key not in shared}
+
+
+def find_towers(model: "PreTrainedModel") -> list[nn.Module]:
+    """Return the modules next to the decoder of a composite: towers for images and audio.
+
+    Text does not pass through them, so they need not be where the layers compute.
+    """
+    decoder, owner = model.get_decoder(), model.base_model
+    embedding = model.get_input_embeddings()
+    towers: list[nn.Module] = []
+    while decoder is not owner and decoder in set(owner.modules()):
+        children = {child: set(child.modules()) for child in owner.children()}
+        towers += [c for c, inside in children.items() if not inside & {decoder, embedding}]
+        owner = next(child for child, inside in children.items() if decoder in inside)
+    return towers
+
+
+def refuse_trained_outside(model: nn.Module, base: nn.Module) -> None:
+    """Refuse trained parameters in wrappers around the model, such as a soft prompt."""
+    inside = {id(parameter) for parameter in base.parameters()}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in inside:
+            raise UnsupportedModelError(
+                f"`{name}` trains, but is no part of {type(base).__name__}",
+                limit="the adapter must live inside the model's own modules",
+                hint="use an adapter such as LoRA",
+            )
+
+
+def refuse_shared_state(text_config: Any) -> None:
+    """Refuse configurations whose gradients would be wrong layer by layer."""
+    if getattr(text_config, "num_kv_shared_layers", 0):
+        raise UnsupportedModelError(
+            f"config.num_kv_shared_layers is {text_config.num_kv_shared_layers}",
+            limit="layers that read another layer's keys and values cannot be visited alone",
+            hint=RESIDENT_HINT,
+        )
+
+
+def refuse_layer_drop(model: nn.Module, owner: nn.Module) -> None:
+    """Refuse a model that skips layers at random in training.
+
+    Args:
+        model: The model.
+        owner: Its module that runs the layers.
+
+    Raises:
+        UnsupportedModelError: It skips layers.
+    """
+    if rate := vars(owner).get("layerdrop", 0):
+        name = next(name for name, module in model.named_modules() if module is owner)
+        raise UnsupportedModelError(
+            f"{type(model).__name__} skips layers at random in training: `{name}.layerdrop` is"
+            f" {rate}",
+            limit="each layer is visited once per pass",
+            hint=f"`get_submodule({name!r}).layerdrop = 0.0` on the model, before `offload.attach`",
+        )
+
+
+def find_unread_stores(layers: Sequence[nn.Module]) -> list[list[nn.Module]]:
+    """Return for each layer its modules that store keys and values that no layer reads.
+
+    Some versions of transformers have the last layer of each kind store them where
+    `num_kv_shared_layers` is 0 too. Where any layer reads them, all are read.
+    """
+    parts = [
+        [module for module in layer.modules() if {_STORES, _READS} <= vars(module).keys()]
+        for layer in layers
+    ]
+    if any(vars(module)[_READS] for found in parts for module in found):
+        return [[] for _ in parts]
+    return [[module for module in found if vars(module)[_STORES]] for found in parts]
+
+
+@contextmanager
+def not_storing(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Keep modules that `find_unread_stores` found from storing."""
+    for module in modules:
+        setattr(module, _STORES, False)
+    try:
+        yield
+    finally:
+        for module in modules:
+            setattr(module, _STORES, True)
+
+
+# ---------------------------------------------------------------------------------------------
+# What a model consists of, so that changes after attaching are detected before a step.
+#
+# `attach` decides what trains, what is streamed and where each tensor is. Parameters that are
+# added, replaced, frozen or unfrozen later would have no gradient, or one that the next load
+# overwrites; a router loss that is enabled later would be missing from the loss. So each step
+# compares the model with the one that was attached, by identity. This takes 1 ms for 48 layers with
+# adapters.
+
+_TRAITS_OF = attrgetter("requires_grad", "dtype", "device")
+_Traits = tuple[bool, torch.dtype, torch.device]
+
+
+class Composition:
+    """A model's modules and parameters, and the traits that must not change."""
+
+    def __init__(self, model: nn.Module, config: "PreTrainedConfig") -> None:
+        """Record them.
+
+        Args:
+            model: The model as attached.
+            config: Of the model inside it; whether the loss has a router term is fixed too.
+        """
+        modules = list(model.modules())
+        self._model = model
+        self._children = [module._modules for module in modules]
+        self._owned = [module._parameters for module in modules]
+        self._modules = _flat(self._children)
+        self._parameters = _flat(self._owned)
+        self._traits = _traits(self._parameters)
+        self._named = _named(model)
+        self._config = config
+        self._asks = _router_logits(config)
+
+    def require_unchanged(self) -> None:
+        """Check that the model is unchanged since it was attached.
+
+        Raises:
+            OffloadError: It changed; the error names the changes.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            modules, parameters = _flat(self._children), _flat(self._owned)
+            if (
+                _are_same(modules, self._modules)
+                and _are_same(parameters, self._parameters)
+                and _traits(parameters) == self._traits
+                and _router_logits(self._config) == self._asks
+            ):
+                return
+            changes = list(self._changes())
+            # peft's wrapper of a module's own parameters puts them back in another order
+            if not changes:
+                self._modules, self._parameters = modules, parameters
+                self._traits = _traits(parameters)
+                return
+        more = f" (and {len(changes) - 1} more)" if len(changes) > 1 else ""
+        raise OffloadError(
+            f"{changes[0]} since the model was attached{more}",
+            limit="what trains, what is streamed and what the loss is are settled by"
+            " `offload.attach`",
+            hint="undo the change; or `engine.detach()`, and `offload.attach(model, ...)` again",
+        )
+
+    def _changes(self) -> Iterator[str]:
+        now = _named(self._model)
+        for name, (thing, traits) in now.items():
+            if name not in self._named:
+                yield f"{name} was added"
+                continue
+            thing_before, before = self._named[name]
+            if thing is not thing_before:
+                yield f"{name} was replaced"
+            elif traits is not None and before is not None and traits != before:
+                yield f"{name} {_change(before, traits)}"
+        yield from (f"{name} was removed" for name in self._named if name not in now)
+        for name, asks in _router_logits(self._config).items():
+            if asks != self._asks.get(name):
+                yield f"`{name}` became {asks}"
+
+
+def _router_logits(config: "PreTrainedConfig") -> dict[str, bool]:
+    """Return by place whether a config requests router logits, and so their loss."""
+    places = {"config.output_router_logits": config}
+    if (text_config := config.get_text_config()) is not config:
+        places["config.get_text_config().output_router_logits"] = text_config
+    return {
+        name: bool(getattr(place, "output_router_logits", False)) for name, place in places.items()
+    }
+
+
+def _change(before: _Traits, now: _Traits) -> str:
+    if before[0] != now[0]:
+        return "was unfrozen" if now[0] else "was frozen"
+    return f"became {now[1]} on {now[2]} from {before[1]} on {before[2]}"
+
+
+def _flat(tables: list[dict[str, Any]]) -> list[Any]:
+    return list(chain.from_iterable(map(dict.values, tables)))
+
+
+def _are_same(found: list[Any], expected: list[Any]) -> bool:
+    return len(found) == len(expected) and all(map(is_, found, expected))
+
+
+def _traits(parameters: list[nn.Parameter | None]) -> list[_Traits]:
+    return [_TRAITS_OF(p) for p in parameters if p is not None]
+
+
+def _named(model: nn.Module) -> dict[str, tuple[object, _Traits | None]]:
+    """Return modules and parameters by name, the latter with their traits."""
+    named: dict[str, tuple[object, _Traits | None]] = {
+        name: (module, None) for name, module in model.named_modules(remove_duplicate=False)
+    }
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        named[name] = (parameter, _traits([parameter])[0])
+    return named
+
 
 Forms = tuple[Form, ...]
 FRONT_INPUTS = ("input_ids", "attention_mask", "position_ids")
@@ -612,3 +874,107 @@ def kind_of(layer: nn.Module, call: LayerCall) -> object:
 
 def _words(form: Form) -> str:
     return "a hidden state" + (" alone" if form.extras is None else f" and {len(form.extras)} more")
+
+
+# ---------------------------------------------------------------------------------------------
+# What a model reads and returns: how many tokens it knows, or the outputs of a classifier.
+#
+# A sequence classifier of transformers runs its head on all tokens of a row, and returns the
+# outputs of the last one that is no padding; a token classifier returns those of all. So rows of a
+# single token give the outputs of any tokens, by the model's own code. Shapes: N tokens, each a row
+# of its own, C outputs.
+
+
+def vocabulary_of(model: "PreTrainedModel") -> Vocabulary:
+    """Return the vocabulary; if no head is found, the config's number of tokens is used."""
+    head = model.get_output_embeddings()
+    num_predicted = _size(head, "out_features")
+    embedding = model.get_input_embeddings()
+    if head is None:
+        num_predicted = getattr(model.config.get_text_config(), "vocab_size", None)
+    num_read = _size(embedding, "num_embeddings")
+    num_virtual: int = getattr(embedding, "num_virtual_tokens", 0)  # whose embeddings train
+    return Vocabulary(
+        num_read=None if num_read is None else num_read + num_virtual,
+        num_predicted=num_predicted,
+    )
+
+
+def is_classifier(model: LayeredModel) -> bool:
+    """Return whether a model classifies rows or tokens, by the name that transformers gives it."""
+    return model.name.endswith(("ForSequenceClassification", _OF_TOKENS))
+
+
+def classifier_outputs(
+    model: LayeredModel, hidden_1ND: torch.Tensor, *, index: int | None
+) -> torch.Tensor:
+    """Run norm and head of a classifier on some tokens.
+
+    Returns one output of each, (N,), or all of them, (N, C).
+
+    Args:
+        model: The classifier.
+        hidden_1ND: Output of its last layer.
+        index: Which output; None takes all.
+
+    Raises:
+        UnsupportedModelError: It is no classifier, or has fewer outputs.
+    """
+    outputs_NC = _of_last_token(model, hidden_1ND.transpose(0, 1))
+    if not isinstance(outputs_NC, torch.Tensor) or outputs_NC.dim() != 2:
+        model.refuse("returns no outputs for a whole row", limit=_CLASSIFIER)
+    if index is None:
+        return outputs_NC
+    if not 0 <= index < outputs_NC.shape[1]:
+        model.refuse(
+            f"has {outputs_NC.shape[1]} outputs, from 0, and the loss reads {index}",
+            limit="it reads one of the head's outputs",
+        )
+    return outputs_NC[:, index]
+
+
+def require_outputs_of_last_token(model: LayeredModel, hidden_BTD: torch.Tensor) -> None:
+    """Check that a classifier's outputs for a row follow from its last token alone.
+
+    Args:
+        model: The classifier.
+        hidden_BTD: Output of its last layer for any rows.
+
+    Raises:
+        UnsupportedModelError: They are not.
+    """
+    padding = getattr(model.model.config.get_text_config(), "pad_token_id", None)
+    ids_BT = torch.full(hidden_BTD.shape[:2], int(padding == 0), device=hidden_BTD.device)
+    poisoned_BTD = hidden_BTD.clone()
+    poisoned_BTD[:, :-1] = torch.nan
+    own_BC = _of_last_token(model, poisoned_BTD, input_ids=ids_BT)
+    last_BC, again_BC = (_of_last_token(model, hidden_BTD[:, -1:]) for _ in range(2))
+    if not are_close(last_BC, own_BC, num_terms=hidden_BTD.shape[-1]):
+        model.refuse("does not compute its outputs from a row's last token", limit=_CLASSIFIER)
+    if not are_equal(last_BC, again_BC):
+        model.refuse("gives other outputs for the same hidden state", limit=_CLASSIFIER)
+
+
+def _of_last_token(model: LayeredModel, hidden_BTD: torch.Tensor, **inputs: torch.Tensor) -> Any:
+    """Return a classifier's outputs of the last token of each row, (B, C)."""
+    logits = getattr(model.output(hidden_BTD, **inputs), "logits", None)
+    is_by_token = isinstance(logits, torch.Tensor) and logits.dim() == _BY_TOKEN_DIM
+    if is_by_token and model.name.endswith(_OF_TOKENS):
+        assert logits is not None
+        return logits[:, -1]
+    return logits
+
+
+_BY_TOKEN_DIM, _OF_TOKENS = 3, "ForTokenClassification"
+_CLASSIFIER = (
+    "a loss of the head's outputs trains a sequence classifier, e.g."
+    " `AutoModelForSequenceClassification.from_pretrained(..., num_labels=1)`"
+)
+
+
+def _size(module: Any, name: str) -> int | None:
+    """Return a size of a module, which peft may have wrapped."""
+    module = getattr(module, "original_module", module)
+    unwrap = getattr(module, "get_base_layer", None)
+    size = getattr(module if unwrap is None else unwrap(), name, None)
+    return size if isinstance(size, int) else None

@@ -7,9 +7,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from offload.engine.host.layer_layout import Record, is_stand_in
-from offload.engine.model.find_layers import homes_of
-from offload.engine.model.layers import LayeredModel
+from offload.engine.host.slab import Record, is_stand_in
+from offload.engine.model.layers import LayeredModel, homes_of
 from offload.errors import UnsupportedModelError
 
 

@@ -17,8 +17,12 @@ from typing import Any, NoReturn
 import torch
 
 from offload.engine.closeness import are_close
-from offload.engine.model.head import is_classifier, require_outputs_of_last_token
-from offload.engine.model.layers import FORWARD_ERRORS, LayeredModel
+from offload.engine.model.layers import (
+    FORWARD_ERRORS,
+    LayeredModel,
+    is_classifier,
+    require_outputs_of_last_token,
+)
 from offload.engine.trials import subsets_apart
 
 _BY_TOKEN = "what follows the layers must work token by token"

@@ -7,7 +7,7 @@ fused kernel sees a causal row without a mask, a window or a sink is the model's
 T x T exists but a row's own mask, where its model makes one.
 
 On CUDA one kernel computes all rows at once where it gives the same, as
-`offload.engine.packing.joined` says.
+`offload.engine.packing.check` says.
 """
 
 import sys
@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.engine.packing.calls import PackedCall
-from offload.engine.packing.joined import JoinedRows, joined_attention
+from offload.engine.packing.check import JoinedRows, PackedCall, joined_attention
 
 NAME = "sluice_packed_rows"
 JOINING = "sdpa"  # whose mask and scale are all that it reads

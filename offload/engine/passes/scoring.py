@@ -9,7 +9,7 @@ loss and its gradient by each of them are known, for the gradient by the hidden 
 only these numbers exist, so the loss may be any function of them; torch differentiates it.
 
 A loss that names tokens (`offload.engine.objective.TopObjective`) has one number for each of them
-in place of one per label (`offload.engine.passes.top_scores`). One that reads the head's outputs
+in place of one per label (`offload.engine.passes.scoring`). One that reads the head's outputs
 (`OutputObjective`) has the output itself, at the few tokens where it is read.
 
 Both times a chunk gives the same logits: the model's inspection has refused a tail that draws.
@@ -26,9 +26,8 @@ from dataclasses import dataclass
 
 import torch
 
-from offload.engine.batch import LabelledBatch
-from offload.engine.model.head import classifier_outputs, vocabulary_of
-from offload.engine.model.layers import LayeredModel
+from offload.engine.batch import Batch, LabelledBatch, rows_of_labels
+from offload.engine.model.layers import LayeredModel, classifier_outputs, vocabulary_of
 from offload.engine.objective import (
     Objective,
     OutputObjective,
@@ -36,21 +35,88 @@ from offload.engine.objective import (
     StepLoss,
     TopObjective,
 )
-from offload.engine.passes.reference import SwitchedModel, reference_model
-from offload.engine.passes.top_scores import (
-    LABEL,
-    NONE,
-    OTHERS,
-    TOP,
-    logits_gradient,
-    top_scores,
-)
+from offload.engine.passes.reference import SwitchedModel, adapted_model, reference_model
 from offload.engine.pointwise.ops import cross_entropy
 from offload.engine.pointwise.recognise import DTYPES
 from offload.engine.results import PassState, RunState
 from offload.engine.visit_cache import VISIT_CACHE
 from offload.errors import OffloadError
-from offload.plan.schedule.passes import Passes
+from offload.plan.schedule.schedule import Passes
+
+# ---------------------------------------------------------------------------------------------
+# Log-probabilities of given tokens: how a distribution known at a few tokens is compared with.
+#
+# A teacher's distribution is kept as the log-probabilities of its likeliest tokens. The student's
+# at the same tokens, and that of all others together, are taken from a chunk of logits, so that
+# between the two passes over the head only (N, K + 2) numbers exist.
+#
+# The mass of all other tokens is a log-sum-exp over them, not one minus the sum over the given
+# ones, which has no digits left where these have nearly all of it.
+#
+# The gradient is written where a copy of the logits was: with the gradients a of the label, r of
+# the others and w of the given tokens, W their sum, and q the student's probabilities, a given
+# token's logit has w - W q, another one's q (r / q_others - W), and the label's a more.
+#
+# Shapes: N label tokens, V tokens of the vocabulary, K given tokens, C = K + 2.
+
+NONE = -1
+"""In place of a given token where a label has fewer than others."""
+LABEL, OTHERS, TOP = 0, 1, 2
+"""Columns: the label, all tokens that are not given, and from `TOP` on the given ones."""
+
+
+def top_scores(logits_NV: torch.Tensor, next_N: torch.Tensor, ids_NK: torch.Tensor) -> torch.Tensor:
+    """Return log-probabilities (N, C) in nats; 0 where no token is given.
+
+    Args:
+        logits_NV: Without a graph.
+        next_N: The label tokens.
+        ids_NK: The given tokens of each, which differ, or `NONE`; the first is always given.
+    """
+    wide_NV, full_N, ids_NK, is_given_NK = _prepared(logits_NV, ids_NK)
+    label_N1 = wide_NV.gather(1, next_N[:, None])
+    top_NK = (wide_NV.gather(1, ids_NK) - full_N[:, None]).where(is_given_NK, 0.0)
+    others_N = wide_NV.scatter_(1, ids_NK, -torch.inf).logsumexp(1)
+    return torch.cat((label_N1 - full_N[:, None], (others_N - full_N)[:, None], top_NK), dim=1)
+
+
+def logits_gradient(
+    logits_NV: torch.Tensor, next_N: torch.Tensor, ids_NK: torch.Tensor, gradient_NC: torch.Tensor
+) -> torch.Tensor:
+    """Return the gradient (N, V) by the logits, in their dtype.
+
+    Args:
+        logits_NV: The same as for `top_scores`.
+        next_N: The same.
+        ids_NK: The same.
+        gradient_NC: By each log-probability; not read where no token is given.
+    """
+    wide_NV, full_N, ids_NK, is_given_NK = _prepared(logits_NV, ids_NK)
+    label_N, others_N = gradient_NC[:, LABEL], gradient_NC[:, OTHERS]
+    top_NK = gradient_NC[:, TOP:].where(is_given_NK, 0.0)
+    total_N = label_N + others_N + top_NK.sum(1)
+    given_NK = top_NK - total_N[:, None] * (wide_NV.gather(1, ids_NK) - full_N[:, None]).exp()
+    # Where no token is given, the first is written again.
+    given_NK = given_NK.where(is_given_NK, given_NK[:, :1])
+    log_others_N = wide_NV.scatter_(1, ids_NK, -torch.inf).logsumexp(1) - full_N
+    # In float64, and to the exponent: q_others may be far below what float32 can divide by.
+    share_N = (others_N.double() * (-log_others_N.double()).exp()).where(others_N != 0, 0.0)
+    factor_N = share_N - total_N
+    shift_N = (full_N - factor_N.abs().log()).to(wide_NV.dtype)
+    wide_NV.sub_(shift_N[:, None]).exp_().mul_(factor_N.sign().to(wide_NV.dtype)[:, None])
+    wide_NV.scatter_(1, ids_NK, given_NK)
+    wide_NV.scatter_add_(1, next_N[:, None], label_N[:, None])
+    return wide_NV.to(logits_NV.dtype)
+
+
+def _prepared(
+    logits_NV: torch.Tensor, ids_NK: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return a copy of the logits to write to, its log-sum-exp, places to read, and which count."""
+    is_wide = logits_NV.dtype == torch.float64
+    wide_NV = logits_NV.detach().to(torch.float64 if is_wide else torch.float32, copy=True)
+    is_given_NK = ids_NK != NONE
+    return wide_NV, wide_NV.logsumexp(1), ids_NK.where(is_given_NK, ids_NK[:, :1]), is_given_NK
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -380,3 +446,156 @@ def _require_graph(objective: Objective, value: torch.Tensor) -> None:
             limit="torch differentiates it by the log-probabilities of `scores`",
             hint="look for `detach`, `no_grad` or `item` in its `loss`",
         )
+
+
+# ---------------------------------------------------------------------------------------------
+# The log-probability of each label under several adapters, in one forward pass over the layers.
+#
+# Adapters of one base differ by a few matrices, and its weights cross the link once for all of
+# them: each visit of a layer computes every micro-batch with every adapter before the next layer is
+# visited. So the number of loads depends on neither.
+#
+# A pass is a micro-batch with an adapter. All micro-batches of an adapter come first, so that what
+# a visit derives from an adapter is derived once. Until the last layer, each pass has one hidden
+# state on the device: (B, T, D) for each micro-batch and adapter.
+#
+# Shapes: N label tokens of a micro-batch or chunk, D hidden features, V tokens of the vocabulary.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class TokenScores:
+    """What an adapter gives the label tokens of a micro-batch, on the host.
+
+    Attributes:
+        logps_N: Log-probability of each, in fp32, or in fp64 where the model is.
+        is_greedy_N: Whether it is the most probable token.
+        rows_N: Its row, counted within the micro-batch.
+        num_rows: Rows of the micro-batch.
+    """
+
+    logps_N: torch.Tensor
+    is_greedy_N: torch.Tensor
+    rows_N: torch.Tensor
+    num_rows: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ScoreResult:
+    """Result of scoring.
+
+    Attributes:
+        scores: By adapter in the order that was asked for, and by micro-batch.
+        num_loads: Layers copied from host to device.
+        num_passes: Visits of each layer: micro-batches times adapters.
+        pass_s: Measured seconds from the first op to the last.
+    """
+
+    scores: tuple[tuple[TokenScores, ...], ...]
+    num_loads: int
+    num_passes: int
+    pass_s: float
+
+
+class ScoredPasses:
+    """The passes of one scoring, and what they have found."""
+
+    def __init__(
+        self,
+        model: LayeredModel,
+        batches: Sequence[Batch],
+        labelled: Sequence[LabelledBatch],
+        adapters: Sequence[str | None],
+    ) -> None:
+        """Prepare the passes; nothing is computed.
+
+        Args:
+            model: The model.
+            batches: The micro-batches, on the host.
+            labelled: The same on the compute device.
+            adapters: Names of the model's adapters; None for the model without them.
+
+        Raises:
+            OffloadError: There is none, one is named twice or unknown, or a row has no label.
+        """
+        names = list(adapters)
+        twice = next((name for name in names if names.count(name) > 1), "")
+        if not names or twice != "":
+            raise OffloadError(
+                "adapters is empty" if not names else f"adapters names {twice!r} twice",
+                limit="rows are scored once with each adapter",
+                hint='`adapters=[None, "default"]`: the model without adapters, and with one',
+            )
+        self._rows = [rows_of_labels([batch]) for batch in batches]
+        self._labelled = labelled
+        self._models = [adapted_model(model, name) for name in names]
+        self._found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    @property
+    def num(self) -> int:
+        """How many passes there are."""
+        return len(self._labelled) * len(self._models)
+
+    def batch(self, number: int) -> LabelledBatch:
+        """Return the rows of a pass."""
+        return self._labelled[number % len(self._labelled)]
+
+    def of_pass(self, number: int) -> SwitchedModel:
+        """Return how a pass is computed."""
+        return self._models[number // len(self._labelled)]
+
+    def add(self, number: int, logps_N: torch.Tensor, is_greedy_N: torch.Tensor) -> None:
+        """Keep the scores of a pass, still on the device."""
+        self._found[number] = logps_N, is_greedy_N
+
+    def scores(self) -> tuple[tuple[TokenScores, ...], ...]:
+        """Return the scores of all passes on the host, by adapter and micro-batch; this waits."""
+        num = len(self._labelled)
+        return tuple(
+            tuple(self._on_host(adapter * num + m, *self._rows[m]) for m in range(num))
+            for adapter in range(len(self._models))
+        )
+
+    def _on_host(self, number: int, rows_N: torch.Tensor, num_rows: int) -> TokenScores:
+        logps_N, is_greedy_N = self._found[number]
+        return TokenScores(
+            logps_N=logps_N.cpu(),
+            is_greedy_N=is_greedy_N.cpu(),
+            rows_N=rows_N.cpu(),
+            num_rows=num_rows,
+        )
+
+
+class EachTail:
+    """Runs norm and head of each pass, a chunk of label tokens at a time."""
+
+    def __init__(
+        self, model: LayeredModel, passes: ScoredPasses, *, head_chunk_tokens: int
+    ) -> None:
+        """Keep the parts, and of how many tokens logits exist at a time."""
+        self._model, self._passes = model, passes
+        self._chunk_tokens = head_chunk_tokens
+        self._last = len(model.layers)
+
+    def score(self, state: PassState, number: int) -> None:
+        """Score the labels of a pass; its hidden states are let go."""
+        VISIT_CACHE.enter(("score", number))
+        del state.fronts[number]
+        flat_ND = state.inputs.pop((self._last, number)).flatten(0, 1)
+        batch, found = self._passes.batch(number), list[tuple[torch.Tensor, torch.Tensor]]()
+        with self._passes.of_pass(number).around_layers():
+            for positions_N, next_N in zip(
+                batch.positions.split(self._chunk_tokens),
+                batch.next_tokens.split(self._chunk_tokens),
+                strict=True,
+            ):
+                found.append(self._chunk(flat_ND[positions_N].unsqueeze(0), next_N))
+        logps, are_greedy = zip(*found, strict=True)
+        self._passes.add(number, torch.cat(logps), torch.cat(are_greedy))
+
+    def _chunk(
+        self, chunk_1ND: torch.Tensor, next_N: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        logits_NV = self._model.tail_logits(chunk_1ND).flatten(0, 1)
+        is_greedy_N = logits_NV.argmax(-1) == next_N
+        is_fused = has_fused_loss(self._model, chunk_1ND)
+        return log_probabilities(logits_NV, next_N, is_fused=is_fused), is_greedy_N

@@ -29,7 +29,7 @@ from offload.engine.pointwise.recognise import (
     find_norm,
     find_rotary,
 )
-from offload.plan.facts.fused import FusedPart
+from offload.plan.facts.workload import FusedPart
 
 Part = Norm | Rotary | GatedMlp
 NAMES: Mapping[type[Part], FusedPart] = {Norm: "norms", Rotary: "rotary", GatedMlp: "gates"}

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 
 import torch
 
-from offload.plan.facts.magnitudes import Device, norm_rows, sum_rows
+from offload.plan.facts.facts import Device, norm_rows, sum_rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

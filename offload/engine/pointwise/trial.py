@@ -21,7 +21,7 @@ from offload.engine.pointwise import ops
 from offload.engine.pointwise.layers import NAMES, FusedLayers, FusedModule
 from offload.engine.pointwise.recognise import GatedMlp, Norm, Rotary, drawn_mlp, is_close, twin_of
 from offload.engine.streams import release_cached, seconds_of
-from offload.plan.facts.fused import FusedPart
+from offload.plan.facts.workload import FusedPart
 
 NUM_TOKENS, NUM_ROUNDS, NUM_HEADS, NUM_KEY_HEADS, HEAD_DIM = 2048, 5, 16, 4, 128
 NUM_LABELS = 256

@@ -32,7 +32,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from offload.plan.facts.attention import output_bytes
+from offload.plan.facts.linears import output_bytes
 
 _aten = torch.ops.aten
 _JOINED = "torch_attn::_varlen_attn"

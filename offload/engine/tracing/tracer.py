@@ -4,16 +4,107 @@ A `FakeTensorMode` runs a model's own forward and backward on shapes alone. Unde
 each storage come and go as it would on a device, in seconds and without a byte of the model.
 """
 
+import copy
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
+from unittest import mock
 
 import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from offload.engine.tracing.allocator import Memory
+from offload.engine.host.slab import is_stand_in
+from offload.engine.model.layers import LayeredModel
+
+
+class Memory(Protocol):
+    """Memory in which a trace's tensors are placed."""
+
+    def allocate(self, num_bytes: int) -> int:
+        """Place a tensor; return a handle."""
+
+    def free(self, handle: int) -> None:
+        """Let a tensor go."""
+
+
+class LiveBytes:
+    """Counts live bytes, like a device without a caching allocator.
+
+    Attributes:
+        live_bytes: Of the tensors that are there.
+        peak_bytes: The most since the last `reset_peak`.
+        largest_bytes: Of the largest tensor that ever was.
+    """
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self.live_bytes = self.peak_bytes = self.largest_bytes = 0
+        self._sizes: dict[int, int] = {}
+        self._next = 0
+
+    def allocate(self, num_bytes: int) -> int:
+        """Count a tensor."""
+        self._next += 1
+        self._sizes[self._next] = num_bytes
+        self.live_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        self.largest_bytes = max(self.largest_bytes, num_bytes)
+        return self._next
+
+    def free(self, handle: int) -> None:
+        """Stop counting a tensor."""
+        self.live_bytes -= self._sizes.pop(handle)
+
+    def reset_peak(self) -> None:
+        """Forget peaks before now."""
+        self.peak_bytes = self.live_bytes
+
+
+def fake_copy(model: Any, mode: FakeTensorMode) -> Any:
+    """Copy a model, on the meta device or with weights, as one on a CPU without weights.
+
+    Tensors that are shared stay shared. Nothing of the model itself is changed or read.
+    """
+    copies: dict[int, object] = {}
+    with torch.no_grad(), mode:
+        for tensor in (*model.parameters(), *model.buffers()):
+            if is_stand_in(tensor):  # for weights that wait encoded, and compute side by side
+                fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+            else:
+                fake = torch.empty_strided(
+                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu"
+                )
+            if isinstance(tensor, nn.Parameter):
+                fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
+            copies[id(tensor)] = fake
+    return copy.deepcopy(model, copies)
+
+
+def num_experts(layered: LayeredModel) -> int:
+    """Return how many experts a layer has at most, as their modules say."""
+    counts = [getattr(m, "num_experts", None) for m in layered.layers.modules()]
+    return max((count for count in counts if isinstance(count, int)), default=0)
+
+
+@contextmanager
+def rows_are_whole() -> Iterator[None]:
+    """Let transformers take each row for one sequence.
+
+    It looks at the values of the positions for the ends of packed sequences. Fake ones have none:
+    it would then write out a mask, which it does not for rows without padding.
+    """
+    with mock.patch("transformers.masking_utils.find_packed_sequence_indices", _find_none):
+        yield
+
+
+def _find_none(_: torch.Tensor) -> None:
+    """Find no packed sequences. A mock would keep the positions, which would then count."""
+
 
 # Bytes that a kernel takes inside, next to its arguments and results.
 Workspaces = Mapping[Any, Callable[[Sequence[Any], Sequence[torch.Tensor]], int]]

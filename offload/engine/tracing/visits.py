@@ -5,30 +5,169 @@ visited once, with gradients allocated, as from the second micro-batch on. Every
 knows exactly is left out: weights, kept inputs, adapters, their gradients.
 """
 
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from offload.engine.experts.gates import gate_of
-from offload.engine.experts.interface import goes_through_interface
-from offload.engine.model.head import classifier_outputs, is_classifier
-from offload.engine.model.layers import Front, LayeredModel, kind_of
+from offload.engine.experts import fused
+from offload.engine.experts.launcher import Blocks, Launcher, blocks_for
+from offload.engine.experts.products import Gate, Loop, Routing, gate_of, goes_through_interface
+from offload.engine.model.hooks import Graph, visit_with_graph
+from offload.engine.model.layers import (
+    Front,
+    LayeredModel,
+    classifier_outputs,
+    is_classifier,
+    kind_of,
+)
 from offload.engine.model.readers import candidates, is_hooked, unheld_products
-from offload.engine.model.visit import Graph, visit_with_graph
 from offload.engine.recompute.tiled import TiledMlp, find_mlps
 from offload.engine.recompute.unread import Unread
-from offload.engine.tracing.allocator import LiveBytes
 from offload.engine.tracing.cuda_kernels import CUDA_WORKSPACES, Capability, CudaKernels
-from offload.engine.tracing.experts import traced_experts
-from offload.engine.tracing.fake_model import fake_copy, num_experts, rows_are_whole
-from offload.engine.tracing.tracer import Tracer
-from offload.plan.facts.fused import FusedPart
-from offload.plan.memory.traced import TracedBytes
+from offload.engine.tracing.tracer import LiveBytes, Tracer, fake_copy, num_experts, rows_are_whole
+from offload.plan.facts.workload import FusedPart
+from offload.plan.memory.memory import TracedBytes
+
+# ---------------------------------------------------------------------------------------------
+# Traces mixtures of experts whose kernels cannot run on fake tensors, by their output shapes.
+#
+# A loop over experts reads the number of rows of each, and fake tensors have no values: here all
+# experts get the same number. Saved tensors do not depend on the routing. Temporary memory for one
+# expert at a time grows with the largest expert, so a trace underestimates it.
+#
+# Triton kernels are not launched. Their launcher allocates all their outputs, so these are counted.
+
+
+@contextmanager
+def traced_experts(num_experts: int, capability: Capability | None) -> Iterator[None]:
+    """Let every implementation of experts run on fake tensors.
+
+    Args:
+        num_experts: Of a layer.
+        capability: Of the GPU, which determines the kernels' layout; None without one.
+    """
+
+    def blocks_there(_: object, dtype: torch.dtype, *, rows_per_expert: int) -> Blocks:
+        return blocks_for(capability, dtype, rows_per_expert=rows_per_expert)
+
+    with (
+        mock.patch.object(Loop, "_read_sizes", staticmethod(_even_sizes)),
+        mock.patch.object(fused, "Launcher", SilentLauncher),
+        mock.patch.object(fused, "blocks_for", blocks_there),
+        _Answers(num_experts),
+    ):
+        yield
+
+
+def _even_sizes(routing: Routing) -> list[int]:
+    num_rows, num_experts = routing.token_S.numel(), routing.end_E.numel()
+    ends = [num_rows * i // num_experts for i in range(num_experts + 1)]
+    return [end - start for start, end in pairwise(ends)]
+
+
+class SilentLauncher(Launcher):
+    """Allocates the kernels' outputs, and launches none."""
+
+    def __init__(self, routing: Routing, gate: Gate, blocks: Blocks) -> None:
+        """Keep the kernels' configuration."""
+        self._kernels = _Silence()
+        self._routing, self._gate, self._blocks = routing, gate, blocks
+        self._num_rows, self._num_experts = routing.token_S.numel(), routing.end_E.numel()
+
+
+class _Silence:
+    """A module of kernels that do nothing, and keep nothing that they are given."""
+
+    def __getattr__(self, name: str) -> "_Silence":
+        return self
+
+    def __getitem__(self, grid: object) -> "_Silence":
+        return self
+
+    def __call__(self, **_: object) -> None:
+        return None
+
+
+class _Answers(TorchDispatchMode):
+    """Answers what torch and transformers' own loops ask of values."""
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self._num_experts = num_experts
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        aten = torch.ops.aten
+        if func is aten.nonzero.default:  # which experts have rows, or which rows an expert has
+            found, num_experts = args[0], self._num_experts
+            is_choice = found.dim() == 2 and min(found.shape) > 1
+            num_rows = -(-found.numel() // num_experts) if is_choice else num_experts
+            return torch.empty(num_rows, found.dim(), dtype=torch.long)
+        if func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
+            return _grouped(*args[:3])
+        if func is aten._local_scalar_dense.default:
+            return False if args[0].dtype == torch.bool else 0
+        return func(*args, **(kwargs or {}))
+
+
+def _grouped(left: torch.Tensor, right: torch.Tensor, end_E: torch.Tensor) -> torch.Tensor:
+    """Return what grouped products do: torch's own answer for fake tensors is for bfloat16."""
+    shape = (left.shape[0], right.shape[-1])
+    return left.new_empty(shape if right.dim() == 3 else (end_E.numel(), *shape))
+
+
+_ROWS, _TOKENS = 2, 5
+
+
+def trace_unread(model: Any) -> tuple[frozenset[str], ...]:
+    """Return by layer the names of frozen linears, and of experts, whose products nothing reads.
+
+    An engine finds them again, with values, before its first step: only that decides what is left
+    out.
+
+    Args:
+        model: On any device; it is not changed.
+
+    Raises:
+        RuntimeError: The model needs values.
+        UnsupportedModelError: It cannot be computed layer by layer.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fake = fake_copy(model, mode).requires_grad_(requires_grad=False)
+    layered = LayeredModel(fake)
+    kinds: dict[object, frozenset[str]] = {}
+    found = []
+    with ExitStack() as stack:
+        stack.enter_context(rows_are_whole())
+        stack.enter_context(mode)
+        stack.enter_context(traced_experts(num_experts(layered), None))
+        front = layered.front({"input_ids": torch.zeros(_ROWS, _TOKENS, dtype=torch.long)})
+        for index, (layer, call) in enumerate(zip(layered.layers, front.calls, strict=True)):
+            kind = kind_of(layer, call)
+            if kind not in kinds:
+                kinds[kind] = _unread(layered, index, front)
+            found.append(kinds[kind])
+    return tuple(found)
+
+
+def _unread(layered: LayeredModel, index: int, front: Front) -> frozenset[str]:
+    input_BTD, call = torch.empty_like(front.hidden_BTD), front.calls[index]
+
+    def visit(unread: Sequence[Unread]) -> Graph:
+        return visit_with_graph(layered, index, input_BTD=input_BTD, call=call, unread=unread)
+
+    layer = layered.layers[index]
+    experts = {name: m for name, m in layer.named_modules() if goes_through_interface(m)}
+    return frozenset(unheld_products(layer, visit, others=experts))
 
 
 def trace_visits(
@@ -106,7 +245,7 @@ def _visits(
                 call=call,
                 mlps=tuple(mlps.values()),
             )
-            unread = _unread(layer, visit, mlps) if mlps else ()
+            unread = _unread_of(layer, visit, mlps) if mlps else ()
             before = memory.live_bytes
             memory.reset_peak()
             graph = visit(unread=unread)
@@ -135,7 +274,7 @@ def _mlps(
     }
 
 
-def _unread(
+def _unread_of(
     layer: nn.Module, visit: Callable[..., Graph], mlps: Mapping[str, TiledMlp]
 ) -> tuple[Unread, ...]:
     """Return what a recompute leaves out, so that no output of a tiled MLP is counted for it."""

@@ -1,25 +1,207 @@
 """What a model is made of: shapes and counts from its config, without weights."""
 
 import difflib
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
 
 from offload.errors import UnsupportedModelError
-from offload.plan.facts.attention import Attention, SoftmaxAttention
-from offload.plan.facts.config import Config
-from offload.plan.facts.config_readers import Mixer, with_unread_last
+from offload.plan.facts.codec import CodecName
 from offload.plan.facts.families import (
     FAMILIES,
     REFUSED,
     RESIDENT_HINT,
     TEXT_TIED,
     WHOLE_TIED,
+    Config,
     Family,
+    Mixer,
+    with_unread_last,
 )
-from offload.plan.facts.linears import FP32_BYTES, Group, Linear, Norm
-from offload.plan.facts.peft_method import MethodCounts, PeftMethod
+from offload.plan.facts.linears import FP32_BYTES, Attention, Group, Linear, Norm, SoftmaxAttention
+from offload.plan.facts.optimizer import Shape
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Line:
+    """A count that grows with the tokens."""
+
+    fixed: float
+    per_token: float
+
+    def at(self, num_tokens: int) -> float:
+        """Return the count for so many tokens."""
+        return self.fixed + self.per_token * num_tokens
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PassCounts:
+    """What a forward or a backward does, in addition to the frozen layer's product.
+
+    Attributes:
+        fp32_flops: Arithmetic of products in float32.
+        half_flops: Arithmetic of products in 16 bits.
+        num_bytes: Read and written by operations that are not such products.
+        num_ops: Operations that run a kernel.
+    """
+
+    fp32_flops: Line
+    half_flops: Line
+    num_bytes: Line
+    num_ops: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MethodCounts:
+    """An adapter on one linear layer.
+
+    Attributes:
+        shapes: Of its tensors that train.
+        forward: What a forward adds.
+        backward: What a backward adds.
+        saved: Bytes of what is saved for the backward, but for the layer's own input.
+        saves_input: Whether the layer's own input is saved too.
+        live: Bytes that are live at once at most, in addition to what is saved.
+    """
+
+    shapes: tuple[Shape, ...]
+    forward: PassCounts
+    backward: PassCounts
+    saved: Line
+    saves_input: bool
+    live: Line
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PeftMethod:
+    """The counts of a method on all kinds of linear layers of a model.
+
+    Attributes:
+        name: Of the method, such as "loha".
+        linears: (name, d_in, d_out) -> counts.
+        frozen_bytes: Of the adapter's tensors that do not train, of the whole model.
+    """
+
+    name: str
+    linears: tuple[tuple[tuple[str, int, int], MethodCounts], ...]
+    frozen_bytes: int
+
+    def of(self, name: str, d_in: int, d_out: int) -> MethodCounts:
+        """Return the counts of a linear layer."""
+        return dict(self.linears)[name, d_in, d_out]
+
+
+# ---------------------------------------------------------------------------------------------
+# DoRA's magnitudes: how many rows of a matrix are computed on at once, in fp32.
+#
+# On a CPU a chunk fits into the cache. On a GPU it is larger, so that launches are few: weights are
+# cast for their norms; products of outputs and gradients are added up. What is only scaled is cast
+# by a GPU's kernel as it reads, in one; on a CPU by the chunk.
+
+Device = Literal["cpu", "cuda"]
+NORM_ELEMENTS = {"cpu": 2**18, "cuda": 2**23}
+SUM_ELEMENTS = {"cpu": 2**18, "cuda": 2**21}
+
+
+def norm_rows(num_features: int, device: Device) -> int:
+    """Return the rows of a weight with so many columns whose norms are computed at once."""
+    return max(1, NORM_ELEMENTS[device] // num_features)
+
+
+def sum_rows(num_features: int, device: Device) -> int:
+    """Return the rows of so many features that are added up at once."""
+    return max(1, SUM_ELEMENTS[device] // num_features)
+
+
+def num_norms(num_rows: int, num_features: int, device: Device) -> int:
+    """Return the chunks of a weight."""
+    return math.ceil(num_rows / norm_rows(num_features, device))
+
+
+def num_sums(num_rows: int, num_features: int, device: Device) -> int:
+    """Return the chunks of an output that are added up."""
+    return math.ceil(num_rows / sum_rows(num_features, device))
+
+
+def num_scaled(num_rows: int, num_features: int, device: Device) -> int:
+    """Return the chunks of an output that are scaled."""
+    return 1 if device == "cuda" else num_sums(num_rows, num_features, device)
+
+
+TensorClass = Literal[
+    "attention",
+    "dense MLP",
+    "experts",
+    "shared experts",
+    "router",
+    "norms",
+    "biases",
+    "other in layers",
+    "embeddings",
+    "head",
+    "other",
+    "adapters and other trained",
+]
+"""Classes of parameters, in display order."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InventoryRow:
+    """The parameters of one class that are stored in one codec.
+
+    Attributes:
+        kind: Their class.
+        codec: Their codec.
+        is_in_layers: Whether they are in the decoder layers, and not trained on the device.
+        num_parameters: How many parameters.
+        decoded_bytes: Their size in the compute dtype.
+        encoded_bytes: Their size as stored.
+    """
+
+    kind: TensorClass
+    codec: CodecName
+    is_in_layers: bool
+    num_parameters: int
+    decoded_bytes: int
+    encoded_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightInventory:
+    """All rows of a model."""
+
+    rows: tuple[InventoryRow, ...]
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the model; shared ones count once."""
+        return sum(row.num_parameters for row in self.rows)
+
+    @property
+    def decoded_bytes(self) -> int:
+        """Size of all parameters in the compute dtype."""
+        return sum(row.decoded_bytes for row in self.rows)
+
+    @property
+    def encoded_bytes(self) -> int:
+        """Size of all parameters as stored."""
+        return sum(row.encoded_bytes for row in self.rows)
+
+    @property
+    def encoded_frac(self) -> float:
+        """Fraction of the parameters that are stored encoded."""
+        encoded = sum(row.num_parameters for row in self.rows if row.codec != "native")
+        return encoded / self.num_parameters
+
+    @property
+    def layers_encoded_frac(self) -> float:
+        """Fraction of the decoder layers' bytes, in the compute dtype, that is stored encoded."""
+        rows = [row for row in self.rows if row.is_in_layers]
+        encoded = sum(row.decoded_bytes for row in rows if row.codec != "native")
+        return encoded / sum(row.decoded_bytes for row in rows) if rows else 0.0
+
 
 TIED_KEY = "tie_word_embeddings"
 MAX_LAYERS = 10_000

@@ -83,3 +83,151 @@ class Norm:
     num_features: int
     num_weights: int
     num_biases: int = 0
+
+
+# ---------------------------------------------------------------------------------------------
+# The kinds of token mixing in a layer, and what each computes.
+#
+# Softmax attention compares every token with all before it, or with those in a window. Without a
+# window its work grows with the square of the sequence length. Latent attention (MLA) is softmax
+# attention whose keys and values are projected for every head from a few features; queries and keys
+# are then wider than values. A delta rule keeps a matrix for each head in place of all keys and
+# values; it is computed in chunks of tokens, so its work per token does not depend on the sequence
+# length.
+
+Scores = Literal["fused", "sinks", "capped"]
+FLASH_MULTIPLE, FLASH_FEATURES = 8, 256  # what flash attention's heads are, and the widest
+DELTA_CHUNK_TOKENS = 64  # of the delta rule in transformers and in flash-linear-attention
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SoftmaxAttention:
+    """Queries, keys and values.
+
+    Attributes:
+        num_heads: Heads of queries.
+        num_kv_heads: Heads of keys and values.
+        qk_dim: Features of a head of queries and keys.
+        v_dim: Features of a head of values.
+        rotary_dim: Features of a head that the rotary embedding rotates.
+        num_rotated_heads: Heads that are rotated; in latent attention all keys share one.
+        window: Tokens that each token attends to, itself included; None for all before it.
+        has_output_gate: Whether the output is multiplied by a sigmoid.
+        is_fused: Whether queries, keys and values are slices of one product.
+        scores: Whether a fused kernel computes them; none supports sinks or soft caps.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    qk_dim: int
+    v_dim: int
+    rotary_dim: int
+    num_rotated_heads: int
+    window: int | None = None
+    has_output_gate: bool = False
+    is_fused: bool = False
+    scores: Scores = "fused"
+
+    @property
+    def width(self) -> float:
+        """Features of one token in a product of all heads, averaged over the two products."""
+        return self.num_heads * (self.qk_dim + self.v_dim) / 2
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether queries and keys are concatenated from two parts, and values are a slice."""
+        return self.qk_dim != self.v_dim
+
+    def flops_per_token(self, context_tokens: int) -> float:
+        """Count both products for each pair of a token and one that it attends to."""
+        return 4.0 * self.width * seen_tokens(context_tokens, self.window)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeltaAttention:
+    """A gated delta rule after a short convolution.
+
+    Attributes:
+        num_key_heads: Heads of queries and keys.
+        num_value_heads: Heads of values, each with a state of its own.
+        key_dim: Features of a head of queries and keys.
+        value_dim: Features of a head of values.
+        conv_tokens: Kernel size of the convolution.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_tokens: int
+
+    @property
+    def conv_features(self) -> int:
+        """Features that pass through the convolution: queries, keys and values."""
+        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
+
+    def flops_per_token(self, context_tokens: int) -> float:
+        """Count the products within chunks and with the state, and the convolution.
+
+        For each value head and token, in chunks of c: two products of keys (2 c k each), two
+        triangular systems (c k and c v), attention within the chunk (2 c v), and the state read
+        twice and written once (2 k v each). The last chunk is padded.
+        """
+        k, v, c = self.key_dim, self.value_dim, DELTA_CHUNK_TOKENS
+        head = 4 * c * k + c * (k + v) + 2 * c * v + 6 * k * v
+        filled = -(-context_tokens // c) * c / context_tokens
+        return self.num_value_heads * head * filled + 2 * self.conv_tokens * self.conv_features
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recurrence:
+    """Another recurrence: a state space, an RNN, a convolution. Its products are counted elsewhere.
+
+    Attributes:
+        width: Features that go through it.
+        state_size: State elements per feature; 0 if the config names none.
+    """
+
+    width: int
+    state_size: int
+
+    def flops_per_token(self, context_tokens: int) -> float:
+        """Count three products per state element: it decays, is added to, and is read."""
+        del context_tokens
+        return 6.0 * self.width * self.state_size
+
+
+Attention = SoftmaxAttention | DeltaAttention | Recurrence
+
+
+def has_fused_kernel(kind: Attention, *, is_cuda: bool) -> bool:
+    """Return whether one kernel computes it; a CPU's has queries as wide as values."""
+    if not isinstance(kind, SoftmaxAttention) or kind.scores != "fused":
+        return False
+    return is_cuda or not kind.is_latent
+
+
+def can_join_rows(head_features: int) -> bool:
+    """Return whether flash attention computes heads of this size, for packed rows in one call."""
+    return head_features % FLASH_MULTIPLE == 0 and head_features <= FLASH_FEATURES
+
+
+def output_bytes(
+    *, num_heads: int, head_features: int, element_bytes: int, num_rows: int, seq_len: int
+) -> int:
+    """Return what a fused kernel's output and log-sum-exp take, as the largest kernel pads them.
+
+    Heads have a multiple of 8 features, and rows of the log-sum-exp, in fp32, a multiple of 32.
+
+    Source: pytorch aten/src/ATen/native/transformers/attention.cpp (pad_last_dim) and
+    cuda/attention.cu (_efficient_attention_forward, ceil_div(max_seqlen_q, 32)).
+    """
+    features, padded_len = -(-head_features // 8) * 8, -(-seq_len // 32) * 32
+    return num_rows * num_heads * (seq_len * features * element_bytes + 4 * padded_len)
+
+
+def seen_tokens(context_tokens: int, window: int | None) -> float:
+    """Return how many tokens one attends to, averaged over a sequence, exact up to the diagonal."""
+    if window is not None and window < context_tokens:
+        return window - window * window / (2 * context_tokens)
+    return context_tokens / 2

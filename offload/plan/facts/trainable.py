@@ -10,7 +10,6 @@ from collections.abc import Collection, Mapping
 from functools import lru_cache
 
 from offload.errors import UnsupportedModelError
-from offload.plan.facts.attention import SoftmaxAttention
 from offload.plan.facts.facts import (
     AdapterSpec,
     LayerFacts,
@@ -20,7 +19,7 @@ from offload.plan.facts.facts import (
     linear_names,
     nearest,
 )
-from offload.plan.facts.linears import FP32_BYTES, Linear
+from offload.plan.facts.linears import FP32_BYTES, Linear, SoftmaxAttention
 from offload.plan.facts.optimizer import ROUNDED_BYTES, Shape
 
 NORMS, ROUTER, EMBEDDING, HEAD = "norms", "router", "embed_tokens", "lm_head"

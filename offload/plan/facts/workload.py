@@ -1,22 +1,162 @@
 """The size of one micro-batch and of what is trained on it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from offload.plan.facts.attention import (
+from offload.plan.facts.codec import CodecName, aligned, is_encoded, part_bytes
+from offload.plan.facts.facts import AdapterSpec, LayerFacts, ModelFacts
+from offload.plan.facts.linears import (
     Attention,
+    DeltaAttention,
+    Linear,
+    Norm,
     SoftmaxAttention,
     can_join_rows,
     has_fused_kernel,
     output_bytes,
 )
-from offload.plan.facts.codec import CodecName, is_encoded
-from offload.plan.facts.facts import AdapterSpec, LayerFacts, ModelFacts
-from offload.plan.facts.fused import NOTHING, FusedPart, FusedParts, compiled_parts, fused_parts
-from offload.plan.facts.layer_layout import record_bytes
-from offload.plan.facts.linears import Linear
 from offload.plan.facts.optimizer import Optimizer
-from offload.plan.facts.trainable import unread_linears
+from offload.plan.facts.trainable import (
+    EMBEDDING,
+    HEAD,
+    NORMS,
+    VIRTUAL,
+    outer_module_sizes,
+    unread_linears,
+)
+from offload.plan.schedule.schedule import NUM_ROW_BUFFERS
+
+# ---------------------------------------------------------------------------------------------
+# What of a layer fused operators compute, as far as facts tell before a model is built.
+#
+# The engine proves it on the model's own modules (`offload.engine.pointwise.recognise`); a test
+# holds this to it, family by family. What facts leave open counts as the model's own code, which
+# moves and keeps more. An activation other than SiLU or GELU is not in the facts.
+
+FusedPart = Literal["norms", "rotary", "gates", "loss"]
+"""What is computed by fused operators, or by the model's own code: each by itself."""
+MAX_NORM_WEIGHTS = 16384  # a kernel's program holds whole rows
+# Families whose attention rotates the halves of a head by one function of queries and keys.
+ROTATES_HALVES = frozenset(
+    (
+        *("llama", "mistral", "ministral", "ministral3", "mixtral", "qwen2", "qwen2_moe", "qwen3"),
+        *("qwen3_moe", "gemma", "gemma2", "gemma3_text", "phi3", "olmoe", "granite", "granitemoe"),
+        *("glm4_moe", "olmo", "olmo2", "olmo3"),
+    )
+)
+# Of these, whose attention rotates what it normed head by head, and nothing else reads that.
+NORMS_HEADS = frozenset(("qwen3", "qwen3_moe", "gemma3_text"))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FusedParts:
+    """The parts of one layer that are one operator each.
+
+    Attributes:
+        norms: Norms.
+        has_rotary: Whether queries and keys are rotated in one.
+        head_norms: Those of the norms, of queries and keys, that the rotation computes.
+        downs: The last linears of MLPs whose gated activation is one.
+    """
+
+    norms: tuple[Norm, ...] = ()
+    has_rotary: bool = False
+    head_norms: tuple[Norm, ...] = ()
+    downs: tuple[Linear, ...] = ()
+
+    def without(self, plain: frozenset[FusedPart]) -> "FusedParts":
+        """Return the same but for parts that the model's own code computes."""
+        return FusedParts(
+            norms=() if "norms" in plain else self.norms,
+            has_rotary=self.has_rotary and "rotary" not in plain,
+            head_norms=() if plain & {"norms", "rotary"} else self.head_norms,
+            downs=() if "gates" in plain else self.downs,
+        )
+
+
+NOTHING = FusedParts()
+
+
+def fused_parts(facts: ModelFacts, layer: LayerFacts, spec: AdapterSpec) -> FusedParts:
+    """Return what the fused operators compute of a layer with an adapter."""
+    if facts.grade != "config":
+        return NOTHING
+    norms = layer.norms
+    if isinstance(layer.attention, DeltaAttention):  # its norm is multiplied by a gate
+        norms = norms[:-1]
+    fused = tuple(norm for norm in norms if _is_frozen(spec) and _is_rms(norm))
+    return FusedParts(
+        norms=fused,
+        has_rotary=isinstance(layer.attention, SoftmaxAttention)
+        and facts.model_type in ROTATES_HALVES,
+        head_norms=fused[-2:] if facts.model_type in NORMS_HEADS else (),
+        downs=tuple(linear for linear in layer.linears if _is_gated_mlp(layer, linear, spec)),
+    )
+
+
+def compiled_parts(layer: LayerFacts) -> FusedParts:
+    """Return what torch makes one kernel each of in a compiled layer."""
+    return FusedParts(
+        norms=layer.norms,
+        has_rotary=isinstance(layer.attention, SoftmaxAttention),
+        downs=tuple(x for x in layer.linears if x.reads == "gated" and x.group != "experts"),
+    )
+
+
+def _is_frozen(spec: AdapterSpec) -> bool:
+    """Return whether the layers' norms are frozen: fused ones have no gradient by their weights."""
+    return spec.whole is None and NORMS not in spec.modules
+
+
+def _is_rms(norm: Norm) -> bool:
+    """Return whether a norm of a known family is an RMSNorm with weights."""
+    return 0 < norm.num_weights <= MAX_NORM_WEIGHTS and not norm.num_biases
+
+
+def _is_gated_mlp(layer: LayerFacts, down: Linear, spec: AdapterSpec) -> bool:
+    """Return whether a linear ends an MLP of three linears, none of which is trained whole."""
+    names = ("gate_proj", "up_proj", "down_proj")
+    group = {linear.name for linear in layer.linears if linear.group == down.group}
+    return (
+        down.group in ("mlp", "shared_experts")
+        and (down.name, down.reads) == ("down_proj", "gated")
+        and group >= set(names)
+        and not set(names) & set(spec.modules)
+    )
+
+
+# ---------------------------------------------------------------------------------------------
+# The size of a layer as one flat record, byte for byte.
+#
+# Its tensors are stored one after another, each in the codec or in the compute dtype. Each part of
+# a tensor starts at a multiple of `ALIGN_BYTES`, and a record is padded to whole pages. In a tiny
+# layer this padding is a tenth of the record. Small parameters that the facts do not distinguish
+# are counted as one tensor.
+
+PAGE_BYTES = 4096
+
+
+def to_pages(num_bytes: int) -> int:
+    """Round a size up to whole pages."""
+    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def record_bytes(layer: LayerFacts, codec: CodecName, dtype_bytes: int) -> int:
+    """Return the size of a layer in a codec: in memory, on the link and in a slot.
+
+    Args:
+        layer: Its tensors.
+        codec: Of its matrices; `native` is the compute dtype.
+        dtype_bytes: Bytes of a weight in the compute dtype.
+    """
+
+    def written(sizes: Sequence[int], form: CodecName) -> int:
+        parts = (part for size in sizes for part in part_bytes(form, size, dtype_bytes))
+        return sum(map(aligned, parts))
+
+    return to_pages(written(layer.matrix_sizes, codec) + written(layer.other_sizes, "native"))
+
 
 # What computes norms, rotary embedding and gated activations: the model's own code, one operator
 # each, or torch's compiler; `auto` is `fused` on CUDA and `plain` on a CPU.
@@ -189,3 +329,73 @@ class Workload:
     def cargo_bytes(self, layer: LayerFacts) -> int:
         """Return the size of a layer as stored, which is what one load moves."""
         return record_bytes(layer, self.codec, self.dtype_bytes)
+
+
+TOKEN_BYTES = 8
+
+
+def rows_bytes(num_rows: int, row_bytes: int) -> int:
+    """Return the bytes of some rows of the embedding on their way to the device.
+
+    With them go their tokens, in order, and one row for a token that is not among them.
+    """
+    return aligned(TOKEN_BYTES * num_rows) + (num_rows + 1) * row_bytes
+
+
+def most_rows_bytes(facts: ModelFacts, workload: Workload) -> int:
+    """Return what the rows of a micro-batch take at most: if no token of it is there twice."""
+    row_bytes = facts.embedding_parameters // facts.vocab_size * workload.dtype_bytes
+    return rows_bytes(min(workload.num_tokens, facts.vocab_size), row_bytes)
+
+
+def row_buffers_bytes(facts: ModelFacts, workload: Workload) -> int:
+    """Return what buffers of rows take, on the device and once more page-locked in host memory."""
+    is_on_host = workload.embeddings == "host"
+    return NUM_ROW_BUFFERS * most_rows_bytes(facts, workload) if is_on_host else 0
+
+
+def embedding_bytes(facts: ModelFacts, workload: Workload) -> int:
+    """Return what the embedding takes in host memory; 0 on the device, or if a head holds it."""
+    is_on_host = workload.embeddings == "host" and not facts.tie_word_embeddings
+    return facts.embedding_parameters * workload.dtype_bytes if is_on_host else 0
+
+
+def why_on_device(facts: ModelFacts, adapter: AdapterSpec) -> str:
+    """Return why the embedding has to be on the device; nothing if it may be in host memory.
+
+    Args:
+        facts: The model.
+        adapter: What trains.
+    """
+    outer = outer_module_sizes(facts, adapter)
+    if outer.get(EMBEDDING):
+        return "it trains"
+    if VIRTUAL in outer and not adapter.num_past:
+        return "virtual tokens train, which it looks up"
+    return ""
+
+
+def head_bytes(facts: ModelFacts, workload: Workload) -> int:
+    """Return what the head takes in host memory, and on the link; 0 if it is on the device."""
+    is_tied, is_on_host = facts.tie_word_embeddings, workload.head == "host"
+    num_parameters = facts.embedding_parameters if is_tied else facts.head_parameters
+    return num_parameters * workload.dtype_bytes if is_on_host else 0
+
+
+def why_head_on_device(facts: ModelFacts, adapter: AdapterSpec) -> str:
+    """Return why the head has to be on the device; nothing if it may be in host memory.
+
+    Args:
+        facts: The model.
+        adapter: What trains.
+    """
+    if facts.tie_word_embeddings:
+        why = why_on_device(facts, adapter)
+        return why and f"the embedding has the same weight: {why}"
+    if facts.num_classes:
+        return f"it has {facts.num_classes} outputs and takes little memory"
+    if not facts.head_parameters:
+        return "it has no weight"
+    if outer_module_sizes(facts, adapter).get(HEAD):
+        return "it trains"
+    return ""

@@ -7,25 +7,24 @@ layer, without any of them; the optimizer.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from typing import Literal
 
-from offload.plan.facts.attention import SoftmaxAttention
+from offload.errors import DoesNotFitError
 from offload.plan.facts.codec import decode_workspace_bytes
-from offload.plan.facts.embedding import (
-    embedding_bytes,
-    row_buffers_bytes,
-)
-from offload.plan.facts.facts import ModelFacts
-from offload.plan.facts.head import head_bytes
-from offload.plan.facts.layer_layout import record_bytes
-from offload.plan.facts.linears import FP32_BYTES
+from offload.plan.facts.facts import LayerFacts, ModelFacts
+from offload.plan.facts.linears import FP32_BYTES, Attention, DeltaAttention, SoftmaxAttention
 from offload.plan.facts.optimizer import (
     HOST_GRADIENTS,
     HOST_STATES,
     LOW_HALVES,
     ROUNDING_BYTES,
+    WEIGHTS,
+    host_update_bytes,
+    paged_bytes,
     state_bytes,
     temporary_bytes,
 )
@@ -39,15 +38,69 @@ from offload.plan.facts.trainable import (
     trained_tensor_shapes,
     trains_head,
 )
-from offload.plan.facts.workload import Workload
-from offload.plan.machine.machine import MIB, Machine
-from offload.plan.memory.router import router_bytes, router_loss_bytes
-from offload.plan.memory.traced import TracedBytes
+from offload.plan.facts.workload import (
+    Workload,
+    embedding_bytes,
+    head_bytes,
+    record_bytes,
+    row_buffers_bytes,
+)
+from offload.plan.machine.machine import GIB, MIB, Machine
 from offload.plan.memory.visit import VisitBytes, is_masked, visit_bytes
-from offload.plan.schedule.head import slots_bytes
-from offload.plan.schedule.residency import Residency, Saved
-from offload.plan.schedule.schedule import NUM_CARRIED, NUM_FETCHED
-from offload.plan.schedule.updates import NUM_GRADIENT_BUFFERS
+from offload.plan.schedule.schedule import (
+    NUM_CARRIED,
+    NUM_FETCHED,
+    NUM_GRADIENT_BUFFERS,
+    NUM_STAGING,
+    PIECE_BYTES,
+    Residency,
+    Saved,
+    slots_bytes,
+)
+
+# ---------------------------------------------------------------------------------------------
+# The memory of the real model's layers and head, as measured by a trace.
+#
+# Formulas hold for the code that they were derived from. A trace runs the installed code, without
+# values: see `offload.engine.tracing`.
+
+MemoryGrade = Literal["formula", "traced"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TracedBytes:
+    """Peak device memory of each part, in addition to what was allocated before it.
+
+    Attributes:
+        visits: Of each layer's backward visit, for one micro-batch.
+        head_chunk: Of one chunk's norm, head, loss and backward.
+        recorded: Of what the model passes to all layers besides their inputs, for one micro-batch.
+    """
+
+    visits: tuple[int, ...]
+    head_chunk: int
+    recorded: int
+
+
+# While the router loss of a layer is computed over the step: the softmax, the gradient of the
+# logits, and their masked copies and gradients in fp32.
+ROUTER_LOSS_COPIES = 2
+ROUTER_LOSS_FP32_COPIES = 3
+
+
+def router_loss_bytes(facts: ModelFacts, workload: Workload) -> float:
+    """Return what the router loss over a step takes: that of one layer."""
+    fp32_copies = ROUTER_LOSS_FP32_COPIES * FP32_BYTES / workload.dtype_bytes
+    largest = max(router_bytes(layer, workload) for layer in facts.layers)
+    return (ROUTER_LOSS_COPIES + fp32_copies) * largest
+
+
+def router_bytes(layer: LayerFacts, workload: Workload) -> int:
+    """Return the bytes of a layer's router logits for one micro-batch, if they have a loss."""
+    if not workload.has_router_loss:
+        return 0
+    return workload.num_tokens * (layer.num_experts or 0) * workload.dtype_bytes
+
 
 # Terms that are looked up by name.
 SLAB, STASH, STAGING = "slab", "stashed layer inputs", "staging"
@@ -582,4 +635,367 @@ def _visit_terms(one: VisitBytes) -> tuple[MemoryTerm, ...]:
         MemoryTerm(name="one visit: DoRA's norm", num_bytes=one.dora),
         MemoryTerm(name="one visit: adapters on whole weights", num_bytes=one.update),
         MemoryTerm(name="one visit: adapter factors", num_bytes=one.factors),
+    )
+
+
+# ---------------------------------------------------------------------------------------------
+# The device memory of a step that several runs share.
+#
+# What trains is there once for each run: its adapter, gradients, optimizer states and master
+# copies. So are the inputs of all micro-batches, and what kept graphs and outputs of attention
+# hold. The model is there once, and only one visit, head chunk or update works at a time: the
+# largest counts.
+
+SUMMED = frozenset(
+    {
+        ADAPTERS,
+        TRAINED_MODULES,
+        GRADIENTS,
+        STATES,
+        KEPT_INPUTS,
+        HIDDEN,
+        RECORDED,
+        ROUTER_LOGITS,
+        ROUTER_LOSS,
+        SCORED_ROWS,
+        SCORES_OF_LABELS,
+    }
+)
+"""Terms of which each run has its own; of the others the largest counts."""
+
+_Terms = tuple[MemoryTerm, ...]
+
+
+def shared_needs(runs: Sequence[DeviceNeeds]) -> DeviceNeeds:
+    """Return the needs of a step of several runs, on the same device and with the same layers.
+
+    Sizes by micro-batch become those of the whole step.
+    """
+    if len(runs) == 1:
+        return runs[0]
+
+    def added_up(sizes_of: Callable[[DeviceNeeds], tuple[int, ...]]) -> tuple[int, ...]:
+        layers = zip(*map(sizes_of, runs), strict=True)
+        return tuple(
+            int(sum(run.num_micro_batches * size for run, size in zip(runs, sizes, strict=True)))
+            for sizes in layers
+        )
+
+    return replace(
+        runs[0],
+        always=_together([run.always for run in runs]),
+        kept=_together([run.kept for run in runs]),
+        graph_bytes=tuple(map(sum, zip(*(run.graph_bytes for run in runs), strict=True))),
+        visit=_largest([run.visit for run in runs]),
+        instants=tuple(map(_largest, zip(*(run.instants for run in runs), strict=True))),
+        forward=_largest([run.forward for run in runs]),
+        scored=_together([run.scored for run in runs]),
+        update=max((run.update for run in runs), key=lambda term: term.num_bytes),
+        output_bytes=tuple(
+            size if all(run.output_bytes[layer] for run in runs) else 0
+            for layer, size in enumerate(added_up(lambda run: run.output_bytes))
+        ),
+        sent_graph_bytes=added_up(lambda run: run.sent_graph_bytes),
+        router_bytes=added_up(lambda run: run.router_bytes),
+        num_micro_batches=1.0,
+    )
+
+
+def own_bytes(run: DeviceNeeds) -> int:
+    """Return what a run has on the device for itself: what trains, and its layer inputs."""
+    return total_bytes(
+        term for term in (*run.always, *run.kept, *run.scored) if term.name in SUMMED
+    )
+
+
+def _together(runs: Sequence[_Terms]) -> _Terms:
+    """Return all terms of a part, each as the sum over the runs or as the largest of them."""
+    sizes: dict[str, list[int]] = {}
+    for terms in runs:
+        for term in terms:
+            sizes.setdefault(term.name, []).append(term.num_bytes)
+    return tuple(
+        MemoryTerm(name=name, num_bytes=sum(some) if name in SUMMED else max(some))
+        for name, some in sizes.items()
+    )
+
+
+def _largest(runs: Sequence[_Terms]) -> _Terms:
+    return max(runs, key=total_bytes)
+
+
+FEATURES = "features of a linear probe"
+LOADING_LAYERS = 2
+WORKER_BYTES = 256 * MIB
+CUDA_PROCESS_BYTES = 2048 * MIB  # 15 runs on an H200, torch 2.11, CUDA 13: 1.8 to 2.2 GiB resident
+ADAFACTOR_COPIES = 3  # in fp32, of a tensor: itself, its gradient, its step
+
+
+LOCKED_TERMS = (STASH, SENT, ROWS, HEAD)
+"""Terms of host memory that are page-locked in addition to the layers, if a GPU computes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostLoad:
+    """What one run of a step has in host memory.
+
+    Attributes:
+        workload: Its largest micro-batch.
+        num_workers: Its data workers of each rank.
+        num_stashed: Micro-batches whose layer inputs each rank stashes in host memory.
+        feature_bytes: What a head reads that learns alone before the first step.
+    """
+
+    workload: Workload
+    num_workers: int
+    num_stashed: int
+    feature_bytes: int = 0
+
+
+def host_terms(
+    facts: ModelFacts,
+    machine: Machine,
+    runs: Sequence[HostLoad],
+    *,
+    num_ranks: int,
+    num_slabs: int,
+    rank_device_bytes: int,
+) -> tuple[MemoryTerm, ...]:
+    """List the terms of host memory in training: one rank's by name, those of the others as a sum.
+
+    On a CPU the process itself is counted with the device's terms, and both use the same memory.
+
+    Args:
+        facts: The model.
+        machine: The machine that they run on.
+        runs: What each run of the step has there; layers are the same for all.
+        num_ranks: Processes that share the step on this machine.
+        num_slabs: Slabs of all of them together; 0 if layers are on disk.
+        rank_device_bytes: Device memory of each rank, which on a CPU is host memory too.
+    """
+    kinds, workload = Counter(facts.layers), runs[0].workload
+    cargo_bytes = sum(num * workload.cargo_bytes(layer) for layer, num in kinds.items())
+    largest = max(layer.num_parameters for layer in kinds)
+    num_workers = sum(run.num_workers for run in runs)
+    slab, is_cuda = cargo_bytes if num_slabs else 0, machine.device == "cuda"
+    stash = (facts.num_layers - 1) * sum(
+        run.num_stashed * input_bytes(facts, run.workload) for run in runs
+    )
+    rows = max(row_buffers_bytes(facts, run.workload) for run in runs)
+    head = head_bytes(facts, workload)
+    locked = stash + rows + head + locked_update_bytes(workload)
+    is_short = num_slabs * slab + num_ranks * locked > machine.pinned_bytes
+    staging = 0
+    if is_cuda and (is_short or not num_slabs):  # loads pass through a page-locked ring
+        staging = NUM_STAGING * min(max(map(workload.cargo_bytes, kinds)), PIECE_BYTES)
+    embedding = embedding_bytes(facts, workload)
+    terms = (
+        MemoryTerm(name=SLAB, num_bytes=slab),
+        *_whole_host_terms(facts, workload, is_cuda=is_cuda),
+        MemoryTerm(name=EMBEDDINGS, num_bytes=embedding),
+        MemoryTerm(name=ROWS, num_bytes=rows),
+        MemoryTerm(name=HEAD, num_bytes=head),
+        MemoryTerm(name=STASH, num_bytes=stash),
+        MemoryTerm(name=STAGING, num_bytes=staging),
+        MemoryTerm(name="loading", num_bytes=LOADING_LAYERS * largest * workload.dtype_bytes),
+        MemoryTerm(name=DATA_WORKERS, num_bytes=num_workers * WORKER_BYTES),
+        MemoryTerm(name=FEATURES, num_bytes=sum(run.feature_bytes for run in runs)),
+        MemoryTerm(
+            name=PAGED_STATES,
+            num_bytes=sum(
+                paged_bytes(
+                    trained_tensor_shapes(facts, run.workload.adapter), run.workload.optimizer
+                )
+                for run in runs
+            ),
+        ),
+        MemoryTerm(name="process", num_bytes=CUDA_PROCESS_BYTES if is_cuda else 0),
+    )
+    rank_bytes = total_bytes(terms) + (0 if is_cuda else rank_device_bytes)
+    others_bytes = (num_ranks - 1) * rank_bytes - (num_ranks - num_slabs) * slab
+    others_bytes -= (num_ranks - max(1, num_slabs)) * embedding  # with layers on disk it is shared
+    others = MemoryTerm(name=OTHER_RANKS, num_bytes=others_bytes)
+    return tuple(term for term in (*terms, others) if term.num_bytes)
+
+
+def locked_update_bytes(workload: Workload) -> int:
+    """Return the page-locked memory that updates of layers need in addition to the layers.
+
+    Gradients arrive there from the device.
+    """
+    whole = workload.adapter.whole
+    if whole is None:
+        return 0
+    b, optimizer, low_bytes = workload.dtype_bytes, workload.optimizer, whole.low_bytes
+    each = host_update_bytes(b, optimizer, low_bytes)[HOST_GRADIENTS]
+    return math.ceil(each * sum(whole.layers))
+
+
+def _whole_host_terms(
+    facts: ModelFacts, workload: Workload, *, is_cuda: bool
+) -> tuple[MemoryTerm, ...]:
+    """List what weights that train take in RAM in addition to themselves.
+
+    If a device computes with them, weights around the layers are there too, and their gradients in
+    fp32.
+    """
+    whole = workload.adapter.whole
+    if whole is None:
+        return ()
+    b, low_bytes = workload.dtype_bytes, whole.low_bytes
+    each = host_update_bytes(b, workload.optimizer, low_bytes)
+    gradients = each[HOST_GRADIENTS] * sum(whole.layers)
+    gradients += FP32_BYTES * whole.num_outer if is_cuda else 0
+    copies = each[WEIGHTS] * whole.num_outer if is_cuda else 0
+    in_layers = [linear.num_weights for layer in facts.layers for linear in layer.linears]
+    largest = max(*in_layers, facts.embedding_parameters if whole.num_outer else 0)
+    temporaries = ADAFACTOR_COPIES * FP32_BYTES * largest
+    num = whole.num_parameters
+    outer = host_update_bytes(b, workload.optimizer, low_bytes)
+    states = each[HOST_STATES] * sum(whole.layers) + outer[HOST_STATES] * whole.num_outer
+    return (
+        MemoryTerm(name=LOW_HALVES, num_bytes=math.ceil(each[LOW_HALVES] * num)),
+        MemoryTerm(name=HOST_GRADIENTS, num_bytes=math.ceil(gradients)),
+        MemoryTerm(name=HOST_STATES, num_bytes=math.ceil(states)),
+        MemoryTerm(
+            name=HOST_TEMPORARIES,
+            num_bytes=temporaries if workload.optimizer == "adafactor" else 0,
+        ),
+        MemoryTerm(name="weights around the layers, in RAM", num_bytes=math.ceil(copies)),
+    )
+
+
+# ---------------------------------------------------------------------------------------------
+# What the key-value caches of a generation take in device memory.
+#
+# Softmax attention keeps a key and a value of each token, in the compute dtype. With a window it
+# keeps what the window sees, after a prompt all of it until the next token. A delta rule keeps a
+# state of fixed size, in fp32, and the last features of its convolution.
+
+STAYING = (
+    *(SLOTS, CUBLAS, CONTEXT, "decoded layer", "decode workspace"),
+    *("embeddings, norm and head", "adapters", "trained modules"),
+)
+"""Terms of a step's peak that are there while a model generates too."""
+
+
+def layer_cache_bytes(
+    attention: Attention, *, num_tokens: int, num_new: int, dtype_bytes: int
+) -> int | None:
+    """Return what a layer keeps of one row after a pass.
+
+    Args:
+        attention: The layer's token mixing.
+        num_tokens: Tokens of the row so far.
+        num_new: Those of them that were computed in the newest pass.
+        dtype_bytes: Of an element in the compute dtype.
+
+    Returns:
+        Bytes; None where they differ by model: of other recurrences, and of latent attention, of
+        which some models keep the features before their projection and others keys and values.
+    """
+    if isinstance(attention, SoftmaxAttention) and not attention.is_latent:
+        width = attention.num_kv_heads * (attention.qk_dim + attention.v_dim)
+        if attention.window is not None:
+            num_tokens = min(num_tokens, attention.window - 1 + num_new)
+        return num_tokens * width * dtype_bytes
+    if isinstance(attention, DeltaAttention):
+        state = attention.num_value_heads * attention.key_dim * attention.value_dim
+        conv = attention.conv_features * attention.conv_tokens
+        return state * FP32_BYTES + conv * dtype_bytes
+    return None
+
+
+def cache_bytes(
+    facts: ModelFacts, *, prompt_tokens: int, new_tokens: int, dtype_bytes: int
+) -> int | None:
+    """Return the most that the caches of one row take: after its prompt, or at its end.
+
+    Args:
+        facts: The model.
+        prompt_tokens: Of the row.
+        new_tokens: That are generated after it.
+        dtype_bytes: Of an element in the compute dtype.
+
+    Returns:
+        Bytes; None where a layer's are not known.
+    """
+    passes = (prompt_tokens, prompt_tokens), (prompt_tokens + new_tokens - 1, 1)
+    totals = []
+    for num_tokens, num_new in passes:
+        layers = [
+            layer_cache_bytes(
+                layer.attention, num_tokens=num_tokens, num_new=num_new, dtype_bytes=dtype_bytes
+            )
+            for layer in facts.layers
+        ]
+        known = [num_bytes for num_bytes in layers if num_bytes is not None]
+        if len(known) < len(layers):
+            return None
+        totals.append(sum(known))
+    return max(totals)
+
+
+def fitting_rows(
+    facts: ModelFacts,
+    terms: Iterable[MemoryTerm],
+    *,
+    limit_bytes: int,
+    prompt_tokens: int,
+    new_tokens: int,
+    dtype_bytes: int,
+) -> int | None:
+    """Return how many rows have room for their caches in device memory; None if that is not known.
+
+    The arguments are those of `require_room`.
+    """
+    row_bytes = cache_bytes(
+        facts, prompt_tokens=prompt_tokens, new_tokens=new_tokens, dtype_bytes=dtype_bytes
+    )
+    return None if row_bytes is None else free_bytes(terms, limit_bytes) // row_bytes
+
+
+def free_bytes(terms: Iterable[MemoryTerm], limit_bytes: int) -> int:
+    """Return the device memory that is free where a model generates."""
+    return max(0, limit_bytes - total_bytes(term for term in terms if term.name in STAYING))
+
+
+def require_room(
+    facts: ModelFacts,
+    terms: Iterable[MemoryTerm],
+    *,
+    limit_bytes: int,
+    num_rows: int,
+    prompt_tokens: int,
+    new_tokens: int,
+    dtype_bytes: int,
+) -> None:
+    """Check that the caches of some rows fit into device memory, where their size is known.
+
+    Args:
+        facts: The model.
+        terms: Of the peak of a step in device memory.
+        limit_bytes: Device memory that may be used.
+        num_rows: Rows that are generated together.
+        prompt_tokens: Of the longest of them.
+        new_tokens: That are generated after it.
+        dtype_bytes: Of an element in the compute dtype.
+
+    Raises:
+        DoesNotFitError: They do not.
+    """
+    row_bytes = cache_bytes(
+        facts, prompt_tokens=prompt_tokens, new_tokens=new_tokens, dtype_bytes=dtype_bytes
+    )
+    free = free_bytes(terms, limit_bytes)
+    if row_bytes is None or num_rows * row_bytes <= free:
+        return
+    num_fitting = free // row_bytes
+    raise DoesNotFitError(
+        f"the key-value caches of {num_rows} rows of {prompt_tokens} tokens and {new_tokens} new"
+        f" ones take {num_rows * row_bytes / GIB:.2f} GiB",
+        limit=f"{free / GIB:.2f} GiB of device memory is free next to the slots",
+        hint=f"at most {num_fitting} rows at a time"
+        if num_fitting
+        else "a smaller `--max-new-tokens`, a shorter prompt, or fewer `offload.num_slots`",
     )

@@ -23,7 +23,7 @@ and waits from it. Other transfers are lines too: layer inputs that are kept in 
 Weights that train on the host. Clipping needs the norm of all gradients, so a layer's update cannot
 start before the backward has ended. It need not end before the next forward either, but only before
 the layer's next load: the update is a line ahead of that load, on the lane of the host; or it
-follows the load on the device, see `offload.plan.schedule.updates`.
+follows the load on the device, see `offload.plan.schedule.schedule`.
 
 Kept graphs. The last K layers are not checkpointed: they keep the graph of their forward visit. The
 saved graph aliases the slot, which other layers overwrite in between if K > C (the decoding buffer,
@@ -44,7 +44,7 @@ a graph, then the loss, then the gradient of each micro-batch. Rows that are onl
 rows as the reference computes them, are further passes through the same visits: they add no load.
 
 Head. The output head may wait in host memory too, and is then one more visit at the turn; see
-`offload.plan.schedule.head`.
+`offload.plan.schedule.schedule`.
 
 Ranks. Several processes may share a step, each with its own micro-batches. In layer-major order a
 layer's gradients are final for the whole step once its backward visit ends, so they are added up
@@ -63,25 +63,391 @@ it pays where most layers fit, and in their place more graphs would. A plan weig
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import lru_cache
+from typing import NamedTuple
 
 from offload.plan.schedule.hazards import Line, Resource, parallel
-from offload.plan.schedule.head import head_copies, head_slots
-from offload.plan.schedule.inputs import fetched, in_buffer, stashed
-from offload.plan.schedule.lookups import looked_up
 from offload.plan.schedule.op import Kind, Lane, Op
-from offload.plan.schedule.passes import Passes, numbered
 from offload.plan.schedule.reduced import Reduced
-from offload.plan.schedule.residency import NOTHING_SAVED, Saved
-from offload.plan.schedule.updates import (
-    gradients_of,
-    host_update,
-    leaving_gradients,
-    rank_gradients,
-    slot_of,
-    weights_on_host,
-)
+
+
+def stashed(layer: int, m: int, num_bytes: int, kept: tuple[Resource, ...]) -> Line:
+    """Return the copy of a micro-batch's layer input to host memory, from where it is kept."""
+    op = Op(lane=Lane.D2H, kind=Kind.STASH, layer=layer, micro_batch=m, num_bytes=num_bytes)
+    return Line(ops=(op,), reads=kept, writes=(("stash", layer, m),))
+
+
+def fetched(layer: int, m: int, num_bytes: int, buffer: int) -> Line:
+    """Return the copy of a micro-batch's layer input back to a buffer on the device."""
+    op = Op(lane=Lane.H2D, kind=Kind.FETCH, layer=layer, micro_batch=m, buffer=buffer)
+    ops = (op._replace(num_bytes=num_bytes),)
+    return Line(ops=ops, reads=(("stash", layer, m),), writes=(in_buffer(buffer),))
+
+
+def in_buffer(buffer: int) -> Resource:
+    """Return a buffer on the device that layer inputs come back to."""
+    return ("fetched", buffer, 0)
+
+
+# ---------------------------------------------------------------------------------------------
+# The input embedding in host memory: how the rows of a micro-batch's tokens come to the device.
+#
+# Of the embedding a step reads the rows of its tokens alone. They are gathered on the host, each
+# once, into one of a few page-locked buffers, copied to one of as many on the device, and looked up
+# there by the front of the micro-batch.
+
+NUM_ROW_BUFFERS = 2  # one is filled while another is copied, or looked up
+
+
+def looked_up(front: Line, num_bytes: int) -> tuple[Line, Line, Line]:
+    """Return the lines that bring the rows that a front reads, and the front's own.
+
+    Args:
+        front: It runs one micro-batch.
+        num_bytes: Of the rows.
+    """
+    (op,) = front.ops
+    buffer = op.micro_batch_index % NUM_ROW_BUFFERS
+    gathered: Resource = ("gathered rows", buffer, 0)
+    arrived: Resource = ("rows", buffer, 0)
+    look_up = op._replace(lane=Lane.HOST, kind=Kind.LOOK_UP, buffer=buffer, num_bytes=num_bytes)
+    rows = look_up._replace(lane=Lane.H2D, kind=Kind.ROWS)
+    return (
+        Line(ops=(look_up,), writes=(gathered,)),
+        Line(ops=(rows,), reads=(gathered,), writes=(arrived,)),
+        front._replace(ops=(op._replace(buffer=buffer),), reads=(*front.reads, arrived)),
+    )
+
+
+# ---------------------------------------------------------------------------------------------
+# The update of a layer as lines of a step: on the host, before its load copies what is there.
+#
+# Source: of updates by the CPU, arXiv:2101.06840; here they take the norm and the learning rate of
+# the step that has ended.
+
+NUM_GRADIENT_BUFFERS = 2  # layers whose gradients are on the device: one fills, one leaves
+
+
+def leaving_gradients(layer: int, sizes: "TransferSizes") -> Iterator[Line]:
+    """Yield the copies of a layer's gradients to the host, if its own weights train.
+
+    Args:
+        layer: Which layer.
+        sizes: Of all layers.
+    """
+    num_bytes, buffered = sizes.gradient_bytes[layer], gradients_of(layer, sizes)
+    if num_bytes:
+        buffer = layer % NUM_GRADIENT_BUFFERS
+        op = Op(lane=Lane.D2H, kind=Kind.GRADIENT, layer=layer, buffer=buffer)
+        pieces = op.pieces(num_bytes, sizes.piece_bytes)
+        yield Line(ops=pieces, reads=buffered, writes=(gradients_on_host(layer),))
+
+
+def gradients_of(layer: int | None, sizes: "TransferSizes") -> tuple[Resource, ...]:
+    """Return the device buffer of a layer's gradients; none if its own weights are frozen."""
+    if layer is None or not sizes.gradient_bytes[layer]:
+        return ()
+    return (gradients_on_device(layer % NUM_GRADIENT_BUFFERS),)
+
+
+def host_update(layer: int, sizes: "TransferSizes") -> Line:
+    """Return the update of a layer in host memory.
+
+    Args:
+        layer: Which layer.
+        sizes: Of all layers.
+    """
+    num_bytes = sizes.gradient_bytes[layer]
+    op = Op(lane=Lane.HOST, kind=Kind.UPDATE, layer=layer, num_bytes=num_bytes)
+    return Line(ops=(op,), reads=(gradients_on_host(layer),), writes=(weights_on_host(layer),))
+
+
+def slot_of(slot: int) -> Resource:
+    """Return the weights in a slot."""
+    return ("slot", slot, 0)
+
+
+def weights_on_host(layer: int) -> Resource:
+    """Return a layer's weights in host memory."""
+    return ("weights", layer, 0)
+
+
+def gradients_on_host(layer: int) -> Resource:
+    """Return the sums of a layer's gradients in host memory."""
+    return ("gradients on the host", layer, 0)
+
+
+def gradients_on_device(buffer: int) -> Resource:
+    """Return a buffer of a layer's gradients."""
+    return ("gradient", buffer, 0)
+
+
+def rank_gradients(layer: int | None, run: int) -> Resource:
+    """Return what a rank has added up of a layer's gradients, or of those outside the layers."""
+    return ("gradients of a rank", -1 if layer is None else layer, run)
+
+
+# ---------------------------------------------------------------------------------------------
+# The output head in host memory: which slots it is copied to once per step, and when.
+#
+# Problem. The head of a large vocabulary takes a gigabyte or more of device memory all the time,
+# and computes only between the last forward visit and the first backward visit.
+#
+# Idea. The head is one more visit at the turn of the snake ring. Its weight is copied over the
+# slots of the layers that were visited longest ago, as they are needed again last. These layers are
+# loaded again on the way down, each before its backward visit. So the head takes no memory of its
+# own, and its copy runs while the last layers compute, as that of a layer does.
+#
+# Layout. The weight is one matrix, so its slots follow one another in memory. Where all slots are
+# smaller than the head, their memory is as large as the head.
+#
+# Cost. On the link a step moves the head, and as many layers again as the head covers slots. In
+# return the device has room for that many more slots, each of which saves two loads.
+#
+# Rejected. A buffer that is allocated for the head alone: unless it is given back it saves nothing,
+# and a piece of a gigabyte rarely comes back to the allocator whole. Slices of the vocabulary
+# through a small buffer: the loss then needs all logits twice.
+
+
+def slots_bytes(num_slots: int, slot_bytes: int, head_bytes: int) -> int:
+    """Return the memory of all slots; that of a head in host memory is within it."""
+    return max(num_slots * slot_bytes, head_bytes)
+
+
+def held_at_turn(num_layers: int, num_slots: int, slot: int) -> int:
+    """Return the layer that a slot holds at the end of a sweep upwards, before the head."""
+    oldest = num_layers - num_slots
+    return oldest + (slot - oldest) % num_slots
+
+
+def head_slots(layer_bytes: Sequence[int], num_slots: int, head_bytes: int) -> range:
+    """Return the slots that the head is copied to, one after another; none without a head.
+
+    Of all places it is that whose layers were visited longest ago at the end of a sweep upwards.
+
+    Args:
+        layer_bytes: What each layer takes in a slot.
+        num_slots: Slots, each as large as the largest layer.
+        head_bytes: Of the head; 0 if it is not copied.
+    """
+    if not head_bytes:
+        return range(0)
+    num_covered = min(num_slots, -(-head_bytes // max(layer_bytes)))
+
+    def newest(start: int) -> int:
+        slots = range(start, start + num_covered)
+        return max(held_at_turn(len(layer_bytes), num_slots, slot) for slot in slots)
+
+    start = min(range(num_slots - num_covered + 1), key=newest)
+    return range(start, start + num_covered)
+
+
+def head_copies(slots: range, sizes: "TransferSizes") -> Iterator[Line]:
+    """Yield the copies of the head over its slots, a line for each slot.
+
+    The end of the weight is in the last of its slots, or after it.
+    """
+    slot_bytes = max(sizes.layer_bytes)
+    for number, slot in enumerate(slots):
+        start = number * slot_bytes
+        end = sizes.head_bytes if slot == slots[-1] else start + slot_bytes
+        copy = Op(lane=Lane.H2D, kind=Kind.HEAD, slot=slot)
+        pieces = copy.pieces(end - start, sizes.head_piece_bytes)
+        ops = tuple(piece._replace(offset=start + piece.offset) for piece in pieces)
+        yield Line(ops=ops, writes=(slot_of(slot),))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Passes:
+    """The passes of one run through each layer's visits in a step.
+
+    They are numbered within the step: the micro-batches that are trained on, run after run; then,
+    run after run, those that are only scored and all of the run's as its reference computes them.
+
+    Attributes:
+        num_trained: Micro-batches that are trained on; 0 for an evaluation.
+        num_scored: Micro-batches that are only scored.
+        has_reference: Whether a reference scores all of them too.
+        has_objective: Whether the loss is taken over all of the run's rows at once.
+        first_trained: Number of the first that is trained on.
+        first_further: Number of the first that is not; None if they follow at once.
+    """
+
+    num_trained: int
+    num_scored: int = 0
+    has_reference: bool = False
+    has_objective: bool = True
+    first_trained: int = 0
+    first_further: int | None = None
+
+    @property
+    def num_policy(self) -> int:
+        """How many are computed as the model is."""
+        return self.num_trained + self.num_scored
+
+    @property
+    def num_further(self) -> int:
+        """How many are not trained on."""
+        return self.num_scored + self.num_policy * self.has_reference
+
+    @property
+    def trained(self) -> range:
+        """Those with a gradient."""
+        return range(self.first_trained, self.first_trained + self.num_trained)
+
+    @property
+    def scored(self) -> range:
+        """Those of the model without one."""
+        return range(self._further, self._further + self.num_scored)
+
+    @property
+    def reference(self) -> range:
+        """Those of the reference."""
+        return range(self._further + self.num_scored, self._further + self.num_further)
+
+    @property
+    def all(self) -> tuple[int, ...]:
+        """All of them."""
+        return (*self.trained, *self.scored, *self.reference)
+
+    def micro_batch(self, number: int) -> int:
+        """Return whose rows a pass computes: an index into those trained on, then those scored."""
+        if number in self.trained:
+            return number - self.first_trained
+        return (number - self._further + self.num_trained) % self.num_policy
+
+    @property
+    def _further(self) -> int:
+        following = self.first_trained + self.num_trained
+        return following if self.first_further is None else self.first_further
+
+
+def numbered(runs: Sequence[Passes]) -> tuple[Passes, ...]:
+    """Return the passes of a step's runs with their numbers in the step."""
+    first, further = 0, sum(run.num_trained for run in runs)
+    found = []
+    for run in runs:
+        found.append(replace(run, first_trained=first, first_further=further))
+        first, further = first + run.num_trained, further + run.num_further
+    return tuple(found)
+
+
+class Residency(NamedTuple):
+    """How many layers' weights, graphs and attention outputs are on the device at a time.
+
+    A tuple, since a search makes and looks up tens of thousands.
+
+    Attributes:
+        num_slots: Layers whose weights are on the device at a time.
+        num_kept_graphs: How many layers, the last ones, are not checkpointed.
+        num_sent_graphs: How many of the layers below are not checkpointed either: what autograd
+            saved of them goes to host memory and comes back.
+        num_kept_outputs: How many layers, the last of all others, keep the output of their
+            attention on the device, so that it is not computed again.
+        num_sent_outputs: How many of the rest send theirs to host memory and get it back.
+    """
+
+    num_slots: int
+    num_kept_graphs: int = 0
+    num_sent_graphs: int = 0
+    num_kept_outputs: int = 0
+    num_sent_outputs: int = 0
+
+    @property
+    def has_outputs(self) -> bool:
+        """Whether any attention is kept or sent."""
+        return bool(self.num_kept_outputs or self.num_sent_outputs)
+
+    @property
+    def sends(self) -> bool:
+        """Whether any layer's graph or output of attention leaves the device."""
+        return bool(self.num_sent_graphs or self.num_sent_outputs)
+
+    def sent_graphs(self, num_layers: int) -> frozenset[int]:
+        """Return the layers that send their graphs, spread evenly below those that keep theirs."""
+        return _spread(range(num_layers - self.num_kept_graphs), self.num_sent_graphs)
+
+    def saved(
+        self, output_bytes: tuple[tuple[int, ...], ...], graph_bytes: tuple[tuple[int, ...], ...]
+    ) -> "Saved":
+        """Return which layers keep and which send the output of their attention, or their graph.
+
+        Layers that send are spread evenly, so that each copy has the time of several visits.
+
+        Args:
+            output_bytes: By layer and micro-batch; none for a layer whose attention is not fused.
+            graph_bytes: The same of what autograd saves of a layer; none where no graph is sent.
+        """
+        num_layers = len(output_bytes)
+        graphs = self.sent_graphs(num_layers)
+        able = [
+            layer
+            for layer in range(num_layers - self.num_kept_graphs)
+            if output_bytes[layer] and layer not in graphs
+        ]
+        num_below = max(0, len(able) - self.num_kept_outputs)
+        return Saved(
+            kept=frozenset(able[num_below:]),
+            sent=_spread(tuple(able[:num_below]), self.num_sent_outputs),
+            graphs=graphs,
+            output_bytes=output_bytes,
+            graph_bytes=graph_bytes,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Saved:
+    """What checkpointed layers save on the way up, so that less is computed again.
+
+    Attributes:
+        kept: Layers whose outputs of attention stay on the device.
+        sent: Layers whose outputs of attention leave for host memory and come back.
+        graphs: Layers of which all that autograd saved leaves and comes back; they are not
+            computed again.
+        output_bytes: Of an attention's output and log-sum-exp, by layer and micro-batch.
+        graph_bytes: Of what autograd saves, by layer and micro-batch.
+    """
+
+    kept: frozenset[int] = frozenset()
+    sent: frozenset[int] = frozenset()
+    graphs: frozenset[int] = frozenset()
+    output_bytes: tuple[tuple[int, ...], ...] = ()
+    graph_bytes: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def leaving(self) -> frozenset[int]:
+        """The layers that send anything."""
+        return self.sent | self.graphs
+
+    def has_output(self, layer: int) -> bool:
+        """Return whether a layer's attention is not computed again in its recompute."""
+        return layer in self.kept or layer in self.sent
+
+    def sent_bytes(self, layer: int) -> tuple[int, ...]:
+        """Return what a layer sends, by micro-batch."""
+        if layer in self.graphs:
+            return self.graph_bytes[layer]
+        return self.output_bytes[layer] if layer in self.sent else ()
+
+
+NOTHING_SAVED = Saved()
+
+
+@lru_cache(maxsize=2**14)
+def _spread(layers: tuple[int, ...] | range, num: int) -> frozenset[int]:
+    """Choose so many of some layers, at equal distances; all if there are fewer.
+
+    The first is chosen before the last: what it sends comes back last.
+    """
+    num = min(num, len(layers))
+    return frozenset(
+        layer
+        for place, layer in enumerate(reversed(layers))
+        if (place + 1) * num // len(layers) > place * num // len(layers)
+    )
+
 
 PIECE_BYTES = 64 * 2**20  # a longer copy would delay others on the same copy engine
 NUM_STAGING = 4  # page-locked staging buffers, if not all layers can be page-locked

@@ -3,9 +3,8 @@
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from offload.plan.schedule.lookups import NUM_ROW_BUFFERS
 from offload.plan.schedule.op import Kind, Lane, Op
-from offload.plan.schedule.schedule import NUM_STAGING, Schedule
+from offload.plan.schedule.schedule import NUM_ROW_BUFFERS, NUM_STAGING, Schedule
 from offload.plan.schedule.timeline import Span, Timeline
 
 

@@ -9,14 +9,20 @@ weights' dtype.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from offload.plan.facts.facts import AdapterSpec
+from offload.plan.facts.facts import (
+    AdapterSpec,
+    MethodCounts,
+    PassCounts,
+    num_norms,
+    num_scaled,
+    num_sums,
+    sum_rows,
+)
 from offload.plan.facts.linears import FP32_BYTES, Linear
-from offload.plan.facts.magnitudes import num_norms, num_scaled, num_sums, sum_rows
-from offload.plan.facts.peft_method import MethodCounts, PassCounts
 from offload.plan.machine.machine import TALL_COLUMNS, Rate
 from offload.plan.time.expert_passes import BranchPasses
 from offload.plan.time.pricer import SUM_PASSES, Pricer
-from offload.plan.time.work import Work
+from offload.plan.time.roofline import Work
 
 LORA_OPS, LORA_BACKWARD_OPS = 6, 11
 # Of peft's DoRA: fp32 passes over a merged weight, for its norm, and over each branch's output.

@@ -7,7 +7,7 @@ kernel for softmax attention, if it has one, and plain operations in fp32 for th
 import math
 from dataclasses import replace
 
-from offload.plan.facts.attention import (
+from offload.plan.facts.linears import (
     DELTA_CHUNK_TOKENS,
     Attention,
     DeltaAttention,
@@ -15,7 +15,7 @@ from offload.plan.facts.attention import (
     has_fused_kernel,
 )
 from offload.plan.machine.machine import Machine
-from offload.plan.time.work import Work
+from offload.plan.time.roofline import Work
 
 RECURRENT_BYTES = 4  # fp32, in which delta rules and recurrences compute
 FLASH_BACKWARD_FORWARDS = 2.5

@@ -7,14 +7,16 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
-from offload.plan.schedule.head import head_slots, held_at_turn
-from offload.plan.schedule.residency import NOTHING_SAVED, Saved
 from offload.plan.schedule.schedule import (
+    NOTHING_SAVED,
     NUM_CARRIED,
     NUM_FETCHED,
     NUM_STAGING,
     PIECE_BYTES,
     Ring,
+    Saved,
+    head_slots,
+    held_at_turn,
     warm_ring,
 )
 from offload.plan.time.costs import Costs

@@ -13,11 +13,9 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Literal
 
-from offload.plan.facts.facts import LayerFacts, ModelFacts, adapted_linears
-from offload.plan.facts.head import (
-    head_bytes,
-)
+from offload.plan.facts.facts import AdapterSpec, LayerFacts, ModelFacts, adapted_linears
 from offload.plan.facts.linears import FP32_BYTES, Linear
+from offload.plan.facts.optimizer import Shape
 from offload.plan.facts.trainable import (
     EMBEDDING,
     NORMS,
@@ -25,22 +23,255 @@ from offload.plan.facts.trainable import (
     module_parameters,
     outer_module_sizes,
     trained_tensor_shapes,
+    trains_head,
     whole_linears,
 )
-from offload.plan.facts.workload import Workload
-from offload.plan.machine.machine import MEASURED, Machine
-from offload.plan.schedule.passes import Passes
-from offload.plan.schedule.residency import NOTHING_SAVED, Residency, Saved
-from offload.plan.time.adapters import branches, dora_norm
+from offload.plan.facts.workload import (
+    Workload,
+    head_bytes,
+)
+from offload.plan.machine.machine import (
+    MEASURED,
+    TALL_COLUMNS,
+    ExpertsImplementation,
+    Implementation,
+    Machine,
+    Rate,
+)
+from offload.plan.schedule.schedule import NOTHING_SAVED, Passes, Residency, Saved
+from offload.plan.time.adapters import branches, dora_norm, expert_branch, visit_norm, visit_scale
 from offload.plan.time.attention import attention_backward, attention_work
-from offload.plan.time.encoder import encoder_backward, encoder_forward
 from offload.plan.time.expert_passes import Launches, RowPasses
-from offload.plan.time.optimizer import outer_update_s, rounding_work, update_work
-from offload.plan.time.pointwise import pointwise_work
-from offload.plan.time.pricer import Pricer
-from offload.plan.time.tail import has_fused_loss, score_work, tail_work
-from offload.plan.time.tiles import tiling
-from offload.plan.time.work import Bound, Work
+from offload.plan.time.optimizer import host_update_s, outer_update_s, rounding_work, update_work
+from offload.plan.time.pointwise import NORM, NORM_WEIGHT, mlp_work, pointwise_work
+from offload.plan.time.pricer import SUM_PASSES, Pricer
+from offload.plan.time.roofline import Bound, Work, gemm
+
+# ---------------------------------------------------------------------------------------------
+# The predicted work of what comes after the layers: norm, head and loss, in chunks of tokens.
+#
+# Each chunk runs the model's own forward, whose mask code reads a number from the device: the host
+# waits for the chunk before, and the device then for the host.
+
+TAIL_OPS, TAIL_LOGIT_PASSES = 40, 9
+# One operator reads the logits twice and writes their gradient, in place of TAIL_LOSS_OPS others.
+FUSED_LOGIT_PASSES, TAIL_LOSS_OPS = 3, 8
+# As of the tail, of what runs without a gradient.
+SCORE_OPS, SCORE_LOGIT_PASSES, FUSED_SCORE_PASSES = 24, 4, 1
+
+
+def _loss(at: Pricer, *, num_chunks: int, is_fused: bool) -> Work:
+    """The passes over logits, and the operators of all chunks that are no product."""
+    tokens, vocab = at.workload.label_tokens, at.facts.num_outputs
+    if is_fused:
+        num_bytes = FUSED_LOGIT_PASSES * at.workload.dtype_bytes * tokens * vocab
+        num_ops = (TAIL_OPS - TAIL_LOSS_OPS) * num_chunks
+        calls = Work(num_calls=num_chunks)
+        return at.traffic(num_bytes, num_ops=num_ops, is_fused=True) + calls
+    return at.new_memory(
+        TAIL_LOGIT_PASSES * FP32_BYTES * tokens * vocab,
+        num_ops=TAIL_OPS * num_chunks,
+        tensor_bytes=FP32_BYTES * min(tokens, at.workload.head_chunk_tokens) * vocab,
+    )
+
+
+def has_fused_loss(at: Pricer) -> bool:
+    """Return whether one operator computes the loss of logits and its gradient."""
+    return at.workload.fuses_loss(at.machine.device)
+
+
+def tail_work(at: Pricer, *, is_fused: bool) -> Work:
+    """Return the work of norm, head and loss, forward and backward."""
+    tokens, hidden, vocab = at.workload.label_tokens, at.facts.hidden_size, at.facts.num_outputs
+    num_chunks = math.ceil(tokens / at.workload.head_chunk_tokens)
+    head = at.gemm(tokens, hidden, vocab) + at.gemm(tokens, vocab, hidden)
+    norm_passes = NORM.forward + NORM.backward + NORM_WEIGHT.forward + NORM_WEIGHT.backward
+    norm = at.traffic(norm_passes * FP32_BYTES * tokens * hidden, num_ops=0)
+    tail = head + norm + _loss(at, num_chunks=num_chunks, is_fused=is_fused)
+    trained = outer_module_sizes(at.facts, at.workload.adapter)
+    if trains_head(at.facts, trained):
+        sums = at.added_up(at.facts.num_outputs * hidden, num_tensors=1)
+        tail = tail + at.gemm(hidden, tokens, vocab) + sums.times(num_chunks)
+    return tail
+
+
+def score_work(at: Pricer, *, is_fused: bool) -> Work:
+    """Return the work of the tail's forward, and of the log-probabilities of the labels."""
+    tokens, hidden, vocab = at.workload.label_tokens, at.facts.hidden_size, at.facts.num_outputs
+    num_chunks = math.ceil(tokens / at.workload.head_chunk_tokens)
+    norm_passes = NORM.forward + NORM_WEIGHT.forward
+    norm = at.traffic(norm_passes * FP32_BYTES * tokens * hidden, num_ops=0)
+    products = at.gemm(tokens, hidden, vocab) + norm
+    if is_fused:
+        num_bytes = FUSED_SCORE_PASSES * at.workload.dtype_bytes * tokens * vocab
+        calls = Work(num_calls=num_chunks)
+        return products + at.traffic(num_bytes, num_ops=SCORE_OPS * num_chunks) + calls
+    return products + at.new_memory(
+        SCORE_LOGIT_PASSES * FP32_BYTES * tokens * vocab,
+        num_ops=SCORE_OPS * num_chunks,
+        tensor_bytes=FP32_BYTES * min(tokens, at.workload.head_chunk_tokens) * vocab,
+    )
+
+
+LOSS_OPS = 40
+"""Kernels of a product, a loss over all rows with its metrics, and their gradients."""
+
+
+def head_step_s(
+    facts: ModelFacts, machine: Machine, workload: Workload, *, num_features: int
+) -> float:
+    """Return the seconds of a forward and backward of a head, which computes in fp32.
+
+    Features are gathered in their own type and widened. The product of the forward and that of the
+    gradient by the weights are bound by the features that they read, as products of few columns.
+
+    Args:
+        facts: Of the model.
+        machine: Where it runs.
+        workload: Of a micro-batch, for the type of features.
+        num_features: Of a step.
+    """
+    at, size = Pricer(machine=machine, facts=facts, workload=workload), facts.hidden_size
+    num_bytes = num_features * size * (3 * workload.dtype_bytes + FP32_BYTES)
+    flops = 2 * 2.0 * num_features * size * max(TALL_COLUMNS, facts.num_outputs)
+    products = Work(compute_s=flops / machine.tall_fp32_flops_per_s.value, flops=flops)
+    return (products + at.traffic(num_bytes, num_ops=LOSS_OPS)).seconds(machine)
+
+
+# ---------------------------------------------------------------------------------------------
+# The MLP that computes virtual tokens, or a prefix's keys and values, before each micro-batch.
+#
+# It is peft's and computes in fp32, over few tokens: its products are bound by its weights. With
+# its gradients these are as large for any batch.
+
+_BETWEEN = 2  # a function between two linear layers reads its inputs and writes its outputs
+_BACK_BETWEEN = 3  # its backward reads a gradient and what it has kept
+
+
+def encoder_forward(at: Pricer) -> Work:
+    """Return the lookup of P tokens, and of each linear layer a product with its bias."""
+    linears = _linears(at.workload.adapter)
+    if not linears:
+        return Work()
+    num, width = at.workload.adapter.virtual[0]
+    work = at.traffic(2 * num * width * FP32_BYTES, num_ops=1)
+    for d_out, d_in in linears:
+        work += _product(at, num, d_in, d_out)
+    return work + _between(at, _BETWEEN)
+
+
+def encoder_backward(at: Pricer) -> Work:
+    """Return the products by inputs and by weights, and the sums of all gradients."""
+    spec = at.workload.adapter
+    linears = _linears(spec)
+    if not linears:
+        return Work()
+    num, num_weights = spec.virtual[0][0], 0
+    work = Work()
+    for d_out, d_in in linears:
+        work += _product(at, num, d_out, d_in) + _product(at, d_out, num, d_in)
+        work += at.traffic(num * d_out * FP32_BYTES, num_ops=1)  # the bias
+        num_weights += (d_in + 1) * d_out
+    num_weights += num * spec.virtual[0][1]
+    added = 3 * num_weights * FP32_BYTES  # the new one is read, the sum read and written
+    return work + _between(at, _BACK_BETWEEN) + at.traffic(added, num_ops=len(spec.virtual))
+
+
+def _linears(spec: AdapterSpec) -> tuple[Shape, ...]:
+    """Return (d_out, d_in) of the linear layers after the embedding; none of a table alone."""
+    return tuple(shape for shape in spec.virtual[1:] if len(shape) > 1)
+
+
+def _product(at: Pricer, m: int, k: int, n: int) -> Work:
+    """Price (m, k) @ (k, n) in fp32, one side of which is short."""
+    rate = at.machine.tall_fp32_flops_per_s.value
+    roof = gemm(at.machine, m=m, k=k, n=n, dtype_bytes=FP32_BYTES, flops_per_s=rate)
+    is_compute = roof.compute_s >= roof.memory_s
+    return Work(
+        compute_s=roof.compute_s if is_compute else 0.0,
+        memory_s=0.0 if is_compute else roof.memory_s,
+        flops=2.0 * m * k * n,
+        num_ops=1,
+    )
+
+
+def _between(at: Pricer, num_passes: int) -> Work:
+    """Price what is between the linear layers."""
+    spec = at.workload.adapter
+    widths = [d_out for d_out, _ in _linears(spec)[:-1]]
+    num_bytes = num_passes * spec.virtual[0][0] * sum(widths) * FP32_BYTES
+    return at.traffic(num_bytes, num_ops=len(widths))
+
+
+# ---------------------------------------------------------------------------------------------
+# The time that an MLP computed in tiles of tokens takes in addition to one that is not.
+#
+# The arithmetic of a forward is the same. Each tile launches the operators again, and reads again
+# what does not grow with its tokens, such as the casts of A and B: that is what a tile of no tokens
+# would take. Outputs and gradients of tiles are copied into one tensor, and each tile's gradients
+# of A and B are added up in fp32.
+#
+# The backward computes each tile again with its graph, except the down product. So where something
+# reads the MLP's value, as a norm after it does, a recompute computes its other products twice; and
+# a layer whose graph was kept computes them once more than otherwise.
+
+_COPY_PASSES = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tiling:
+    """What tiles add: to a forward, to a recompute, and to the backward of a kept graph.
+
+    Attributes:
+        forward: To a forward.
+        recompute: To a recompute: of the MLP's value, if something reads it.
+        again: The MLP in a backward whose graph was kept; with a recompute, it is part of that.
+        backward: To a backward, besides.
+    """
+
+    forward: Work
+    recompute: Work
+    again: Work
+    backward: Work
+
+
+def tiling(at: Pricer, layer: LayerFacts) -> Tiling:
+    """Price the tiles of a layer's MLP."""
+    mlp = at.workload.tiled(layer)
+    if not mlp:
+        return Tiling(forward=Work(), recompute=Work(), again=Work(), backward=Work())
+    adapted = [x for x in adapted_linears(layer, at.workload.adapter) if x in mlp]
+    empty = replace(at, workload=replace(at.workload, micro_batch_size=0, packed_tokens=None))
+    more = at.workload.num_tiles - 1
+    downs = [x for x in mlp if x.is_down]
+    hidden_bytes = at.workload.num_tokens * at.facts.hidden_size * at.workload.dtype_bytes
+    copied = at.traffic(_COPY_PASSES * hidden_bytes, num_ops=at.workload.num_tiles)
+    added = sum(x.adapter_parameters(at.workload.adapter.rank_of(x)) for x in adapted)
+    sums = at.traffic(SUM_PASSES * FP32_BYTES * added, num_ops=2 * len(adapted))
+    whole, down = _mlp(at, mlp, adapted), _products(at, downs)
+    launched, down_launched = _mlp(empty, mlp, adapted).times(more), _products(empty, downs)
+    inside = launched + down_launched.times(-more)  # a tile's graph leaves the down product out
+    backward = mlp_work(empty, mlp).backward + _products(empty, mlp)
+    backward = backward + branches(empty, adapted, left_out=()).backward
+    is_read = at.workload.reads_output(mlp)
+    return Tiling(
+        forward=launched + copied,
+        recompute=inside + (whole + copied if is_read else Work()),
+        again=whole + down.times(-1) + inside,
+        backward=backward.times(more) + sums.times(at.workload.num_tiles) + copied,
+    )
+
+
+def _mlp(at: Pricer, mlp: Sequence[Linear], adapted: Sequence[Linear]) -> Work:
+    """Price an MLP's forward."""
+    return (
+        _products(at, mlp) + mlp_work(at, mlp).forward + branches(at, adapted, left_out=()).forward
+    )
+
+
+def _products(at: Pricer, linears: Sequence[Linear]) -> Work:
+    return sum((at.matmul(linear) for linear in linears), start=Work())
+
 
 Grade = Literal["spec", "probed", "calibrated"]
 
@@ -552,3 +783,183 @@ def price(
         look_up_bytes_per_s=in_memory,
         head_bytes=head_bytes(facts, workload),
     )
+
+
+def with_updates(costs: Costs, machine: Machine, workload: Workload) -> Costs:
+    """Return the costs of a step with the updates of weights of its layers, if any train."""
+    whole = workload.adapter.whole
+    if whole is None:
+        return costs
+    layers = (
+        replace(
+            cost,
+            update_s=host_update_s(
+                machine,
+                number,
+                dtype_bytes=workload.dtype_bytes,
+                optimizer=workload.optimizer,
+                low_bytes=whole.low_bytes,
+            ),
+        )
+        for cost, number in zip(costs.layers, whole.layers, strict=True)
+    )
+    return replace(costs, layers=tuple(layers))
+
+
+# ---------------------------------------------------------------------------------------------
+# The costs of a step that several runs share.
+#
+# Each visit of a micro-batch takes what it takes in its run alone: its own adapter, length and
+# loss. Loads and decoding are those of one run. The simulation prices each op by its run. The bound
+# R3, by which a search orders what it simulates, adds up all micro-batches of a visit, so it needs
+# their mean alone; where inputs or graphs leave the device it is that of as many equal
+# micro-batches.
+
+
+def shared_costs(runs: Sequence[RunCosts]) -> Costs:
+    """Return the costs of a step of several runs on one machine.
+
+    Times of a micro-batch are the mean over all that are trained on, those of a step are sums.
+    """
+    first, numbers = runs[0].costs, [run.passes.num_trained for run in runs]
+    total = sum(numbers)
+
+    def mean(value_of: Callable[[Costs], float]) -> float:
+        values = [value_of(run.costs) for run in runs]
+        return sum(n * value for n, value in zip(numbers, values, strict=True)) / total
+
+    # Passes that only score are all counted as one of a reference for each micro-batch.
+    has_scores = any(run.costs.num_passes > 1 for run in runs)
+    num_passes = 1 + has_scores
+    of_runs = [run.costs for run in runs]
+    of_layers = list(zip(*(costs.layers for costs in of_runs), strict=True))
+    means = {
+        layers: _mean_layer(layers, numbers, runs=of_runs, has_scores=has_scores)
+        for layers in set(of_layers)
+    }
+    return replace(
+        first,
+        layers=tuple(means[layers] for layers in of_layers),
+        front_s=mean(lambda costs: costs.fronts_s) / num_passes,
+        front_backward_s=mean(lambda costs: costs.front_backward_s),
+        tail_s=mean(lambda costs: costs.tail_s),
+        score_s=mean(lambda costs: costs.num_passes * costs.score_s) / num_passes,
+        objective_s=sum(run.costs.objective_s for run in runs),
+        optimizer_s=sum(run.costs.optimizer_s for run in runs),
+        num_scored=0.0,
+        num_references=float(has_scores),
+        runs=tuple(runs),
+    )
+
+
+def _mean_layer(
+    layers: Sequence[LayerCost], numbers: Sequence[int], *, runs: Sequence[Costs], has_scores: bool
+) -> LayerCost:
+    """Return the mean of a layer's visits; what only scores is counted as a reference's."""
+    total, first = sum(numbers), layers[0]
+
+    def mean(value_of: Callable[[LayerCost], float]) -> float:
+        values = map(value_of, layers)
+        return sum(n * value for n, value in zip(numbers, values, strict=True)) / total
+
+    scoring_s = sum(
+        n * (run.num_scored * layer.forward_s + run.num_references * layer.reference_s)
+        for n, run, layer in zip(numbers, runs, layers, strict=True)
+    )
+    return replace(
+        first,
+        forward_s=mean(lambda layer: layer.forward_s),
+        backward_s=mean(lambda layer: layer.backward_s),
+        recompute_s=mean(lambda layer: layer.recompute_s),
+        forward_flops=mean(lambda layer: layer.forward_flops),
+        backward_flops=mean(lambda layer: layer.backward_flops),
+        recompute_frac=mean(lambda layer: layer.recompute_frac),
+        attention_s=mean(lambda layer: layer.attention_s),
+        pack_s=mean(lambda layer: layer.pack_s),
+        graph_pack_s=mean(lambda layer: layer.graph_pack_s),
+        output_bytes=int(mean(lambda layer: layer.output_bytes)),
+        graph_bytes=int(mean(lambda layer: layer.graph_bytes)),
+        reference_s=scoring_s / total if has_scores else mean(lambda layer: layer.reference_s),
+    )
+
+
+def with_norms(
+    costs: Costs,
+    facts: ModelFacts,
+    machine: Machine,
+    workload: Workload,
+    *,
+    num_micro_batches: int,
+) -> Costs:
+    """Return the costs of a micro-batch with its share of the norms and the scales of DoRA.
+
+    The first micro-batch of a layer's visit computes scales; upwards it computes the norms as well.
+    A graph that is kept has both.
+    """
+    adapter = workload.adapter
+    if not (adapter.is_dora and adapter.are_branches_grouped):
+        return costs
+    at = Pricer(machine=machine, facts=facts, workload=workload)
+    num, kinds = max(1, num_micro_batches), set(facts.layers)
+    norms_s = {layer: _seconds(at, layer, visit_norm) / num for layer in kinds}
+    scales_s = {layer: _seconds(at, layer, visit_scale) / num for layer in kinds}
+    layers = (
+        _later(cost, norm_s=norms_s[layer], scale_s=scales_s[layer])
+        for cost, layer in zip(costs.layers, facts.layers, strict=True)
+    )
+    return replace(costs, layers=tuple(layers))
+
+
+def _seconds(at: Pricer, layer: LayerFacts, work: Callable[[Pricer, Linear], Work]) -> float:
+    adapted = adapted_linears(layer, at.workload.adapter)
+    return sum((work(at, linear) for linear in adapted), start=Work()).seconds(at.machine)
+
+
+def _later(cost: LayerCost, *, norm_s: float, scale_s: float) -> LayerCost:
+    return replace(
+        cost,
+        forward_s=cost.forward_s + norm_s + scale_s,
+        backward_s=cost.backward_s + scale_s,
+        recompute_s=cost.recompute_s + scale_s,
+    )
+
+
+def with_measured_experts(
+    machine: Machine,
+    facts: ModelFacts,
+    workload: Workload,
+    *,
+    implementation: ExpertsImplementation,
+    seconds: float,
+) -> Machine:
+    """Return the machine with the rate that makes the price of a layer's experts the measured time.
+
+    Work outside the products (gathering and adding up rows, activations) is priced separately and
+    is subtracted first, otherwise it would count twice. The rate is at most that of large products.
+
+    Args:
+        machine: With assumed expert kernels and rate.
+        facts: A model with experts.
+        workload: One micro-batch.
+        implementation: The expert kernels that were measured.
+        seconds: Forward and backward of one layer's experts on that micro-batch.
+    """
+    machine = replace(
+        machine, experts_implementation=Implementation(value=implementation, source="measured")
+    )
+    at = Pricer(machine=machine, facts=facts, workload=workload)
+    layer = next(layer for layer in facts.layers if layer.num_experts)
+    experts = [linear for linear in layer.linears if linear.group == "experts"]
+    adapted = [x for x in adapted_linears(layer, workload.adapter) if x.group == "experts"]
+    routing = routing_work(at, layer)
+    others = [routing.recompute, routing.backward]  # the measured forward has a graph
+    for branch in (expert_branch(at, linear) for linear in adapted):
+        others += [branch.recompute, branch.backward]
+    rows = workload.num_tokens * layer.experts_per_token
+    tiled_frac = at.tiled(rows, layer.num_experts) / rows
+    flops = 2 * tiled_frac * sum(at.experts(linear).flops for linear in experts)
+    flops += sum(work.flops for work in others)
+    other_s = sum(work.memory_s for work in others)
+    products_s = max(seconds - other_s, flops / machine.gemm_flops_per_s.value)
+    rate = Rate(value=flops / products_s, source="measured")
+    return replace(machine, expert_gemm_flops_per_s=rate)

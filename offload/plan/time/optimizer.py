@@ -16,7 +16,7 @@ from offload.plan.facts.optimizer import (
 )
 from offload.plan.facts.trainable import rounded_tensor_sizes
 from offload.plan.machine.machine import Machine
-from offload.plan.time.work import Work
+from offload.plan.time.roofline import Work
 
 # Clipping (3 passes of fp32) and AdamW, unfused (20) or in 8 bit (3 and two bytes of state twice);
 # Adafactor (17): three norms, a product, and the update in place. Lion (5) is one kernel. SGD (5).

@@ -10,12 +10,11 @@ and left out, and so is what a kernel needs per row.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from offload.plan.facts.attention import SoftmaxAttention
 from offload.plan.facts.facts import LayerFacts, adapted_linears
-from offload.plan.facts.fused import FusedParts
-from offload.plan.facts.linears import FP32_BYTES, Linear
+from offload.plan.facts.linears import FP32_BYTES, Linear, SoftmaxAttention
+from offload.plan.facts.workload import FusedParts
 from offload.plan.time.pricer import SUM_PASSES, Pricer
-from offload.plan.time.work import Work
+from offload.plan.time.roofline import Work
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

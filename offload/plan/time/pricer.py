@@ -7,8 +7,7 @@ from offload.plan.facts.linears import FP32_BYTES, Linear
 from offload.plan.facts.workload import Workload
 from offload.plan.machine.machine import EAGER_FRAC, FUSED_FRAC, MEASURED, Machine
 from offload.plan.time.expert_passes import Way, tile_rows, way_of
-from offload.plan.time.roofline import gemm
-from offload.plan.time.work import Work
+from offload.plan.time.roofline import Work, gemm
 
 # glibc's mmap threshold grows up to this (mallopt(3), DEFAULT_MMAP_THRESHOLD_MAX).
 MAPPED_BYTES = 32 * 2**20

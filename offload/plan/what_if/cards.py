@@ -6,13 +6,24 @@ the bytes of an all-gather, and twice that share of the bytes of an all-reduce.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from math import prod
+from typing import Literal
 
-from offload.plan.facts.facts import LayerFacts
-from offload.plan.facts.trainable import trained_parameters
+from offload.errors import DoesNotFitError
+from offload.plan.facts.facts import LayerFacts, ModelFacts
+from offload.plan.facts.linears import FP32_BYTES, SoftmaxAttention
+from offload.plan.facts.optimizer import state_bytes
+from offload.plan.facts.trainable import (
+    trained_parameters,
+    trained_tensor_shapes,
+)
+from offload.plan.fit import MemoryNeeds
+from offload.plan.machine.machine import Machine
 from offload.plan.memory.memory import (
     CONTEXT,
+    FRAGMENTATION_FRAC,
     SLAB,
     STASH,
     MemoryTerm,
@@ -20,23 +31,420 @@ from offload.plan.memory.memory import (
     input_bytes,
     total_bytes,
 )
-from offload.plan.plan import Plan, with_costs
+from offload.plan.plan import Plan, plan, with_costs
 from offload.plan.request import PlanRequest
+from offload.plan.schedule.schedule import MIN_SLOTS
 from offload.plan.sharded import as_sharded, sharded_plan, shortages
-from offload.plan.time.costs import LayerCost
+from offload.plan.time.costs import LayerCost, recomputed_products
+from offload.plan.time.optimizer import BYTES_PER_WEIGHT
+from offload.plan.time.pointwise import pointwise_work
+from offload.plan.time.pricer import Pricer
 from offload.plan.time.roofline import (
+    Work,
     all_reduce_bytes,
+    elementwise,
+    layer_elementwise_bytes,
     tensor_parallel_bytes,
+    unfused_softmax_bytes,
 )
-from offload.plan.what_if.option import (
-    Figures,
-    Option,
-    figures_of,
-    plan_anyway,
-    priced,
-    step_at_prices,
-    without_price,
-)
+
+Standing = Literal["in the plan", "a setting", "not done here"]
+VAST_BYTES = 2**60
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Figures:
+    """The time, memory and traffic of a step.
+
+    Attributes:
+        step_s: Seconds of a step, optimizer included.
+        vram_bytes: Peak of device memory, on each card.
+        ram_bytes: Peak of host memory, of all processes together.
+        link_bytes: What crosses a card's link per step, both ways, to the host and to other cards.
+    """
+
+    step_s: float
+    vram_bytes: int
+    ram_bytes: int
+    link_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Option:
+    """One row of a what-if table.
+
+    Attributes:
+        name: What the option does.
+        standing: Whether the plan uses it, a setting enables it, or this tool only prices it.
+        how: The setting, how the price is computed, or why there is none.
+        source: The source of the idea or the formula.
+        figures: Of the same step with the option; if the plan uses it, of the step without it.
+        fits: Whether the figures are within the machine's memory.
+    """
+
+    name: str
+    standing: Standing
+    how: str
+    source: str
+    figures: Figures | None
+    fits: bool
+
+
+def figures_of(plan: Plan) -> Figures:
+    """Return a plan's own figures."""
+    return Figures(
+        step_s=plan.step_s,
+        vram_bytes=plan.peak_bytes,
+        ram_bytes=plan.host_bytes,
+        link_bytes=plan.schedule.h2d_bytes + plan.schedule.d2h_bytes,
+    )
+
+
+def replanned(
+    name: str, how: str, source: str, *, plan: Plan, request: PlanRequest, is_in_plan: bool
+) -> Option:
+    """Return an option that is a setting: the plan of another request."""
+    made, short = plan_anyway(plan.facts, plan.machine, request)
+    return Option(
+        name=name,
+        standing="in the plan" if is_in_plan else "a setting",
+        how=how,
+        source=source,
+        figures=figures_of(made),
+        fits=not short,
+    )
+
+
+def priced(
+    name: str, how: str, source: str, *, plan: Plan, figures: Figures, is_in_plan: bool = False
+) -> Option:
+    """Return an option that no setting enables."""
+    return Option(
+        name=name,
+        standing="in the plan" if is_in_plan else "not done here",
+        how=how,
+        source=source,
+        figures=figures,
+        fits=not _short(figures, plan.machine, plan.request),
+    )
+
+
+def without_price(name: str, why: str, source: str) -> Option:
+    """Return an option that does not apply here, and why."""
+    return Option(
+        name=name, standing="not done here", how=why, source=source, figures=None, fits=False
+    )
+
+
+def step_at_prices(plan: Plan, change: Callable[[LayerFacts, LayerCost], LayerCost]) -> float:
+    """Simulate the plan's ops with other costs for its layers."""
+    pairs = tuple(zip(plan.facts.layers, plan.costs.layers, strict=True))
+    changed = {pair: change(*pair) for pair in set(pairs)}
+    layers = tuple(changed[pair] for pair in pairs)
+    return with_costs(plan, replace(plan.costs, layers=layers)).step_s
+
+
+# ---------------------------------------------------------------------------------------------
+# Without regard to memory
+
+
+def plan_anyway(
+    facts: ModelFacts, machine: Machine, request: PlanRequest
+) -> tuple[Plan, tuple[str, ...]]:
+    """Plan a request; if it does not fit, plan with the fewest slots and unlimited memory.
+
+    Returns:
+        The plan, and the names of the memories that are too small for it.
+    """
+    if fits(facts, machine, request):  # a refusal searches for what would fit, which is slow
+        return plan(facts, machine, request), ()
+    num_slots = MIN_SLOTS if request.num_slots is None else request.num_slots
+    num_graphs = request.num_kept_graphs or 0
+    freely = replace(
+        request,
+        num_slots=num_slots,
+        num_kept_graphs=num_graphs,
+        vram_budget_bytes=None,
+        has_outputs=False,
+        has_sent_graphs=False,
+    )
+    vast = replace(machine, vram_bytes=VAST_BYTES, ram_bytes=VAST_BYTES)
+    try:
+        made = plan(facts, vast, freely)  # the limit of page-locked memory is unchanged
+    except DoesNotFitError:
+        made = plan(facts, replace(vast, pinned_bytes=VAST_BYTES), freely)
+    short = _short(figures_of(made), machine, request)
+    made = replace(made, machine=machine, request=replace(request, num_slots=num_slots))
+    return made, tuple(short or ["page-locked RAM"])
+
+
+def fits(facts: ModelFacts, machine: Machine, request: PlanRequest) -> bool:
+    """Return whether there is any plan for a request."""
+    return MemoryNeeds.of(facts, machine, request).most_slots is not None
+
+
+def _short(figures: Figures, machine: Machine, request: PlanRequest) -> list[str]:
+    """Name the memories that are too small; on a CPU there is only one."""
+    ram_bytes = figures.ram_bytes + (figures.vram_bytes if machine.device == "cpu" else 0)
+    limit_bytes = min(machine.vram_bytes, request.vram_budget_bytes or machine.vram_bytes)
+    return [
+        *(["VRAM"] if figures.vram_bytes > limit_bytes else []),
+        *(["RAM"] if ram_bytes > machine.ram_bytes else []),
+    ]
+
+
+def full_training_terms(
+    *,
+    num_parameters: int,
+    dtype_bytes: int,
+    activation_bytes: int,
+    context_bytes: int,
+) -> tuple[MemoryTerm, ...]:
+    """List the memory of training every weight with AdamW; below fp32 a master copy is kept."""
+    master = FP32_BYTES * num_parameters if dtype_bytes != FP32_BYTES else 0
+    return (
+        MemoryTerm(name="weights", num_bytes=dtype_bytes * num_parameters),
+        MemoryTerm(name="fp32 copy", num_bytes=master),
+        MemoryTerm(name="gradients", num_bytes=dtype_bytes * num_parameters),
+        MemoryTerm(name="optimizer states", num_bytes=state_bytes([(num_parameters,)], "adamw")),
+        MemoryTerm(name="activations", num_bytes=activation_bytes),
+        MemoryTerm(name=CONTEXT, num_bytes=context_bytes),
+    )
+
+
+def activation_bytes(
+    *, features: int, num_tokens: int, hidden_size: int, num_layers: int, dtype_bytes: int
+) -> int:
+    """Return what layers save without checkpointing: `features` hidden sizes per token."""
+    return features * hidden_size * num_tokens * num_layers * dtype_bytes
+
+
+# ---------------------------------------------------------------------------------------------
+# Options for one card that this tool does not offer, or always uses: the step with each of them.
+#
+# Times are those of the plan's own ops with other costs. Memory is the plan's own terms, plus what
+# the option would add.
+
+# Memory-bound operations of a backward visit, in forwards: one recompute, and two for the backward.
+VISIT_FORWARDS = 3
+# A fused AdamW on a CPU: weight, gradient and two moments read, all but the gradient written.
+CPU_ADAMW_BYTES = 7 * FP32_BYTES
+UNFUSED_SCORE_BYTES = 4  # for each pair of tokens and head, in the layer of the backward visit
+
+
+def recompute_all(plan: Plan) -> Option:
+    """Backward visits recompute their layers; otherwise all graphs are kept until the backward."""
+    needs = MemoryNeeds.of(plan.facts, plan.machine, plan.request)
+    return priced(
+        "recompute all",
+        "graphs of all layers on the card",
+        "arXiv:1604.06174",
+        plan=plan,
+        figures=replace(
+            figures_of(plan),
+            step_s=step_at_prices(
+                plan,
+                lambda _, cost: replace(
+                    cost, backward_s=cost.back_s(has_graph=True), recompute_s=0.0
+                ),
+            ),
+            vram_bytes=total_bytes(
+                needs.device(plan.residency._replace(num_kept_graphs=plan.facts.num_layers))
+            ),
+        ),
+        is_in_plan=True,
+    )
+
+
+def recompute_cheap(plan: Plan) -> Option:
+    """Keep the outputs of products, and recompute what is between them, attention included."""
+    at = Pricer(machine=plan.machine, facts=plan.facts, workload=plan.request.typical)
+    products_s = {
+        layer: recomputed_products(layer, at).seconds(plan.machine)
+        for layer in set(plan.facts.layers)
+    }
+    largest = plan.request.largest
+    features = sum(x.active * x.d_out for layer in plan.facts.layers for x in layer.linears)
+    kept_bytes = features * largest.num_tokens * largest.dtype_bytes
+    kept_bytes *= plan.request.num_micro_batches
+    return priced(
+        "recompute the cheap part",
+        "results of products on the card",
+        "arXiv:2205.05198",
+        plan=plan,
+        figures=replace(
+            figures_of(plan),
+            step_s=step_at_prices(
+                plan,
+                lambda layer, cost: replace(
+                    cost,
+                    backward_s=cost.backward_s - products_s[layer],
+                    recompute_s=max(0.0, cost.recompute_s - products_s[layer]),
+                ),
+            ),
+            vram_bytes=plan.peak_bytes + _with_fragments(kept_bytes),
+        ),
+    )
+
+
+def offload_optimizer(plan: Plan) -> Option:
+    """Gradients leave the card, the CPU updates, weights come back; nothing overlaps with it."""
+    name, source, at = "offload optimizer", "arXiv:2101.06840", plan.machine
+    if at.device == "cpu":
+        return without_price(name, "the CPU has it already", source)
+    largest, now = plan.request.largest, figures_of(plan)
+    copy_bytes = FP32_BYTES * trained_parameters(plan.facts, largest.adapter)
+    shapes = trained_tensor_shapes(plan.facts, largest.adapter)
+    update_s = (
+        copy_bytes / at.d2h_bytes_per_s.value
+        + CPU_ADAMW_BYTES * sum(map(prod, shapes)) / at.host_memory_bytes_per_s.value
+        + copy_bytes / at.h2d_bytes_per_s.value
+    )
+    states_bytes = state_bytes(shapes, largest.optimizer)
+    return priced(
+        name,
+        "AdamW on the CPU, nothing beside it",
+        source,
+        plan=plan,
+        figures=Figures(
+            step_s=now.step_s - plan.costs.optimizer_s + update_s,
+            vram_bytes=now.vram_bytes - _with_fragments(states_bytes),
+            ram_bytes=now.ram_bytes + state_bytes(shapes, "adamw") + 2 * copy_bytes,
+            link_bytes=now.link_bytes + 2 * copy_bytes,
+        ),
+    )
+
+
+def one_kernel_each(plan: Plan) -> Option:
+    """Norms, additions and SwiGLU read and write each tensor once."""
+    typical = plan.request.typical
+    at = Pricer(machine=plan.machine, facts=plan.facts, workload=typical)
+
+    def fused(layer: LayerFacts, cost: LayerCost) -> LayerCost:
+        downs = (x for x in layer.linears if x.is_down and x.group != "experts")
+        num_bytes = layer_elementwise_bytes(
+            num_tokens=typical.num_tokens,
+            hidden_size=plan.facts.hidden_size,
+            mlp_width=sum(linear.d_in for linear in downs),
+            dtype_bytes=typical.dtype_bytes,
+        )
+        roof = elementwise(plan.machine, num_elements=num_bytes, num_passes=1, dtype_bytes=1)
+        passes = pointwise_work(at, layer)
+        saved_s = max(0.0, passes.forward.memory_s - roof.time_s)
+        saved_back_s = max(0.0, passes.backward.memory_s - 2 * roof.time_s)
+        return replace(
+            cost,
+            forward_s=cost.forward_s - saved_s,
+            backward_s=cost.backward_s - saved_s - saved_back_s,
+            recompute_s=max(0.0, cost.recompute_s - saved_s),
+        )
+
+    return priced(
+        "fused norms and SwiGLU",
+        "each tensor read and written once",
+        "arXiv:2410.10989",
+        plan=plan,
+        figures=replace(figures_of(plan), step_s=step_at_prices(plan, fused)),
+    )
+
+
+def unfused_attention(plan: Plan) -> Option:
+    """Scores are materialized; PyTorch does so silently if no fused kernel supports a call."""
+    name, source = "attention not fused", "arXiv:2205.14135"
+    typical, largest = plan.request.typical, plan.request.largest
+    heads = {layer: _fused_heads(layer) for layer in set(plan.facts.layers)}
+    if not any(heads.values()):
+        return without_price(name, "nor is it in this model", source)
+
+    def unfused(layer: LayerFacts, cost: LayerCost) -> LayerCost:
+        num_bytes = typical.micro_batch_size * unfused_softmax_bytes(
+            num_heads=heads[layer], seq_len=typical.seq_len, dtype_bytes=typical.dtype_bytes
+        )
+        moved_s = num_bytes / plan.machine.memory_bytes_per_s.value
+        return replace(
+            cost,
+            forward_s=cost.forward_s + moved_s,
+            backward_s=cost.backward_s + VISIT_FORWARDS * moved_s,
+            recompute_s=cost.recompute_s + moved_s,
+        )
+
+    num_scores = largest.micro_batch_size * max(heads.values()) * largest.seq_len**2
+    return priced(
+        name,
+        "scores written and read",
+        source,
+        plan=plan,
+        figures=replace(
+            figures_of(plan),
+            step_s=step_at_prices(plan, unfused),
+            vram_bytes=plan.peak_bytes + _with_fragments(UNFUSED_SCORE_BYTES * num_scores),
+        ),
+    )
+
+
+def train_all(plan: Plan) -> Option:
+    """Every weight trains on one card: one more product for each gradient, and states for all.
+
+    Of activations only layer inputs are counted: everything else is recomputed.
+    """
+    facts, typical, products_s = plan.facts, plan.request.typical, _products_s(plan)
+    request = replace(plan.request, num_slots=facts.num_layers, num_kept_graphs=0, is_stashed=False)
+    resident, _ = plan_anyway(facts, plan.machine, request)
+    layers_s = step_at_prices(
+        resident, lambda layer, cost: replace(cost, backward_s=cost.backward_s + products_s[layer])
+    )
+    update_bytes = BYTES_PER_WEIGHT["adamw"] * facts.num_parameters
+    terms = full_training_terms(
+        num_parameters=facts.num_parameters,
+        dtype_bytes=typical.dtype_bytes,
+        activation_bytes=activation_bytes(
+            features=1,
+            num_tokens=typical.num_tokens * plan.request.num_micro_batches,
+            hidden_size=facts.hidden_size,
+            num_layers=facts.num_layers,
+            dtype_bytes=typical.dtype_bytes,
+        ),
+        context_bytes=plan.machine.context_bytes,
+    )
+    update_s = update_bytes / plan.machine.memory_bytes_per_s.value
+    waiting = (term for term in plan.host_memory if term.name in (SLAB, STASH))
+    return priced(
+        "train all weights",
+        "AdamW, nothing offloaded",
+        "arXiv:1910.02054",
+        plan=plan,
+        figures=Figures(
+            step_s=layers_s - plan.costs.optimizer_s + update_s,
+            vram_bytes=total_bytes(terms),
+            ram_bytes=plan.host_bytes - total_bytes(waiting),
+            link_bytes=0,
+        ),
+    )
+
+
+# ---------------------------------------------------------------------------------------------
+
+
+def _fused_heads(layer: LayerFacts) -> int:
+    """Return the number of heads whose scores a fused kernel does not materialize."""
+    kind = layer.attention
+    return kind.num_heads if isinstance(kind, SoftmaxAttention) and kind.scores == "fused" else 0
+
+
+def _products_s(plan: Plan) -> dict[LayerFacts, float]:
+    """Return the seconds of the frozen products of a layer's forward, for one micro-batch."""
+    at = Pricer(machine=plan.machine, facts=plan.facts, workload=plan.request.typical)
+    return {
+        layer: sum((at.matmul(linear) for linear in layer.linears), start=Work()).seconds(
+            plan.machine
+        )
+        for layer in set(plan.facts.layers)
+    }
+
+
+def _with_fragments(num_bytes: int) -> int:
+    return int(num_bytes * (1 + FRAGMENTATION_FRAC))
+
 
 CUBLAS = "cuBLAS workspaces"
 SOURCES = {
@@ -148,7 +556,7 @@ def _shard(cards: _Cards) -> Option:
 
 
 def _is_offered(request: PlanRequest) -> bool:
-    """Return whether a run could be sharded; `finetune.recipe.sharded_rules` says why not."""
+    """Return whether a run could be sharded; `finetune.recipe.rules` says why not."""
     typical, spec = request.typical, request.typical.adapter
     is_lora = not (spec.experts or spec.is_dora or spec.modules or spec.method)
     return is_lora and typical.optimizer in ("adamw", "sgd") and not typical.has_router_loss

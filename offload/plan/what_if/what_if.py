@@ -12,23 +12,24 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from offload.plan.facts.codec import CodecName
-from offload.plan.facts.embedding import why_on_device
-from offload.plan.facts.head import why_head_on_device
 from offload.plan.facts.optimizer import Optimizer
-from offload.plan.facts.workload import WeightPlace
+from offload.plan.facts.workload import WeightPlace, why_head_on_device, why_on_device
 from offload.plan.plan import Plan
 from offload.plan.request import PlanRequest, with_codec, with_embeddings, with_head, with_tied
 from offload.plan.schedule.schedule import MIN_SLOTS
-from offload.plan.what_if.card import (
+from offload.plan.what_if.cards import (
+    Figures,
+    Option,
+    figures_of,
     offload_optimizer,
     one_kernel_each,
     recompute_all,
     recompute_cheap,
+    replanned,
+    second_cards,
     train_all,
     unfused_attention,
 )
-from offload.plan.what_if.cards import second_cards
-from offload.plan.what_if.option import Figures, Option, figures_of, replanned
 
 NUM_CARDS = 2  # what fits a workstation
 

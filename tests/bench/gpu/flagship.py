@@ -19,7 +19,7 @@ from transformers import AutoConfig
 from finetune.errors import FinetuneError
 from finetune.report.explain import METRICS, explain
 from finetune.report.prediction import read_predictions
-from finetune.run.metrics import read_rows
+from finetune.run.run_files import read_rows
 from offload.plan.facts.facts import AdapterSpec, model_facts
 from offload.plan.machine.machine import GIB, named_machine
 from tests.bench.gpu import models, moe30b

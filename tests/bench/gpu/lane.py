@@ -27,15 +27,14 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch.profiler import ProfilerActivity, profile
 
-from finetune.adapter.expert_lora import compute_beside
-from finetune.adapter.linear_lora import compute_in_base_dtype
+from finetune.adapter.linear_lora import compute_beside, compute_in_base_dtype
 from offload.engine.experts import fused
 from offload.engine.experts.autotune import use
-from offload.engine.experts.interface import goes_through_interface
-from offload.engine.experts.tiles import Blocks, blocks_for
+from offload.engine.experts.launcher import Blocks, blocks_for
+from offload.engine.experts.products import goes_through_interface
+from offload.engine.model.hooks import attempt, visit_with_graph, visit_without_graph
 from offload.engine.model.layers import LayeredModel
 from offload.engine.model.readers import candidates, unheld_products
-from offload.engine.model.visit import attempt, visit_with_graph, visit_without_graph
 from offload.engine.recompute.unread import Unread
 from offload.engine.streams import release_cached, seconds_of
 from offload.engine.visit_cache import VISIT_CACHE

@@ -20,15 +20,12 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from finetune.adapter.expert_lora import compute_beside
-from finetune.adapter.linear_lora import compute_in_base_dtype
+from finetune.adapter.linear_lora import compute_beside, compute_in_base_dtype
 from offload.engine.codecs.codec import NATIVE
 from offload.engine.experts.autotune import use
-from offload.engine.experts.interface import goes_through_interface
-from offload.engine.host.layer_layout import lay_out
-from offload.engine.host.mempolicy import bind_memory
-from offload.engine.host.numa import place_near, thread_on
-from offload.engine.host.slab import Slab
+from offload.engine.experts.products import goes_through_interface
+from offload.engine.host.numa import bind_memory, place_near, thread_on
+from offload.engine.host.slab import Slab, lay_out
 from offload.engine.model.encoding import Encoding
 from offload.engine.model.layers import LayeredModel
 from offload.plan.facts.codec import CodecName

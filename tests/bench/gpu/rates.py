@@ -8,9 +8,8 @@ import torch
 from torch import nn
 
 from offload.engine.experts.autotune import CANDIDATES, try_all
-from offload.engine.host.layer_layout import lay_out
 from offload.engine.host.pagelock import open_locker, page_lock
-from offload.engine.host.slab import Slab
+from offload.engine.host.slab import Slab, lay_out
 from offload.plan.machine.machine import GIB
 from tests.bench.gpu.journal import RATES, Journal
 from tests.bench.gpu.models import fill

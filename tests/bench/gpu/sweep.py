@@ -12,8 +12,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from offload.engine.experts import fused
+from offload.engine.experts.launcher import Blocks
 from offload.engine.experts.lora import register
-from offload.engine.experts.tiles import Blocks
 from offload.engine.streams import seconds_of
 from tests.bench.bench_grouped import tiny
 from tests.bench.gpu.journal import Journal

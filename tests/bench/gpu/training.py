@@ -16,7 +16,7 @@ from offload.plan.facts.codec import CodecName
 from offload.plan.facts.facts import AdapterSpec
 from offload.plan.machine.machine import Machine, Rate
 from offload.plan.plan import Plan
-from offload.plan.time.expert_rate import with_measured_experts
+from offload.plan.time.costs import with_measured_experts
 from tests.bench.bench_engine import SlowLink
 from tests.bench.gpu import models
 from tests.bench.gpu.card import Card

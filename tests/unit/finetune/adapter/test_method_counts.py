@@ -2,8 +2,8 @@
 
 import pytest
 
-from finetune.adapter.method_counts import counted
-from offload.plan.facts.peft_method import MethodCounts, PeftMethod
+from finetune.adapter.methods import counted
+from offload.plan.facts.facts import MethodCounts, PeftMethod
 
 K, M, R, T = 1024, 512, 8, 300
 

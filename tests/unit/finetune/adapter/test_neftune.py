@@ -7,7 +7,7 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig, Qwen3Config, Qwen3
 from transformers.integrations.neftune import activate_neftune
 
 import offload
-from finetune.adapter.neftune import add_noise
+from finetune.adapter.lora import add_noise
 from offload.engine.randomness import FRONT_LAYER
 from offload.engine.seeding import NEWEST
 from tests.tiers import diagonal

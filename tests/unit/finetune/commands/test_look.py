@@ -7,8 +7,7 @@ import pytest
 
 from finetune.commands.look import look_at, seq_len_for
 from finetune.errors import DataError
-from finetune.recipe.load import recipe_from
-from finetune.recipe.yaml_source import Draft
+from finetune.recipe.load import Draft, recipe_from
 from tests.doubles import tiny_tokenizer
 
 

@@ -4,8 +4,9 @@ import signal
 import pytest
 
 from finetune.data.chat_template import Limits, render
-from finetune.data.rows import Conversation, Message
+from finetune.data.rows import Conversation
 from finetune.data.tokenize import encode
+from finetune.data.turns import Message
 from finetune.errors import DataError
 from tests.doubles import tiny_tokenizer
 

@@ -7,13 +7,12 @@ from typing import Any
 import pytest
 
 from finetune.data.dataset import ExampleSet, Rows, held_out_mask, load_rows
-from finetune.data.encode_source import stored_tokens
+from finetune.data.encode_source import TokenStore, stored_tokens
 from finetune.data.rows import Conversation
-from finetune.data.token_cache import TokenStore
 from finetune.data.tokenize import encode
 from finetune.errors import DataError
-from finetune.recipe.data_section import DataSection
-from finetune.report.progress import unseen
+from finetune.recipe.sections import DataSection
+from finetune.report.screen import unseen
 from tests.conversations import count_rows, encoder_of, source_of, talk, tokenised
 from tests.doubles import tiny_tokenizer
 

@@ -10,8 +10,8 @@ from datasets import Dataset
 from finetune.data.dataset import Rows, load_rows
 from finetune.data.sources import open_source
 from finetune.errors import DataError
-from finetune.recipe.data_section import DataSection
-from finetune.report.progress import Work
+from finetune.recipe.sections import DataSection
+from finetune.report.screen import Work
 from tests.doubles import tiny_tokenizer
 
 HEAD = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"

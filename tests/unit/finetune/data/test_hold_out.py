@@ -10,7 +10,7 @@ import pytest
 
 from finetune.data.dataset import ExampleSet, Rows, load_rows
 from finetune.errors import DataError
-from finetune.recipe.data_section import DataSection
+from finetune.recipe.sections import DataSection
 from tests.doubles import tiny_tokenizer
 from tests.tiers import mostly_slow
 

@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from finetune.data.dataset import ExampleSet, Rows, load_rows
-from finetune.data.mix import drawn, rows_per_source
+from finetune.data.dataset import ExampleSet, Rows, drawn, load_rows, rows_per_source
 from finetune.errors import DataError
-from finetune.recipe.data_section import DataSection
+from finetune.recipe.sections import DataSection
 from tests.doubles import tiny_tokenizer
 
 

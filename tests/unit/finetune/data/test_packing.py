@@ -8,13 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finetune.data import packing
+from finetune.data import order as order_module
 from finetune.data.dataset import ExampleSet
-from finetune.data.order import BatchOrder
-from finetune.data.packing import PackedOrder, RowCost, packed
+from finetune.data.order import BatchOrder, PackedOrder, RowCost, packed
 from finetune.data.steps import StepLoader, Steps, collate_packed
 from finetune.training.ranks import own_micro_batches
-from offload.plan.facts.attention import SoftmaxAttention
+from offload.plan.facts.linears import SoftmaxAttention
 from tests.conversations import count_rows, tokenised
 
 LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=60)
@@ -122,8 +121,8 @@ def test_no_packed_step_is_larger_than_the_longest(
     """Of a run of few rows some step is as large, and some sequence as wide."""
     num_rows = 1 + tokens % 7
     order = order_of(lengths, rows=num_rows) if is_in_rows else order_of(lengths, tokens=tokens)
-    most = 0 if is_long else packing.MOST_ROWS_LOOKED_AT
-    with mock.patch.object(packing, "MOST_ROWS_LOOKED_AT", most):
+    most = 0 if is_long else order_module.MOST_ROWS_LOOKED_AT
+    with mock.patch.object(order_module, "MOST_ROWS_LOOKED_AT", most):
         longest = [sum(num for _, num in part) for part in order.longest_step()]
     steps = [
         [sum(lengths[row] for row in part) for part in order.step(step)]

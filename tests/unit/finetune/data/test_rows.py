@@ -8,8 +8,9 @@ from typing import Any
 import datasets
 import pytest
 
-from finetune.data.rows import Conversation, LossOn, Message
+from finetune.data.rows import Conversation, LossOn
 from finetune.data.tokenize import learned_turns
+from finetune.data.turns import Message
 from finetune.errors import DataError
 from tests.conversations import read_conversations
 

@@ -8,7 +8,7 @@ import pytest
 from finetune.data.dataset import Rows, load_rows
 from finetune.data.sources import MAX_ROW_BYTES, FileSource, open_source
 from finetune.errors import DataError
-from finetune.recipe.data_section import DataSection
+from finetune.recipe.sections import DataSection
 from tests.doubles import tiny_tokenizer
 
 ROWS = [{"instruction": f"{n}+{n}?", "output": f"{2 * n}"} for n in range(6)]

@@ -2,8 +2,9 @@ import pytest
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerBase
 
-from finetune.data.rows import Conversation, Message
+from finetune.data.rows import Conversation
 from finetune.data.tokenize import IGNORE_INDEX, encode
+from finetune.data.turns import Message
 from finetune.errors import DataError
 from tests.doubles import CHAT_TEMPLATE, tiny_tokenizer
 

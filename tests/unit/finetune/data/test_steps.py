@@ -16,8 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from finetune.data.dataset import ExampleSet
-from finetune.data.order import BatchOrder, StepSizes
-from finetune.data.packing import PackedOrder, RowCost
+from finetune.data.order import BatchOrder, PackedOrder, RowCost, StepSizes
 from finetune.data.steps import StepBatch, StepLoader, Steps, collate
 from finetune.data.tokenize import Example
 from finetune.errors import DataError

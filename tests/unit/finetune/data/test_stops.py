@@ -5,9 +5,15 @@ from typing import Any
 import pytest
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from finetune.data.chat_template import (
+    Stops,
+    eos_ids,
+    merge_generation_config,
+    read_generation_config,
+)
 from finetune.data.dataset import ExampleSet
-from finetune.data.rows import Conversation, Message
-from finetune.data.stops import Stops, eos_ids, merge_generation_config, read_generation_config
+from finetune.data.rows import Conversation
+from finetune.data.turns import Message
 from finetune.errors import ModelError
 from tests.conversations import tokenised
 from tests.doubles import tiny_tokenizer

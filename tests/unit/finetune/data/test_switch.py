@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from finetune.data.chat_template import Switch, server_flags, switch_of
 from finetune.data.dataset import Rows, load_rows
-from finetune.data.switch import Switch, server_flags, switch_of
-from finetune.recipe.data_section import DataSection
+from finetune.recipe.sections import DataSection
 from tests.chat_templates import CHATML, GPT_OSS, OFF_BY_DEFAULT, QWEN3, R1, SPECIAL
 from tests.doubles import tiny_tokenizer
 

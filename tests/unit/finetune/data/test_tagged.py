@@ -7,8 +7,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from finetune.data.rows import Tagged
 from finetune.data.sources import RowError
-from finetune.data.tagged import Tagged
 from finetune.data.tokenize import Encoder, Fate
 from tests.doubles import tiny_tokenizer
 

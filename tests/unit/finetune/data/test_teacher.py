@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from finetune.data.compared.groups import require_known_tokens
-from finetune.data.compared.step_layout import Comparison
+from finetune.data.compared import Comparison, require_known_tokens
 from finetune.data.dataset import Rows, load_rows
+from finetune.data.rows import TopTokens
 from finetune.data.sources import RowError
-from finetune.data.teacher import TopTokens
 from finetune.data.tokenize import IGNORE_INDEX
 from finetune.errors import DataError
-from finetune.recipe.data_section import DataSection
+from finetune.recipe.sections import DataSection
 from tests.doubles import tiny_tokenizer
 
 NAMES = ("top_ids", "top_logprobs")

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from finetune.data.dataset import load_rows
 from finetune.data.tokenize import IGNORE_INDEX, Example
 from finetune.errors import DataError
-from finetune.recipe.data_section import DataSection
+from finetune.recipe.sections import DataSection
 from tests.chat_templates import SPECIAL, TEMPLATES
 from tests.doubles import tiny_tokenizer
 

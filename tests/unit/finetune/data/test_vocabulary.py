@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from finetune.data.dataset import Rows, load_rows
-from finetune.data.vocabulary import require_known_ids, require_known_rows
+from finetune.data.tokenize import require_known_ids, require_known_rows
 from finetune.errors import DataError
-from finetune.recipe.data_section import DataSection
+from finetune.recipe.sections import DataSection
 from tests.doubles import tiny_tokenizer
 
 NUM = len(tiny_tokenizer())

@@ -18,8 +18,7 @@ from transformers import (
 
 from finetune.export import merge as merge_module
 from finetune.export.adapter_delta import Changes
-from finetune.export.base_checkpoint import BaseWeights
-from finetune.export.merge import merge
+from finetune.export.merge import BaseWeights, merge
 from finetune.export.safetensors_writer import Shards
 from finetune.files.shards import INDEX
 from finetune.files.tensors import Spec

@@ -18,7 +18,7 @@ from transformers import (
 from transformers.core_model_loading import revert_weight_conversion
 
 from finetune.errors import CheckpointError, MergeError, ModelError
-from finetune.export import tensor_names
+from finetune.export import adapter_delta
 from finetune.export.merge import merge
 from finetune.files.shards import INDEX
 from tests.unit.finetune.export.adapted import (
@@ -142,7 +142,7 @@ def test_a_rule_that_cannot_be_turned_round_is_refused(
 
     base = publish(MODELS["mixtral"](), tmp_path / "base", torch.bfloat16)
     adapter = train(base, tmp_path / "adapter")
-    monkeypatch.setattr(tensor_names, "revert_weight_conversion", revert)
+    monkeypatch.setattr(adapter_delta, "revert_weight_conversion", revert)
     with pytest.raises(ModelError, match=r"rule for .*experts\..* cannot be turned round: "):
         merge(base, adapter, tmp_path / "out")
     assert sorted(file.name for file in tmp_path.iterdir()) == ["adapter", "base"]

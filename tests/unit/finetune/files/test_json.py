@@ -5,7 +5,7 @@ import pytest
 from pydantic import BaseModel
 
 from finetune.errors import ModelError
-from finetune.files.json import JsonFile
+from finetune.files.atomic import JsonFile
 
 
 class Pair(BaseModel):

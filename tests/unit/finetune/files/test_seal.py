@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 import yaml
 
-from finetune.files.seal import is_sealed_json, is_sealed_yaml, sealed_json, sealed_yaml
+from finetune.files.manifest import is_sealed_json, is_sealed_yaml, sealed_json, sealed_yaml
 
 YAML = "train:\n  lr: 0.1\n  steps: 6\nreport:\n  samples: 4\n"
 VALUES = {"loss": 0.25, "rows": [1, 2]}

@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from finetune.errors import ModelError
-from finetune.export.base_checkpoint import BaseWeights
+from finetune.export.merge import BaseWeights
 from finetune.files.shards import INDEX, weight_files
 from finetune.files.tensors import open_tensors, read_header
 from finetune.model.checkpoint import _weight_files

@@ -4,7 +4,7 @@ import pytest
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from finetune.errors import ConfigError
-from finetune.full.chosen_weights import choose_weights, counted
+from finetune.full.weights import choose_weights, counted
 from finetune.model.empty import empty_of
 from finetune.planning.request import facts_of
 from finetune.recipe.sections import ModelSection

@@ -9,8 +9,8 @@ from bitsandbytes.optim.adamw import AdamW8bit
 from bitsandbytes.optim.lion import Lion
 from torch import nn
 
-from finetune.full import host_optimizer
-from finetune.full.host_optimizer import HostOptimizer, total_norm
+from finetune.full import optimizer
+from finetune.full.optimizer import HostOptimizer, total_norm
 from offload.plan.facts.optimizer import Optimizer
 
 SHAPES = {"matrix": (111, 53), "stack": (3, 37, 53), "vector": (41,)}
@@ -57,7 +57,7 @@ ERRORS: dict[Optimizer, float] = {"adamw_8bit": 2e-3, "sgd": 1e-6, "lion": 1e-6,
 def test_reorder_it_is_the_librarys_optimizer(
     name: Optimizer, piece_elements: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_optimizer, "PIECE_ELEMENTS", piece_elements)
+    monkeypatch.setattr(optimizer, "PIECE_ELEMENTS", piece_elements)
     plain = {key: nn.Parameter(value) for key, value in drawn(0).items()}
     groups: list[dict[str, Any]] = [
         {"params": [plain["matrix"], plain["stack"]]},

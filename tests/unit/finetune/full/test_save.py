@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from finetune.data.stops import Stops
-from finetune.full.save import save_model
+from finetune.data.chat_template import Stops
+from finetune.full.weights import save_model
 from finetune.model.empty import empty_of
 from finetune.recipe.sections import ModelSection
 from tests.parity.steps import SHAPE

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from finetune.full.split_master import joined, low_type, split_into
+from finetune.full.optimizer import joined, low_type, split_into
 
 PIECE = 2**19  # what is made of it stays in a cache
 

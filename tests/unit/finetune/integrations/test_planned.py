@@ -10,9 +10,8 @@ from peft import IA3Config, LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from finetune.errors import ConfigError
-from finetune.integrations import stream
-from finetune.integrations.planned import plan_steps
-from finetune.integrations.trainer import SluiceTrainer, Streaming
+from finetune.integrations import trainer
+from finetune.integrations.trainer import SluiceTrainer, Streaming, plan_steps
 from offload.errors import DoesNotFitError
 from offload.plan.machine.machine import GIB, MIB, Machine, named_machine
 from tests.parity.steps import MODELS, NUM_LAYERS, tiny
@@ -116,7 +115,7 @@ def test_all_settings_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
         "head": "host",
     }
     given: dict[str, Any] = {}
-    monkeypatch.setattr(stream, "attach", lambda _model, **asked: given.update(asked))
+    monkeypatch.setattr(trainer, "attach", lambda _model, **asked: given.update(asked))
     Streaming(**settings).attach(tiny("llama"), device=torch.device("cpu"))
     assert given == settings | {"device": "cpu"}
 

@@ -10,13 +10,14 @@ from accelerate.state import AcceleratorState
 from transformers import Seq2SeqTrainer, Trainer, TrainingArguments
 
 from finetune.errors import ConfigError
-from finetune.integrations.refusals import (
+from finetune.integrations.trainer import (
     OF_ARGUMENTS,
     OF_SFT,
+    SluiceTrainer,
+    Streaming,
     require_arguments,
     require_own_methods,
 )
-from finetune.integrations.trainer import SluiceTrainer, Streaming
 from tests.parity.steps import tiny
 
 CASES: dict[str, Any] = {

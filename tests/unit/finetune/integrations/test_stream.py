@@ -7,7 +7,7 @@ import torch
 
 import offload
 from finetune.errors import DataError
-from finetune.integrations.stream import StepBatches, evaluated, micro_batch
+from finetune.integrations.trainer import StepBatches, evaluated, micro_batch
 from tests.parity.steps import tiny
 
 IDS = torch.arange(1, 11).unsqueeze(0)

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config
 from transformers.utils.quantization_config import Mxfp4Config
 
 from finetune.errors import ModelError
-from offload.engine.model.load_hook import CaptureWeights
+from offload.engine.model.hooks import CaptureWeights
 from tests.checkpoints import (
     Pack,
     assert_same_model,

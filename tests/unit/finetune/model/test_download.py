@@ -20,9 +20,9 @@ quiet_libraries()
 from rich.console import Console
 from finetune.errors import ModelError
 from finetune.model.download import download_weights
-from finetune.report import progress
+from finetune.report import screen
 from finetune.report.screen import Screen
-progress.LINE_EVERY_S = progress.RATE_AFTER_S = 0.0
+screen.LINE_EVERY_S = screen.RATE_AFTER_S = 0.0
 console = Console(force_terminal=sys.argv[2] == "terminal", width=400)
 screen = Screen(console, is_verbose=False)
 try:

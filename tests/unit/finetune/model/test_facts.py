@@ -23,16 +23,14 @@ from finetune.errors import ModelError
 from finetune.model.facts import facts_from, facts_of
 from finetune.planning.request import facts_of as facts_of_section
 from finetune.recipe.sections import AdapterSection, ModelSection
-from offload.engine.model.inventory import inventory_of
 from offload.engine.model.layers import LayeredModel
+from offload.engine.model.readers import inventory_of
 from offload.errors import SluiceError, UnsupportedModelError
 from offload.plan.facts import facts as plan_facts
-from offload.plan.facts.attention import Recurrence, SoftmaxAttention
-from offload.plan.facts.facts import AdapterSpec, ModelFacts, model_facts
+from offload.plan.facts.facts import AdapterSpec, ModelFacts, TensorClass, model_facts
 from offload.plan.facts.families import FAMILIES, REFUSED
-from offload.plan.facts.linears import Linear, Norm
+from offload.plan.facts.linears import Linear, Norm, Recurrence, SoftmaxAttention
 from offload.plan.facts.trainable import adapter_parameters
-from offload.plan.facts.weights import TensorClass
 from tests.parity.architectures import read_table
 from tests.parity.tiny_models import tiny_config
 from tests.tiers import mostly_slow

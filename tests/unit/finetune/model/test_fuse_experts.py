@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from finetune.errors import ModelError
 from finetune.files.tensors import open_tensors
-from finetune.model.fuse_experts import join_experts
+from finetune.model.checkpoint import join_experts
 from tests.checkpoints import assert_same_model, load, published_shapes, write_checkpoint
 from tests.parity.tiny_models import tiny_config
 from tests.tiers import mostly_slow

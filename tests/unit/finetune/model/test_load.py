@@ -18,8 +18,8 @@ from finetune.model.empty import empty_of
 from finetune.model.load import load_model
 from finetune.recipe.sections import ModelSection
 from offload.engine.experts.autotune import find_experts
-from offload.engine.experts.interface import goes_through_interface
 from offload.engine.experts.lora import SUFFIX
+from offload.engine.experts.products import goes_through_interface
 from offload.plan.machine.machine import ExpertsImplementation
 from tests.checkpoints import loaded as load
 

@@ -409,7 +409,7 @@ def test_models_dtypes_codecs_and_places_have_stores_of_their_own(
 LOAD = """
 import sys
 import torch
-import offload.engine.model.load_hook, offload.engine.host.store_writer
+import offload.engine.model.hooks, offload.engine.host.store
 torch.set_num_threads(1)
 from finetune.env import quiet_libraries
 quiet_libraries()

@@ -7,7 +7,7 @@ import torch
 
 import offload
 from finetune.errors import ConfigError
-from finetune.model.sampling import Sampling, chosen_by, most_probable
+from finetune.model.tokenizer import Sampling, chosen_by, most_probable
 from finetune.training.generate import generate
 from tests.parity.steps import tiny
 

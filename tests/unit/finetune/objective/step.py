@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from finetune.objective.factory import objective_of
-from finetune.objective.row_sums import Exchange
-from finetune.objective.step_rows import StepRows
-from finetune.recipe.objective_section import ObjectiveSection
+from finetune.objective.pairs import Exchange, StepRows
+from finetune.recipe.sections import ObjectiveSection
 from offload.engine.objective import Objective, Scores
 
 SEQ_LEN = 50

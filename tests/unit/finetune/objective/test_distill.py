@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from finetune.objective.factory import objective_of
-from finetune.objective.row_sums import Exchange
-from finetune.objective.step_rows import StepRows
-from finetune.recipe.objective_section import ObjectiveSection
+from finetune.objective.pairs import Exchange, StepRows
+from finetune.recipe.sections import ObjectiveSection
 from offload.engine.objective import Scores, StepLoss
 
 N, V, K = 9, 16, 4

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from finetune.objective.dpo import LOSSES
-from finetune.recipe.objective_section import LOSSES as NAMES
+from finetune.recipe.sections import LOSSES as NAMES
 from tests.tiers import mostly_slow
 from tests.unit.finetune.objective.step import (
     Step,

@@ -16,9 +16,9 @@ from finetune.planning.candidates import (
 )
 from finetune.planning.request import facts_of
 from finetune.planning.subject import model_subject
+from finetune.recipe.load import load_shape
 from finetune.recipe.recipe import Recipe, resolved_yaml, with_offload, with_parallel
 from finetune.recipe.rules import broken_rules
-from finetune.recipe.shipped import load_shape
 from finetune.run.run_dir import RunDir, as_begun
 from finetune.training.prepare import with_chosen
 from offload.errors import DoesNotFitError

@@ -9,8 +9,7 @@ from finetune.planning.parallel import Ways, compare_ways, ways_json, ways_lines
 from finetune.planning.ranks import require_ranks_for
 from finetune.planning.subject import subject_of
 from offload.errors import DoesNotFitError, SluiceError
-from offload.plan.machine.interconnect import with_interconnect
-from offload.plan.machine.machine import GIB, named_machine
+from offload.plan.machine.machine import GIB, named_machine, with_interconnect
 
 
 def ways_of(

@@ -2,7 +2,7 @@ import pytest
 import yaml
 
 from finetune.planning.recipe_text import _scalar
-from finetune.recipe.yaml_source import CoreLoader
+from finetune.recipe.load import CoreLoader
 
 
 @pytest.mark.parametrize(

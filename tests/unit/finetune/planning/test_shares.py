@@ -4,8 +4,8 @@ import pytest
 
 from finetune.errors import ConfigError
 from finetune.planning.candidates import full_requests
+from finetune.planning.parallel import Wanted, own_choice, share_out
 from finetune.planning.request import with_backend
-from finetune.planning.shares import Wanted, own_choice, share_out
 from finetune.planning.subject import Subject, subject_of
 from offload.errors import DoesNotFitError
 from offload.plan.machine.machine import Machine, named_machine

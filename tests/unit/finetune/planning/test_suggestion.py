@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from finetune.planning.goals import GOALS, Goal
+from finetune.planning.candidates import GOALS, Goal
+from finetune.planning.subject import wanted_model
 from finetune.planning.suggestion import Target, first_settings, suggest
-from finetune.planning.wanted_model import wanted_model
 from finetune.recipe.load import load_recipe
 from offload.plan.machine.machine import GIB, named_machine
 from tests.command import run

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from finetune.errors import ConfigError
-from finetune.planning.wanted_model import wanted_model
+from finetune.planning.subject import wanted_model
 
 
 @pytest.mark.parametrize(

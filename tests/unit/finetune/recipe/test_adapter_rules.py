@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from finetune.recipe.adapter_rules import (
+from finetune.recipe.rules import (
     READS,
     broken_dtype_rules,
     broken_embedding_rules,

@@ -1,8 +1,7 @@
 import pytest
 
-from finetune.recipe.describe import near_path, sections, settings
-from finetune.recipe.foreign_words import RENAMED, REPLACED, UNSUPPORTED
-from finetune.recipe.load import load_recipe
+from finetune.recipe.load import RENAMED, REPLACED, UNSUPPORTED, load_recipe
+from finetune.recipe.recipe import near_path, sections, settings
 
 PATHS = {f"{section}.{name}" for section in sections() for name in settings(section)}
 NAMES = {path.rpartition(".")[2] for path in PATHS} | set(sections())

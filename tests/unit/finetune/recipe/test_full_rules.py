@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from finetune.recipe.full_rules import broken_full_rules
-from finetune.recipe.rules import broken_rules
+from finetune.recipe.rules import broken_full_rules, broken_rules
 from finetune.recipe.sections import Settings
 
 

@@ -4,9 +4,8 @@ from typing import Any, get_args
 
 import pytest
 
-from finetune.recipe.objective_rules import broken_objective_rules
-from finetune.recipe.objective_section import LOSSES, Method
-from finetune.recipe.sections import Settings
+from finetune.recipe.rules import broken_objective_rules
+from finetune.recipe.sections import LOSSES, Method, Settings
 
 
 def settings(objective: dict[str, Any], **sections: dict[str, Any]) -> Settings:

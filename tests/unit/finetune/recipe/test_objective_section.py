@@ -5,8 +5,8 @@ from typing import Any, get_args
 import pytest
 import yaml
 
-from finetune.recipe.objective_section import LOSSES, LossName, Method, ObjectiveSection
 from finetune.recipe.recipe import Recipe, differences, resolved_yaml
+from finetune.recipe.sections import LOSSES, LossName, Method, ObjectiveSection
 from tests.tiers import mostly_slow
 
 PLAIN: dict[str, dict[str, Any]] = {

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from finetune.recipe.objective_rules import broken_head_alone_rules, broken_probe_rules
 from finetune.recipe.recipe import Recipe
+from finetune.recipe.rules import broken_head_alone_rules, broken_probe_rules
 from finetune.recipe.sections import Settings
 
 

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
-from finetune.recipe.data_section import DataSection
 from finetune.recipe.recipe import (
     Recipe,
     differences,
@@ -23,8 +22,7 @@ from finetune.recipe.recipe import (
     shipped_recipes,
 )
 from finetune.recipe.rules import broken_rules
-from finetune.recipe.section import Section
-from finetune.recipe.sections import TrainSection
+from finetune.recipe.sections import DataSection, Section, TrainSection
 from tests.builders import recipe_values
 from tests.tools.gallery import SHIPPED
 

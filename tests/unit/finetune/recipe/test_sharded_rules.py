@@ -4,9 +4,8 @@ from typing import Any
 
 import pytest
 
-from finetune.recipe.rules import broken_rules
+from finetune.recipe.rules import broken_rules, broken_sharded_rules
 from finetune.recipe.sections import Settings
-from finetune.recipe.sharded_rules import broken_sharded_rules
 
 
 def settings(**sections: dict[str, Any]) -> Settings:

@@ -1,8 +1,8 @@
 """Shipped shapes, and the models on the hub that they are of."""
 
 from finetune.model.config import read_config
+from finetune.recipe.load import load_shape, published_ids, shape_of_id, shipped_shapes
 from finetune.recipe.sections import ModelSection
-from finetune.recipe.shipped import load_shape, published_ids, shape_of_id, shipped_shapes
 
 
 def test_every_shape_but_the_tiny_ones_names_its_model_on_the_hub() -> None:

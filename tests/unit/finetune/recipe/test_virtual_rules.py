@@ -7,7 +7,7 @@ import pytest
 
 from finetune.adapter.virtual_tokens import refuse_virtual
 from finetune.errors import ConfigError
-from finetune.recipe.adapter_rules import broken_method_rules
+from finetune.recipe.rules import broken_method_rules
 from finetune.recipe.sections import AdapterSection, Settings
 
 

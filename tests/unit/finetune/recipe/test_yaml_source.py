@@ -8,8 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from finetune.errors import ConfigError
-from finetune.recipe.load import load_recipe
-from finetune.recipe.yaml_source import read_draft
+from finetune.recipe.load import load_recipe, read_draft
 from tests.unit.finetune.recipe.written import VALID, assert_refused, refusal, replaced, write
 
 # ---------------------------------------------------------------------------------------------

@@ -10,8 +10,7 @@ import pytest
 from rich.console import Console, RenderableType
 
 from finetune.errors import CheckpointError
-from finetune.report.explain import Explanation, draw, explain
-from finetune.report.explain_tables import explanation_tables, shown_layers
+from finetune.report.explain import Explanation, draw, explain, explanation_tables, shown_layers
 from finetune.report.memory import memory_rows
 from finetune.report.prediction import SEAL, with_timeline
 from finetune.report.summary import run_summary

@@ -4,7 +4,7 @@ from rich.console import Console
 
 from finetune.planning.request import full_request
 from finetune.planning.subject import model_subject
-from finetune.report.host_map import host_map
+from finetune.report.choice import host_map
 from offload.plan.machine.machine import GIB, Machine, Node, Rate, named_machine
 from offload.plan.plan import Plan, plan
 

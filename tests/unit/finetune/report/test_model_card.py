@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from finetune.recipe.data_section import MixSource
 from finetune.recipe.recipe import Recipe, resolved_yaml
+from finetune.recipe.sections import MixSource
 from finetune.report.model_card import public_recipe
 from tests.builders import recipe_values
 

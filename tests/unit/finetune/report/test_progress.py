@@ -2,7 +2,7 @@
 
 import pytest
 
-from finetune.report.progress import (
+from finetune.report.screen import (
     NUM_LINES,
     StepLines,
     WorkLines,

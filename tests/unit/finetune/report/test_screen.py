@@ -14,10 +14,10 @@ from rich.table import Table
 from transformers import AutoConfig
 
 from finetune.data.dataset import load_rows
-from finetune.recipe.data_section import DataSection
+from finetune.recipe.sections import DataSection
+from finetune.report.choice import inventory_table
 from finetune.report.screen import Form, Screen
-from finetune.report.weights import inventory_table
-from offload.plan.facts.weights import InventoryRow, WeightInventory
+from offload.plan.facts.facts import InventoryRow, WeightInventory
 from offload.plan.machine.machine import GIB
 from tests.checkpoints import loaded, write_checkpoint
 from tests.doubles import tiny_tokenizer
@@ -146,7 +146,7 @@ def test_tokenising_is_lines_in_a_pipe_objects_in_json_and_nothing_if_quiet(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert tokenising(tmp_path, is_terminal=False) == []  # it takes no time
-    monkeypatch.setattr("finetune.report.progress.LINE_EVERY_S", 0.0)
+    monkeypatch.setattr("finetune.report.screen.LINE_EVERY_S", 0.0)
     texts = [f"Tokenising rows.jsonl: {n} of 600 rows" for n in (250, 500, 600)]
 
     def fresh(name: str) -> Path:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from transformers import EarlyStoppingCallback
 
-from finetune.run.evaluations import Evaluations
+from finetune.run.run_files import Evaluations
 
 
 def theirs(losses: list[float], *, patience: int, min_delta: float) -> tuple[int | None, float]:

@@ -6,14 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from finetune.run import loss_scale
-from finetune.run.loss_scale import FIRST, LossScale
+from finetune.run import checkpoint
+from finetune.run.checkpoint import FIRST, LossScale
 
 
 @pytest.mark.parametrize("frac", [0.0, 0.02, 0.6])
 def test_it_moves_as_torchs_scaler(frac: float, monkeypatch: pytest.MonkeyPatch) -> None:
     interval = 7
-    monkeypatch.setattr(loss_scale, "INTERVAL", interval)
+    monkeypatch.setattr(checkpoint, "INTERVAL", interval)
     chance, ours = random.Random(0), LossScale()
     scaler = torch.amp.GradScaler("cpu", growth_interval=interval)
     weight = torch.nn.Parameter(torch.zeros(()))
@@ -37,5 +37,5 @@ def test_skipped_steps_are_counted_and_a_row_of_them_ends_with_one_that_is_appli
 
 
 def test_the_factor_stays_finite() -> None:
-    largest = LossScale(factor=2.0**1023, num_good=loss_scale.INTERVAL - 1)
+    largest = LossScale(factor=2.0**1023, num_good=checkpoint.INTERVAL - 1)
     assert largest.applied() == replace(largest, num_good=0)

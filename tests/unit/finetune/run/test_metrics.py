@@ -6,7 +6,7 @@ import pytest
 
 from finetune.errors import CheckpointError
 from finetune.run import run_files
-from finetune.run.metrics import line_of, read_rows
+from finetune.run.run_files import line_of, read_rows
 
 PHASES = dict.fromkeys(run_files.PHASES, 0.5)
 ROWS = [

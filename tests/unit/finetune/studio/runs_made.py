@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from finetune.files.seal import sealed_json
+from finetune.files.manifest import sealed_json
 from finetune.recipe.recipe import Recipe
 from finetune.run.run_dir import RunDir
 from tests.builders import recipe_values

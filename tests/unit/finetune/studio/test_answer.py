@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from finetune import app
-from finetune.studio import browser
-from finetune.studio.answer import Planner
-from finetune.studio.question import HERE
+from finetune.studio import server
+from finetune.studio.answer import HERE, Planner
 from offload.plan.machine.machine import named_machine
 from tests.studios import SETUP, question, question_values
 from tests.tools.site import write_archive
@@ -74,7 +73,7 @@ def test_the_recipe_of_a_question_plans_to_the_same_figures(
 def test_a_pasted_config_is_planned_like_the_shape_that_it_is_of(
     planner: Planner, tmp_path: Path, capsys, monkeypatch
 ) -> None:
-    from finetune.recipe.shipped import load_shape
+    from finetune.recipe.load import load_shape
 
     config = json.dumps(load_shape("qwen3-0.6b"))
     answer = planner.answer("plan", question(model="config.json", config=config))
@@ -212,13 +211,13 @@ def test_a_malformed_question_is_refused_by_its_field(kind, text, words, planner
 
 def test_the_static_page_s_door_answers_what_the_server_does(planner: Planner) -> None:
     text = json.dumps(question_values(rank=32))
-    assert browser.answered("plan", text) == planner.answered("plan", text)
+    assert server.answered("plan", text) == planner.answered("plan", text)
 
 
 _ALONE = """
 import json, sys
 text = json.dumps(json.loads(sys.argv[1]))
-from finetune.studio.browser import answered
+from finetune.studio.server import answered
 print(answered("plan", text))
 assert not {"torch", "transformers", "numpy", "huggingface_hub"} & set(sys.modules)
 """
@@ -244,4 +243,4 @@ def test_the_static_page_s_archive_holds_all_that_its_answers_import(tmp_path: P
     )
     assert found.returncode == 0, found.stderr
     answer = json.loads(found.stdout)
-    assert answer == json.loads(browser.answered("plan", text))
+    assert answer == json.loads(server.answered("plan", text))

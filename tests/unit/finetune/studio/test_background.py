@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from finetune.errors import StudioError
-from finetune.studio.answer import Json, Kind, Planner
-from finetune.studio.background import NICENESS, Background
-from finetune.studio.question import HERE, Question
+from finetune.studio.answer import HERE, Json, Kind, Planner, Question
+from finetune.studio.server import NICENESS, Background
 from offload.plan.machine.machine import Machine, named_machine
 from tests.studios import question
 
@@ -25,7 +24,7 @@ import multiprocessing, signal, sys, time
 from contextlib import suppress
 from pathlib import Path
 from finetune.interrupts import raised
-from finetune.studio.background import Background
+from finetune.studio.server import Background
 signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore it for background jobs
 with suppress(KeyboardInterrupt), raised(), Background(Path(sys.argv[1])):
     print(multiprocessing.active_children()[0].pid, flush=True)

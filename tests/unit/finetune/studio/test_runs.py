@@ -7,8 +7,8 @@ import pytest
 
 from finetune.errors import CheckpointError
 from finetune.files.atomic import write_atomically
-from finetune.report.pages.run_page import NUM_SAMPLES
-from finetune.run.metrics import line_of, read_rows
+from finetune.report.pages import NUM_SAMPLES
+from finetune.run.run_files import line_of, read_rows
 from finetune.run.run_lock import locked
 from finetune.studio.runs import Runs, report_of, run_names
 from tests.unit.finetune.studio.runs_made import begun, write_answers, write_run

@@ -1,6 +1,6 @@
 import pytest
 
-from finetune.sweep.stop import StopRule, Verdicts
+from finetune.sweep.variants import StopRule, Verdicts
 from finetune.training.shared.together import Evaluated
 
 

@@ -10,8 +10,8 @@ from rich.console import Console
 
 from finetune.errors import CheckpointError, ConfigError
 from finetune.planning.request import facts_of, full_request, with_configured_backend
+from finetune.recipe.load import load_shape
 from finetune.recipe.recipe import Recipe
-from finetune.recipe.shipped import load_shape
 from finetune.report.screen import Screen
 from finetune.run.run_dir import RunDir
 from finetune.training.expert_backend import fastest_expert_backend, resolve_expert_backend

@@ -15,7 +15,7 @@ from finetune.report.screen import Screen
 from finetune.training import layer_kernels
 from finetune.training.layer_kernels import LayerKernels, settled_layer_kernels, shown_fused
 from offload.engine.pointwise.trial import Trial
-from offload.plan.facts.fused import FusedPart
+from offload.plan.facts.workload import FusedPart
 from offload.plan.machine.machine import named_machine
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

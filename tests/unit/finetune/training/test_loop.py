@@ -18,8 +18,7 @@ from finetune.data.steps import StepShare, collate
 from finetune.data.tokenize import Example
 from finetune.errors import FinetuneError
 from finetune.recipe.sections import AdapterSection, TrainSection
-from finetune.run.checkpoint import Checkpoints
-from finetune.run.loss_scale import MAX_SKIPPED, LossScale
+from finetune.run.checkpoint import MAX_SKIPPED, Checkpoints, LossScale
 from finetune.training.loop import Computed, Loop, Request, StepRecord, computed
 from finetune.training.optimizer import AdapterUpdate
 from finetune.training.ranks import Ranks

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from finetune.objective.step_rows import StepRows
-from finetune.recipe.objective_section import ObjectiveSection
+from finetune.objective.pairs import StepRows
+from finetune.recipe.sections import ObjectiveSection
 from finetune.training.objectives import Evaluation, Objectives, mean_of, num_parts
 from finetune.training.ranks import Ranks
 from offload.engine.objective import Scores

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from finetune.data.order import Packing, StepSizes
-from finetune.data.packing import PackedOrder, RowCost
+from finetune.data.order import PackedOrder, Packing, RowCost, StepSizes
 from finetune.planning.request import facts_of, request_for
 from finetune.recipe.recipe import Recipe, with_packing
 from finetune.report.screen import Screen

@@ -15,8 +15,7 @@ from finetune.training.prepare import with_way
 from finetune.training.ranks import Ranks
 from finetune.training.run import Run
 from offload.errors import DoesNotFitError
-from offload.plan.machine.interconnect import with_interconnect
-from offload.plan.machine.machine import GIB, Machine, named_machine
+from offload.plan.machine.machine import GIB, Machine, named_machine, with_interconnect
 
 
 class EightRanks(Ranks):

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from finetune.env import SECRET, Launch, launch, rank_label
 from finetune.errors import ConfigError
-from finetune.recipe.offload_section import OffloadSection
+from finetune.recipe.sections import OffloadSection
 from finetune.training import preflight
 from finetune.training.ranks import Ranks, micro_batches_by_shares, own_micro_batches
 from finetune.training.rendezvous import join

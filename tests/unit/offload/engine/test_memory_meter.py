@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from offload.engine.host.mapping import aligned_empty, map_file
+from offload.engine.host.pagelock import aligned_empty, map_file
 from offload.engine.memory_meter import (
     Arena,
     held_bytes,

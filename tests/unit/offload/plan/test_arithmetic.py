@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from offload.plan.facts.facts import ModelFacts
-from offload.plan.facts.layer_layout import to_pages
+from offload.plan.facts.workload import to_pages
 from offload.plan.machine.machine import GIB, Machine, Rate, named_machine
 from offload.plan.memory.memory import MemoryTerm, total_bytes
 from offload.plan.time.costs import price
@@ -23,7 +23,7 @@ from offload.plan.time.roofline import (
     tensor_parallel_bytes,
     unfused_softmax_bytes,
 )
-from offload.plan.what_if.full_training import activation_bytes, full_training_terms
+from offload.plan.what_if.cards import activation_bytes, full_training_terms
 from tests.builders import llama_7b, qwen3_30b, workload
 
 WITHIN = 0.01

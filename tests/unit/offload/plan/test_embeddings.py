@@ -7,9 +7,9 @@ import pytest
 
 from offload.engine.bound import EngineOptions
 from offload.errors import DoesNotFitError, OffloadError
-from offload.plan.facts.embedding import rows_bytes, why_on_device
 from offload.plan.facts.facts import AdapterSpec, WholeWeights
 from offload.plan.facts.trainable import all_weights
+from offload.plan.facts.workload import rows_bytes, why_on_device
 from offload.plan.fit import MemoryNeeds
 from offload.plan.machine.machine import GIB, named_machine
 from offload.plan.memory.memory import (

@@ -8,9 +8,9 @@ import pytest
 
 from offload.errors import DoesNotFitError, OffloadError
 from offload.plan.facts.facts import AdapterSpec, WholeWeights, with_classifier_head
-from offload.plan.facts.head import why_head_on_device
 from offload.plan.facts.trainable import HEAD as HEAD_NAME
 from offload.plan.facts.trainable import all_weights
+from offload.plan.facts.workload import why_head_on_device
 from offload.plan.fit import MemoryNeeds
 from offload.plan.machine.machine import GIB, named_machine
 from offload.plan.memory.memory import (

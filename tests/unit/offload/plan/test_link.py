@@ -2,9 +2,8 @@ from dataclasses import replace
 
 import pytest
 
-from offload.plan.link import hidden_frac, needed_bytes_per_s
 from offload.plan.machine.machine import named_machine
-from offload.plan.plan import plan
+from offload.plan.plan import hidden_frac, needed_bytes_per_s, plan
 from offload.plan.request import Reduction
 from offload.plan.schedule.simulate import simulate
 from offload.plan.step import FREE_FRAC, duration_of

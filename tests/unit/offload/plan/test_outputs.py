@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 
 from offload.engine.bound import EngineOptions
-from offload.plan.facts.attention import SoftmaxAttention
+from offload.plan.facts.linears import SoftmaxAttention
 from offload.plan.fit import MemoryNeeds
 from offload.plan.machine.machine import GIB, named_machine
 from offload.plan.memory.memory import CARRIERS, KEPT_OUTPUTS, SENT
 from offload.plan.plan import calibrate, costs_of, plan
 from offload.plan.schedule.op import Kind
-from offload.plan.schedule.residency import Residency
+from offload.plan.schedule.schedule import Residency
 from offload.plan.schedule.simulate import simulate
 from offload.plan.split import SAME_FRAC, Split
 from offload.plan.time.attention import ATTENTION_OPS, attention_work

@@ -5,7 +5,7 @@ import pytest
 
 from offload.errors import DoesNotFitError
 from offload.plan.machine.machine import GIB, Machine, Rate, named_machine
-from offload.plan.memory.traced import TracedBytes
+from offload.plan.memory.memory import TracedBytes
 from offload.plan.plan import Plan, calibrate, plan, with_costs
 from offload.plan.request import PlanRequest
 from offload.plan.schedule.op import Kind

@@ -5,8 +5,7 @@ import pytest
 from offload.plan.facts.trainable import trained_parameters
 from offload.plan.machine.machine import MEASURED, Network, Rate, named_machine
 from offload.plan.plan import Plan, plan
-from offload.plan.reduction import ETHERNET, network_of
-from offload.plan.request import PlanRequest, Reduction, sharing
+from offload.plan.request import ETHERNET, PlanRequest, Reduction, network_of, sharing
 from offload.plan.schedule.op import Kind, Lane
 from tests.builders import lora, qwen3_8b, request, workload
 

@@ -17,9 +17,13 @@ from offload.plan.plan import Plan, calibrate, costs_of, laid_out, plan, with_co
 from offload.plan.request import ObjectiveCost, PlanRequest, sharing, with_codec, with_head_chunk
 from offload.plan.runs import RunsPlan, plan_runs, wave_s
 from offload.plan.schedule.op import Kind
-from offload.plan.schedule.passes import Passes
-from offload.plan.schedule.residency import Residency
-from offload.plan.schedule.schedule import TransferSizes, step_schedule, warm_ring
+from offload.plan.schedule.schedule import (
+    Passes,
+    Residency,
+    TransferSizes,
+    step_schedule,
+    warm_ring,
+)
 from tests.builders import lora, qwen3_8b, request, slow_link, workload
 from tests.tiers import mostly_slow
 

@@ -9,8 +9,7 @@ from offload.plan.machine.machine import GIB, named_machine
 from offload.plan.memory.memory import device_terms
 from offload.plan.plan import plan
 from offload.plan.request import with_codec, with_embeddings
-from offload.plan.schedule.residency import Residency
-from offload.plan.schedule.schedule import Order
+from offload.plan.schedule.schedule import Order, Residency
 from offload.plan.search import search
 from offload.plan.split import draft_step_s
 from offload.plan.time.costs import price

@@ -13,7 +13,7 @@ from offload.plan.memory.memory import CARRIERS, HEAD_CHUNK, SENT, STASH, UPDATE
 from offload.plan.memory.visit import visit_bytes
 from offload.plan.plan import Plan, calibrate, costs_of, plan
 from offload.plan.schedule.op import Kind, Op
-from offload.plan.schedule.residency import Residency
+from offload.plan.schedule.schedule import Residency
 from offload.plan.schedule.simulate import simulate
 from offload.plan.split import WORTH_FRAC
 from offload.plan.step import duration_of, schedule_of

@@ -8,7 +8,7 @@ import pytest
 
 from offload.errors import DoesNotFitError
 from offload.plan.facts.facts import AdapterSpec, WholeWeights, with_classifier_head
-from offload.plan.facts.head import why_head_on_device
+from offload.plan.facts.workload import why_head_on_device
 from offload.plan.fit import MemoryNeeds
 from offload.plan.head_cost import HeadCost
 from offload.plan.machine.machine import GIB, named_machine

@@ -17,8 +17,8 @@ from finetune.errors import ConfigError
 from finetune.planning.request import full_request
 from finetune.recipe.recipe import Recipe
 from offload.errors import UnsupportedModelError
-from offload.plan.facts.attention import DeltaAttention, SoftmaxAttention
 from offload.plan.facts.facts import model_facts
+from offload.plan.facts.linears import DeltaAttention, SoftmaxAttention
 from offload.plan.facts.trainable import (
     prefix_spec,
     trained_parameters,

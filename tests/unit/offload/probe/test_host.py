@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from offload.plan.machine.machine import Machine, named_machine
-from offload.probe import host as host_probe
-from offload.probe.host import disk_rate, with_host
+from offload.probe import machine as host_probe
+from offload.probe.machine import disk_rate, with_host
 
 MIB = 2**20
 
@@ -61,7 +61,7 @@ def test_a_file_system_in_memory_is_not_taken_for_a_disk() -> None:
     shared = Path("/dev/shm")
     if not shared.is_dir() or not os.access(shared, os.W_OK):
         pytest.skip("no file system in memory")
-    from offload.engine.host.reads import FileReader
+    from offload.engine.host.store import FileReader
 
     probe = shared / "sluice-probe-test"
     probe.write_bytes(b"\0" * 4096)

@@ -10,8 +10,7 @@ import torch
 from offload.engine.host.limits import free_host_bytes, resident_bytes
 from offload.errors import MachineError
 from offload.plan.machine.machine import Machine, Rate
-from offload.probe.machine import has_grouped_gemm, probe
-from offload.probe.memory import RUN_LIBRARIES_BYTES, steady_bytes
+from offload.probe.machine import RUN_LIBRARIES_BYTES, has_grouped_gemm, probe, steady_bytes
 
 GIB, MIB = 2**30, 2**20
 

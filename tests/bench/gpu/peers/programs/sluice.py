@@ -14,7 +14,7 @@ def run(_way: str, job: Job, watch: Watch) -> Result:
     from finetune.app import main
     from finetune.report.explain import METRICS, explain
     from finetune.report.prediction import read_predictions
-    from finetune.run.metrics import read_rows
+    from finetune.run.run_files import read_rows
 
     run_dir = Path(job["folder"]) / "sluice"
     began = threading.Thread(target=_note_first, args=(run_dir / METRICS, watch), daemon=True)

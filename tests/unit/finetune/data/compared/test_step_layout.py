@@ -8,15 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from finetune.data.compared.step_layout import Comparison
+from finetune.data.compared import Comparison
 from finetune.data.dataset import ExampleSet, load_rows
-from finetune.data.order import BatchOrder
-from finetune.data.packing import PackedOrder, RowCost
+from finetune.data.order import BatchOrder, PackedOrder, RowCost
 from finetune.data.steps import StepLoader, Steps, StepShare
 from finetune.data.tokenize import IGNORE_INDEX
 from finetune.errors import DataError
-from finetune.recipe.data_section import DataSection
-from finetune.recipe.sections import TrainSection
+from finetune.recipe.sections import DataSection, TrainSection
 from finetune.training.ranks import own_micro_batches
 from tests.doubles import tiny_tokenizer
 

@@ -9,12 +9,20 @@ import pytest
 
 from finetune.app import main
 from finetune.errors import CheckpointError
-from finetune.files.seal import sealed_json
+from finetune.files.manifest import sealed_json
+from finetune.report import pages
 from finetune.report.memory import MemoryRow
-from finetune.report.pages import charts
-from finetune.report.pages.page import LIBRARIES, Chart, page, table
-from finetune.report.pages.run_page import run_page, write_run_page
-from finetune.report.pages.sweep_page import SweptRun, best_first, sweep_page
+from finetune.report.pages import (
+    LIBRARIES,
+    Chart,
+    SweptRun,
+    best_first,
+    page,
+    run_page,
+    sweep_page,
+    table,
+    write_run_page,
+)
 from finetune.training.report import PAGE_EVERY_S, page_at_checkpoint
 from offload.plan.machine.machine import GIB
 from tests.unit.finetune.report.made_up import write_run
@@ -115,7 +123,7 @@ def test_a_page_loads_nothing_and_closes_what_it_opens(tmp_path: Path) -> None:
 )
 def test_the_break_even_is_a_line_where_there_is_one(tokens, num_layers, words) -> None:
     points = [{"tokens per step": 1024, "tokens/s": 10.0}]
-    chart = charts.break_even(points, break_even_tokens=tokens)
+    chart = pages.break_even(points, break_even_tokens=tokens)
     assert len(chart.spec["layer"]) == num_layers
     assert words in chart.summary
 
@@ -170,8 +178,8 @@ def test_the_runs_of_a_sweep_are_listed_the_best_first() -> None:
 
 def test_long_curves_are_thinned_and_keep_their_ends() -> None:
     points = [{"step": i, "run": run} for run in "ab" for i in range(10_000)]
-    kept = charts.thinned(points, "run")
-    assert len(kept) <= 2 * (charts.MOST_POINTS + 1)
+    kept = pages.thinned(points, "run")
+    assert len(kept) <= 2 * (pages.MOST_POINTS + 1)
     for run in "ab":
         steps = [point["step"] for point in kept if point["run"] == run]
         assert steps[0] == 0
@@ -193,7 +201,7 @@ def test_a_chart_has_words_for_those_who_cannot_see_it() -> None:
 def test_a_limit_of_memory_is_drawn_at_its_total_if_it_is_near() -> None:
     def drawn(limit: int) -> Chart:
         row = MemoryRow(name="peak memory", grade="", predicted=2 * GIB, measured=GIB, how="")
-        return charts.memory([replace(row, limit=limit)])
+        return pages.memory([replace(row, limit=limit)])
 
     near, far = drawn(8 * GIB), drawn(9 * GIB)
     line = {"term": "peak memory", "which": "limit", "GiB": 8.0}

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from finetune.planning.candidates import full_requests
-from finetune.planning.shares import Shares
+from finetune.planning.parallel import Shares
 from finetune.planning.subject import subject_of
 from finetune.recipe.load import load_recipe
 from finetune.recipe.recipe import differences
-from finetune.run.evaluations import Evaluations
+from finetune.run.run_files import Evaluations
 from finetune.training.world.parcel import (
     ParcelError,
     memory_of,
@@ -25,7 +25,7 @@ from finetune.training.world.parcel import (
 from offload.engine.host.slab import SlabHandle
 from offload.engine.seeding import Seeding
 from offload.plan.machine.machine import named_machine
-from offload.plan.memory.traced import TracedBytes
+from offload.plan.memory.memory import TracedBytes
 from offload.probe.energy import Taken
 
 

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from offload.engine.experts.tiles import MAX_SHARED_BYTES, Blocks, blocks_for
+from offload.engine.experts.launcher import MAX_SHARED_BYTES, Blocks, blocks_for
 from tests.compiled import Compiled, compile_for
 from tests.mixtures import GPT_OSS, MIXTURES, QWEN, Mixture, launches
 from tests.tiers import mostly_slow

@@ -8,8 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload.engine.experts.autotune import use
-from offload.engine.experts.products import FEW_SIZES, Loop
-from offload.engine.experts.routing import route
+from offload.engine.experts.products import FEW_SIZES, Loop, route
 from tests.parity.architectures import SLACK, rel_error
 from tests.parity.experts import KINDS, SIZES, Holder, step
 

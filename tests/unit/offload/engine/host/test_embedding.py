@@ -7,9 +7,7 @@ import torch
 from torch import nn
 
 from offload.engine.host.embedding import HostEmbedding
-from offload.engine.host.layer_layout import lay_out
-from offload.engine.host.slab import Slab
-from offload.engine.host.stash import Stash
+from offload.engine.host.slab import Slab, Stash, lay_out
 from offload.engine.streams import CpuDevice
 from offload.plan.schedule.op import Kind, Lane, Op
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from offload.engine.host.mempolicy import _libnuma, _LinuxCalls, bind_memory
+from offload.engine.host.numa import _libnuma, _LinuxCalls, bind_memory
 
 PAGE = mmap.PAGESIZE
 

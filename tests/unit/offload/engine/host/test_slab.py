@@ -10,11 +10,10 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
-from offload.engine.host.layer_layout import lay_out
-from offload.engine.host.mapping import aligned_empty, trim_heap
-from offload.engine.host.slab import Slab, SlabHandle, give_back
+from offload.engine.host.pagelock import aligned_empty, trim_heap
+from offload.engine.host.slab import Slab, SlabHandle, give_back, lay_out
 from offload.errors import OffloadError
-from offload.plan.facts.layer_layout import PAGE_BYTES
+from offload.plan.facts.workload import PAGE_BYTES
 
 ROOT = Path(__file__).parents[5]
 MIB = 2**20
@@ -23,7 +22,7 @@ OPEN = """
 import sys
 import torch
 from torch import nn
-from offload.engine.host.layer_layout import lay_out
+from offload.engine.host.slab import lay_out
 from offload.engine.host.slab import Slab, SlabHandle
 
 pid, descriptor, num_bytes, layout, shape = sys.argv[1:6]

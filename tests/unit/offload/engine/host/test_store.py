@@ -15,15 +15,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from offload.engine.codecs.codec import NATIVE, codec_named
-from offload.engine.host.layer_layout import lay_out
-from offload.engine.host.mapping import aligned_empty
-from offload.engine.host.reads import FileReader
-from offload.engine.host.slab import Slab
-from offload.engine.host.store import FORMAT, MAGIC, Store
-from offload.engine.host.store_writer import StoreWriter, sole_builder
+from offload.engine.host.pagelock import aligned_empty
+from offload.engine.host.slab import Slab, lay_out
+from offload.engine.host.store import FORMAT, MAGIC, FileReader, Store, StoreWriter, sole_builder
 from offload.engine.memory_meter import held_bytes
 from offload.errors import OffloadError, StoreError, TransferError
-from offload.plan.facts.layer_layout import PAGE_BYTES
+from offload.plan.facts.workload import PAGE_BYTES
 
 pytestmark = pytest.mark.disk
 

@@ -6,10 +6,9 @@ import torch
 from torch import nn
 
 from offload.engine.codecs.codec import NATIVE
-from offload.engine.host import mempolicy, numa, pagelock
+from offload.engine.host import numa, pagelock
 from offload.engine.host.numa import HostPlace
-from offload.engine.host.pinned_blocks import HostBlocks
-from offload.engine.host.stash import Stash
+from offload.engine.host.slab import HostBlocks, Stash
 from offload.engine.host.weights import HostWeights
 from offload.engine.memory_meter import held_bytes
 from offload.errors import TransferError
@@ -103,7 +102,7 @@ def test_what_became_of_the_memory_policy_is_told(
 ) -> None:
     place = HostPlace(node=1, cpus=frozenset(), reason="near node 1")
     monkeypatch.setattr(numa, "place_near", lambda _device: place)
-    monkeypatch.setattr(mempolicy, "_LinuxCalls", RefusedCalls)
+    monkeypatch.setattr(numa, "_LinuxCalls", RefusedCalls)
     host = opened(FakeLocker(GIB), groups=layers())
     assert host.notes[-2] == "near node 1"
     assert host.notes[-1].startswith("memory could not be bound to NUMA node 1 (Operation not")

@@ -11,7 +11,7 @@ from torch import nn
 import offload
 from offload.engine.codecs.codec import codec_named
 from offload.plan.facts.codec import CodecName
-from offload.plan.facts.weights import WeightInventory
+from offload.plan.facts.facts import WeightInventory
 from tests.parity.tiny_models import tiny_model
 from tests.tiers import mostly_slow
 

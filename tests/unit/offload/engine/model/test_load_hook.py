@@ -7,9 +7,8 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from offload.engine.host.layer_layout import Record
-from offload.engine.host.slab import Slab
-from offload.engine.model.load_hook import CaptureWeights
+from offload.engine.host.slab import Record, Slab
+from offload.engine.model.hooks import CaptureWeights
 from offload.errors import UnsupportedModelError
 
 SHAPE: dict[str, Any] = {

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from offload.engine.model.hooks import Graph
 from offload.engine.model.readers import candidates, unread_products
-from offload.engine.model.visit import Graph
 from offload.engine.recompute.unread import Unread, left_out
 
 KEPT: list[Any] = []

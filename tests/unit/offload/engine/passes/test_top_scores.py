@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from offload.engine.passes.top_scores import OTHERS, TOP, logits_gradient, top_scores
-from offload.engine.tracing.allocator import LiveBytes
-from offload.engine.tracing.tracer import Tracer
+from offload.engine.passes.scoring import OTHERS, TOP, logits_gradient, top_scores
+from offload.engine.tracing.tracer import LiveBytes, Tracer
 
 V, K = 23, 5
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from offload.engine.experts.tiles import MAX_SHARED_BYTES
+from offload.engine.experts.launcher import MAX_SHARED_BYTES
 from offload.engine.pointwise.recognise import MAX_FEATURES
 from tests.compiled import compile_for
 from tests.pointwise_launches import MODULE, launches

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from offload.engine.low_rank import AdaptedLinear, LowRank, apply_linears
 from offload.engine.pointwise.magnitudes import row_norms
 from offload.engine.visit_cache import VISIT_CACHE
-from offload.plan.facts import magnitudes
+from offload.plan.facts import facts
 from tests.counted import Counted
 
 SHAPES = ((24, 3, 0.5), (8, 5, 1.5), (16, 2, 2.0))  # of a group: features out, rank, scaling
@@ -67,8 +67,8 @@ def trained(linears: list[AdaptedLinear]) -> list[torch.Tensor]:
 def test_a_group_computes_the_formula_and_its_gradients(
     bias: bool, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(magnitudes.NORM_ELEMENTS, "cpu", chunk)
-    monkeypatch.setitem(magnitudes.SUM_ELEMENTS, "cpu", chunk)
+    monkeypatch.setitem(facts.NORM_ELEMENTS, "cpu", chunk)
+    monkeypatch.setitem(facts.SUM_ELEMENTS, "cpu", chunk)
     torch.manual_seed(1)
     linears = made(torch.float32, bias=bias)
     x = torch.randn(2, 7, K).requires_grad_()

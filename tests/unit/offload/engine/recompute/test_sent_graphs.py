@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from offload.engine.model.visit import Graph
+from offload.engine.model.hooks import Graph
 from offload.engine.recompute.sent_graphs import GraphSizes, SavedTensors
 
 ALIGNED = 512

@@ -1,4 +1,4 @@
-from offload.engine.tracing.allocator import LiveBytes
+from offload.engine.tracing.tracer import LiveBytes
 
 
 def test_live_bytes_are_those_of_the_tensors_that_are_there() -> None:

@@ -3,7 +3,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from offload.engine.tracing.allocator import LiveBytes
 from offload.engine.tracing.cuda_kernels import (
     CUDA_WORKSPACES,
     Attention,
@@ -11,7 +10,7 @@ from offload.engine.tracing.cuda_kernels import (
     CudaKernels,
     attention_kernel,
 )
-from offload.engine.tracing.tracer import Tracer
+from offload.engine.tracing.tracer import LiveBytes, Tracer
 
 B, H, S, K = 2, 8, 256, 64
 HALF, FULL = torch.bfloat16, torch.float32

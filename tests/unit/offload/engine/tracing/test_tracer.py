@@ -2,9 +2,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from offload.engine.tracing.allocator import LiveBytes
-from offload.engine.tracing.fake_model import fake_copy
-from offload.engine.tracing.tracer import Tracer
+from offload.engine.tracing.tracer import LiveBytes, Tracer, fake_copy
 
 
 def counted(model: nn.Module, given: torch.Tensor) -> LiveBytes:

@@ -12,15 +12,15 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.adapter.lora import add_lora, linear_names
-from finetune.model.attention import compute_exactly
-from offload.plan.facts.attention import (
+from finetune.model.empty import compute_exactly
+from offload.plan.facts.facts import AdapterSpec, LayerFacts, adapted_linears, model_facts
+from offload.plan.facts.linears import (
     DELTA_CHUNK_TOKENS,
     DeltaAttention,
     Recurrence,
     SoftmaxAttention,
     seen_tokens,
 )
-from offload.plan.facts.facts import AdapterSpec, LayerFacts, adapted_linears, model_facts
 from offload.plan.machine.machine import named_machine
 from offload.plan.memory.memory import recorded_bytes
 from offload.plan.memory.visit import adapter_input_bytes, cast_bytes, saved_bytes_per_token

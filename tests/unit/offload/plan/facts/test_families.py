@@ -14,9 +14,9 @@ from finetune.adapter.lora import add_lora, trained
 from finetune.adapter.lora import linear_names as names_of_model
 from finetune.recipe.sections import AdapterSection
 from offload.errors import UnsupportedModelError
-from offload.plan.facts.attention import DeltaAttention, SoftmaxAttention
 from offload.plan.facts.facts import AdapterSpec, ModelFacts, linear_names, model_facts
 from offload.plan.facts.families import FAMILIES, REFUSED
+from offload.plan.facts.linears import DeltaAttention, SoftmaxAttention
 from offload.plan.facts.trainable import adapter_parameters, module_parameters
 from tests.counting import counted, on_meta, without_zeros
 from tests.parity.tiny_models import SPECIAL, small, tiny_config

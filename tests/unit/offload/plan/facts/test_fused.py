@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from offload.engine.model.layers import LayeredModel
 from offload.plan.facts.facts import model_facts
 from offload.plan.facts.families import FAMILIES
-from offload.plan.facts.fused import NOTHING, FusedPart, fused_parts
+from offload.plan.facts.workload import NOTHING, FusedPart, fused_parts
 from tests.builders import lora, workload
 from tests.tiers import mostly_slow
 

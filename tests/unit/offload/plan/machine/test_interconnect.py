@@ -1,8 +1,7 @@
 import pytest
 
 from offload.errors import MachineError
-from offload.plan.machine.interconnect import with_interconnect
-from offload.plan.machine.machine import named_machine
+from offload.plan.machine.machine import named_machine, with_interconnect
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,14 @@ import pytest
 
 from offload.errors import DoesNotFitError
 from offload.plan.machine.machine import GIB
-from offload.plan.memory.cache import cache_bytes, fitting_rows, require_room
-from offload.plan.memory.memory import SLOTS, VISIT, MemoryTerm
+from offload.plan.memory.memory import (
+    SLOTS,
+    VISIT,
+    MemoryTerm,
+    cache_bytes,
+    fitting_rows,
+    require_room,
+)
 from tests.builders import qwen3_30b
 
 FACTS = qwen3_30b()

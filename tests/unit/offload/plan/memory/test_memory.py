@@ -7,14 +7,12 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from finetune.adapter.expert_lora import compute_beside
-from finetune.adapter.linear_lora import compute_in_base_dtype
+from finetune.adapter.linear_lora import compute_beside, compute_in_base_dtype
+from offload.engine.model.hooks import Graph, visit_with_graph
 from offload.engine.model.layers import LayeredModel
-from offload.engine.model.visit import Graph, visit_with_graph
 from offload.errors import OffloadError
 from offload.plan.facts.codec import decode_workspace_bytes
 from offload.plan.facts.facts import AdapterSpec, linear_names, model_facts
-from offload.plan.facts.layer_layout import to_pages
 from offload.plan.facts.optimizer import (
     HOST_ONLY,
     Optimizer,
@@ -23,18 +21,19 @@ from offload.plan.facts.optimizer import (
     temporary_bytes,
 )
 from offload.plan.facts.trainable import adapter_tensor_sizes, trained_tensor_shapes
-from offload.plan.facts.workload import Workload
+from offload.plan.facts.workload import Workload, to_pages
 from offload.plan.machine.machine import (
     ExpertsImplementation,
     Implementation,
     Machine,
     named_machine,
 )
-from offload.plan.memory.host import HostLoad, host_terms
 from offload.plan.memory.memory import (
+    HostLoad,
     MemoryTerm,
     device_needs,
     device_terms,
+    host_terms,
     layer_weight_bytes,
     recorded_bytes,
     total_bytes,

@@ -1,7 +1,7 @@
 import json
 
 from offload.plan.schedule.op import Kind, Lane
-from offload.plan.schedule.perfetto import perfetto_trace
+from offload.plan.schedule.timeline import perfetto_trace
 from tests.builders import simulated
 
 

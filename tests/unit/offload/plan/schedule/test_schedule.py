@@ -3,7 +3,6 @@ import json
 import pytest
 
 from offload.plan.schedule.op import Kind, Lane
-from offload.plan.schedule.perfetto import perfetto_trace
 from offload.plan.schedule.schedule import (
     Order,
     TransferSizes,
@@ -11,7 +10,7 @@ from offload.plan.schedule.schedule import (
     warm_ring,
 )
 from offload.plan.schedule.simulate import simulate
-from offload.plan.schedule.timeline import Timeline
+from offload.plan.schedule.timeline import Timeline, perfetto_trace
 from offload.plan.step import duration_of
 from offload.plan.time.bounds import r3_bound_s
 from offload.plan.time.costs import Costs, LayerCost

@@ -13,7 +13,7 @@ from offload.plan.facts.facts import AdapterSpec, model_facts
 from offload.plan.facts.linears import Linear
 from offload.plan.time.adapters import branches, visit_norm, visit_scale
 from offload.plan.time.pricer import Pricer
-from offload.plan.time.work import Work
+from offload.plan.time.roofline import Work
 from tests.builders import byte_machine, workload
 from tests.counted import SMALL, Counted
 from tests.tiers import diagonal

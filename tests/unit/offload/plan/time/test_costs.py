@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from offload.plan.facts.facts import AdapterSpec
-from offload.plan.facts.layer_layout import to_pages
-from offload.plan.facts.workload import Workload
+from offload.plan.facts.workload import Workload, to_pages
 from offload.plan.machine.machine import (
     ExpertsImplementation,
     Implementation,
@@ -18,8 +17,7 @@ from offload.plan.time.adapters import linear_branch
 from offload.plan.time.bounds import r3_bound_s, usual_order_bound_s
 from offload.plan.time.costs import Costs, LayerCost, layer_work, price
 from offload.plan.time.pricer import Pricer
-from offload.plan.time.roofline import attention_flops
-from offload.plan.time.work import OPS_PER_CALL, Work
+from offload.plan.time.roofline import OPS_PER_CALL, Work, attention_flops
 from tests import builders
 from tests.builders import llama_7b, lora, qwen3_30b
 

@@ -11,8 +11,7 @@ from offload.plan.facts.facts import AdapterSpec
 from offload.plan.facts.trainable import prefix_spec, trained_parameters, virtual_shapes
 from offload.plan.machine.machine import named_machine
 from offload.plan.plan import plan
-from offload.plan.time.costs import price
-from offload.plan.time.encoder import encoder_backward, encoder_forward
+from offload.plan.time.costs import encoder_backward, encoder_forward, price
 from offload.plan.time.pricer import Pricer
 from tests.builders import byte_machine, qwen3_8b, request, workload
 

@@ -13,17 +13,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from finetune.adapter.expert_lora import compute_beside
+from finetune.adapter.linear_lora import compute_beside
 from offload.engine.experts import fused, lora
-from offload.engine.tracing.experts import SilentLauncher, traced_experts
-from offload.engine.tracing.fake_model import fake_copy
+from offload.engine.tracing.tracer import fake_copy
+from offload.engine.tracing.visits import SilentLauncher, traced_experts
 from offload.plan.facts.facts import AdapterSpec
 from offload.plan.machine.machine import ExpertsImplementation, Implementation
 from offload.plan.time.adapters import expert_branch
 from offload.plan.time.costs import ROUTER_BACKWARD_OPS, ROUTER_OPS, routing_work
 from offload.plan.time.expert_passes import RowPasses, way_of
 from offload.plan.time.pricer import Pricer
-from offload.plan.time.work import Work
+from offload.plan.time.roofline import Work
 from tests.builders import byte_machine, qwen3_30b, workload
 from tests.counted import Counted
 from tests.parity.experts import Sizes, adapted_experts, chosen

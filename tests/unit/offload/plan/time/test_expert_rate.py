@@ -5,8 +5,7 @@ import pytest
 
 from offload.plan.facts.workload import Workload
 from offload.plan.machine.machine import ExpertsImplementation, Machine, named_machine
-from offload.plan.time.costs import price
-from offload.plan.time.expert_rate import with_measured_experts
+from offload.plan.time.costs import price, with_measured_experts
 from tests.builders import lora, qwen3_30b, workload
 
 MOE = qwen3_30b(intermediate_size=6144, num_hidden_layers=2, mlp_only_layers=[0])

@@ -13,8 +13,7 @@ import pytest
 
 from offload.plan.facts.facts import AdapterSpec, model_facts
 from offload.plan.machine.machine import Implementation, Machine, Rate, named_machine
-from offload.plan.time.costs import price
-from offload.plan.time.expert_rate import with_measured_experts
+from offload.plan.time.costs import price, with_measured_experts
 from tests.bench.gpu.models import ATTENTION, fields
 from tests.bench.record import ROOT
 from tests.builders import workload

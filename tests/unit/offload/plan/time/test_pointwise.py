@@ -14,7 +14,7 @@ from offload.plan.facts.facts import AdapterSpec, model_facts
 from offload.plan.facts.workload import LayerCode
 from offload.plan.time.pointwise import PointwiseWork, pointwise_work
 from offload.plan.time.pricer import Pricer
-from offload.plan.time.work import Work
+from offload.plan.time.roofline import Work
 from tests.builders import byte_machine, workload
 from tests.counted import SMALL, Counted
 from tests.tiers import each_value, mostly_slow, tiered

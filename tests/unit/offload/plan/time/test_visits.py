@@ -8,10 +8,9 @@ import pytest
 from offload.plan.facts.facts import AdapterSpec, adapted_linears, model_facts
 from offload.plan.machine.machine import named_machine
 from offload.plan.time.adapters import visit_norm, visit_scale
-from offload.plan.time.costs import price
+from offload.plan.time.costs import price, with_norms
 from offload.plan.time.pricer import Pricer
-from offload.plan.time.visits import with_norms
-from offload.plan.time.work import Work
+from offload.plan.time.roofline import Work
 from tests.builders import workload
 from tests.counted import SMALL
 

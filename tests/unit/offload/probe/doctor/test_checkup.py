@@ -10,9 +10,8 @@ import torch
 
 from finetune.commands.doctor import can_train, findings_json
 from offload.engine.host.nvml import Driver, find_driver
-from offload.probe.doctor import checkup
-from offload.probe.doctor.checkup import check_up
-from offload.probe.doctor.finding import Finding
+from offload.probe import doctor
+from offload.probe.doctor import Finding, check_up
 from tests.doubles import A_DRIVER, FakeDriver
 
 ROOT = Path(__file__).parents[5]
@@ -20,8 +19,8 @@ ROOT = Path(__file__).parents[5]
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkup, "DISK_S", 0.0)
-    monkeypatch.setattr(checkup, "DISK_BYTES", 64 * 2**20)
+    monkeypatch.setattr(doctor, "DISK_S", 0.0)
+    monkeypatch.setattr(doctor, "DISK_BYTES", 64 * 2**20)
 
 
 def by_name(findings: tuple[Finding, ...]) -> dict[str, Finding]:

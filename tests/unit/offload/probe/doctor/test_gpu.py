@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from offload.engine.host.nvml import Driver, Gpu, Link
-from offload.probe.doctor.gpu import card_findings, driver_finding, link_findings
+from offload.probe.doctor import card_findings, driver_finding, link_findings
 
 FULL = Link(generation=4, width=16, max_generation=4, max_width=16)
 GPU = Gpu(

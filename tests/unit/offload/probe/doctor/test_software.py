@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from offload.engine.host.nvml import Driver, Gpu
-from offload.probe.doctor.software import (
+from offload.probe.doctor import (
     NEEDED,
     TorchBuild,
     fits,

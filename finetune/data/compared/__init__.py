@@ -1,1 +1,0 @@
-"""Rows whose answers are compared: tokenised, and kept together in a step."""

@@ -1,1 +1,0 @@
-"""What a user should know about the rows of a run: counted, and the first ones named."""

@@ -1,1 +1,0 @@
-"""Generation with a key-value cache, by passes over the layers."""

@@ -1,1 +1,0 @@
-"""What on this machine prevents or slows training, with fixes; reports contain nothing private."""
