@@ -24,9 +24,14 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from finetune.adapter.linear_lora import compute_beside, compute_in_base_dtype, hold_in_bf16
-from finetune.adapter.methods import is_adapted, leave_out_draws, method_config, task_type
+from finetune.adapter.methods import (
+    is_adapted,
+    leave_out_draws,
+    method_config,
+    refuse_virtual,
+    task_type,
+)
 from finetune.adapter.targets import chosen_targets
-from finetune.adapter.virtual_tokens import refuse_virtual
 from finetune.data.chat_template import Stops, eos_ids, write_generation_config
 from finetune.errors import CheckpointError, ConfigError, FinetuneError, read_by_library
 from finetune.files.adapter import (

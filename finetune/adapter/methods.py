@@ -37,6 +37,8 @@ _FIELDS: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {
     "hira": ("HiraConfig", {"rank": "r", "dropout": "hira_dropout"}, {}),
 }
 
+_VIRTUAL = ("prompt", "p", "prefix", "prefix_mlp", "multitask_prompt")
+
 
 def method_config(
     adapter: AdapterSection,
@@ -340,3 +342,17 @@ def _line(few: float, many: float) -> Line:
 
 def _tensors(values: object) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
+def refuse_virtual(method: str) -> None:
+    """Refuse a method with virtual tokens, by a recipe's or peft's name, where rows have none.
+
+    Raises:
+        ConfigError: It is one.
+    """
+    if method.lower().removesuffix("_tuning") in _VIRTUAL:
+        raise ConfigError(
+            f"an adapter of the method {method}, and rows without virtual tokens",
+            limit="only a run that trains puts them in front, and `chat` and `generate` a prefix",
+            hint="load the adapter with plain peft",
+        )

@@ -41,7 +41,6 @@ from offload.engine.model.recorders import ByLayer, FrontArguments
 
 ENCODER = "virtual_tokens"
 """Name of peft's encoder within the embedding."""
-_VIRTUAL = ("prompt", "p", "prefix", "prefix_mlp", "multitask_prompt")
 
 
 def add_virtual_tokens(model: PreTrainedModel, adapter: AdapterSection, *, seed: int) -> PeftModel:
@@ -79,20 +78,6 @@ def add_virtual_tokens(model: PreTrainedModel, adapter: AdapterSection, *, seed:
     embedding.num_virtual_tokens = adapter.num_virtual_tokens
     vars(embedding)["forward"] = MethodType(_embedded, embedding)
     return adapted
-
-
-def refuse_virtual(method: str) -> None:
-    """Refuse a method with virtual tokens, by a recipe's or peft's name, where rows have none.
-
-    Raises:
-        ConfigError: It is one.
-    """
-    if method.lower().removesuffix("_tuning") in _VIRTUAL:
-        raise ConfigError(
-            f"an adapter of the method {method}, and rows without virtual tokens",
-            limit="only a run that trains puts them in front, and `chat` and `generate` a prefix",
-            hint="load the adapter with plain peft",
-        )
 
 
 def _config(adapter: AdapterSection) -> PeftConfig:

@@ -428,8 +428,8 @@ def compare(
     """Show runs next to each other: recipes, losses, speed, energy; with --out their curves."""
     with explained(" ".join(map(str, runs))):
         from finetune.files.atomic import write_atomically
+        from finetune.report.compare_pages import compare_page
         from finetune.report.compared_runs import read_runs, runs_table
-        from finetune.report.pages import compare_page
 
         if out is not None and out.suffix != ".html":
             raise ConfigError(

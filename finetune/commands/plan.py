@@ -38,12 +38,13 @@ from finetune.planning.subject import Subject, model_subject, subject_of
 from finetune.recipe.recipe import with_parallel
 from finetune.recipe.sections import TrainSection
 from finetune.report import choice as choice_report
-from finetune.report.choice import host_map, what_if_json, what_if_table
+from finetune.report.choice import host_map
 from finetune.report.energy import plan_cost
 from finetune.report.format import shown_gib
 from finetune.report.plan import gpus_json, plan_json, plan_tables, ranks_json, ranks_table
 from finetune.report.runs import runs_json, runs_tables
 from finetune.report.summary import plan_summary
+from finetune.report.what_if import what_if_json, what_if_table
 from offload.plan.machine.cards import CARDS
 from offload.plan.machine.machine import (
     EAGER_FRAC,

@@ -12,7 +12,7 @@ from finetune.data.rows import Compared, TopTokens
 from finetune.data.sources import RowError
 from finetune.data.tokenize import IGNORE_INDEX, Encoder, Example, Fate
 from finetune.errors import DataError
-from finetune.objective.pairs import StepRows
+from finetune.objective.step_rows import StepRows
 from finetune.recipe.sections import ObjectiveSection
 
 if TYPE_CHECKING:

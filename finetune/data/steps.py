@@ -26,7 +26,7 @@ from finetune.data.encode_source import worker_died
 from finetune.data.order import PAD_TO_MULTIPLE_OF, BatchOrder, PackedOrder, StepSizes, padded
 from finetune.data.tokenize import IGNORE_INDEX, Example
 from finetune.interrupts import SIGNALS
-from finetune.objective.pairs import StepRows
+from finetune.objective.step_rows import StepRows
 from finetune.processes import prepare_worker, process_context
 
 _PREFETCH_STEPS = 2
@@ -479,3 +479,36 @@ def _unchanged(share: object) -> object:
 def _prepare_loader_worker(_: int) -> None:
     torch.set_num_threads(1)
     prepare_worker()
+
+
+def parts_of(steps: Steps) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Give all rows in parts of about a step, each with its number of groups.
+
+    Args:
+        steps: Of rows that are compared.
+    """
+    assert steps.comparison is not None
+    offsets = steps.comparison.groups.offsets
+    for part in np.array_split(np.arange(len(offsets) - 1), num_parts_of(steps)):
+        yield len(part), tuple(range(int(offsets[part[0]]), int(offsets[part[-1] + 1])))
+
+
+def num_parts_of(steps: Steps) -> int:
+    """Return in how many parts `parts_of` gives the rows."""
+    assert steps.comparison is not None
+    offsets = steps.comparison.groups.offsets
+    num_groups = len(offsets) - 1
+    per_part = max(1, steps.sizes.rows_per_step * num_groups // int(offsets[-1]))
+    return num_parts(num_groups, per_part)
+
+
+def num_parts(num_groups: int, per_part: int) -> int:
+    """Return in how many parts, equal but for one group, none has more groups than a step.
+
+    Where a part would then have a single group and a step has more, there are fewer parts: KTO
+    compares each row with another.
+    """
+    fewest = -(-num_groups // per_part)
+    if per_part > 1 and num_groups < 2 * fewest:
+        return max(1, num_groups // 2)
+    return fewest

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from finetune.objective.pairs import Exchange, StepRows
+from finetune.objective.pairs import Exchange
+from finetune.objective.step_rows import StepRows
 from offload.engine.objective import Scores, StepLoss
 
 ACCURACY, F1 = "accuracy", "f1"

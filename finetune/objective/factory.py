@@ -10,9 +10,10 @@ from finetune.objective.distill import DistillObjective
 from finetune.objective.dpo import LOSSES, ipo_of_means
 from finetune.objective.grpo import GrpoObjective
 from finetune.objective.kto import KtoObjective
-from finetune.objective.pairs import Exchange, PairObjective, RankingObjective, StepRows
+from finetune.objective.pairs import Exchange, PairObjective, RankingObjective
 from finetune.objective.reference_free import orpo, orpo_metrics, simpo
 from finetune.objective.reward import RewardObjective
+from finetune.objective.step_rows import StepRows
 from finetune.recipe.sections import ObjectiveSection
 from offload.engine.objective import Objective
 

@@ -12,7 +12,8 @@ from typing import Literal
 import torch
 
 from finetune.errors import DataError
-from finetune.objective.pairs import Exchange, RowSums, StepRows, row_sums, summed
+from finetune.objective.pairs import Exchange, RowSums, row_sums, summed
+from finetune.objective.step_rows import StepRows
 from offload.engine.objective import Reference, Scores, StepLoss
 
 _STD_FLOOR = 1e-4

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import torch
 
 from finetune.errors import DataError
-from finetune.objective.pairs import Exchange, RowSums, StepRows, row_sums
+from finetune.objective.pairs import Exchange, RowSums, row_sums
+from finetune.objective.step_rows import StepRows
 from offload.engine.objective import Reference, Scores, StepLoss
 
 

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from finetune.objective.pairs import Exchange, StepRows, paired, row_sums
+from finetune.objective.pairs import Exchange, paired, row_sums
+from finetune.objective.step_rows import StepRows
 from offload.engine.objective import Scores, StepLoss
 
 

@@ -21,6 +21,7 @@ from finetune.recipe.rules import NEVER_ENCODED, streamed_instead
 from offload.plan.facts.codec import CodecName
 from offload.plan.facts.facts import ModelFacts
 from offload.plan.facts.workload import why_head_on_device, why_on_device
+from offload.plan.fit import has_plan
 from offload.plan.machine.machine import Machine
 from offload.plan.plan import Plan
 from offload.plan.request import (
@@ -42,7 +43,6 @@ from offload.plan.search import Choice, search
 from offload.plan.search import chosen_plan as search_plan
 from offload.plan.search import nearest_request as nearest
 from offload.plan.sharded import as_sharded, sharded_choice
-from offload.plan.what_if.cards import fits as has_plan
 
 if TYPE_CHECKING:
     from finetune.data.order import StepSizes

@@ -20,12 +20,12 @@ from offload.plan.facts.facts import WholeWeights
 from offload.plan.facts.linears import FP32_BYTES
 from offload.plan.facts.optimizer import HOST_STATES, LOW_HALVES, host_update_bytes
 from offload.plan.facts.trainable import adapter_parameters, trained_parameters
+from offload.plan.feature_pass import FeaturePass, feature_pass
 from offload.plan.head_cost import HeadCost
 from offload.plan.machine.machine import Implementation, Machine, Network, Rate
 from offload.plan.plan import Plan
 from offload.plan.schedule.op import Kind
 from offload.plan.schedule.schedule import Residency
-from offload.plan.scoring import FeaturePass, feature_pass
 from offload.plan.step import FREE_FRAC
 from offload.plan.time.roofline import Count, layer_flops
 

@@ -9,7 +9,7 @@ import os
 import re
 import zlib
 from collections.abc import Container, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -384,6 +384,24 @@ def shown_evaluation(row: Mapping[str, Any]) -> str:
     names = (name for name in _SHOWN if EVAL_PREFIX + name in row)
     more = (f", {name} {row[EVAL_PREFIX + name]:.4f}" for name in names)
     return f"loss on held-out rows {row[EVAL_LOSS]:.4f}{''.join(more)}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluation:
+    """What held-out rows say.
+
+    Attributes:
+        loss: The mean over their groups.
+        metrics: Of the loss, by name.
+        counts: Rows, pairs or tokens that a metric is a mean over, where that is not what the loss
+            is a mean over.
+        nll_weight: Weight of the metric `nll_loss` in the loss.
+    """
+
+    loss: float
+    metrics: Mapping[str, float]
+    counts: Mapping[str, int] = field(default_factory=dict)
+    nll_weight: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from finetune.adapter.methods import refuse_virtual
 from finetune.adapter.targets import chosen_targets
-from finetune.adapter.virtual_tokens import refuse_virtual
 from finetune.errors import CheckpointError, ConfigError
 from finetune.files.adapter import WEIGHTS_FILE, read_adapter_config, refuse_classifier
 from finetune.files.tensors import read_known_header

@@ -33,9 +33,9 @@ from finetune.recipe.load import Draft, find_shape, published_ids, recipe_from, 
 from finetune.recipe.recipe import Recipe, whole_units
 from finetune.recipe.sections import Method, Section
 from finetune.report import pages
-from finetune.report.choice import what_if_json
 from finetune.report.gantt import gantt_svg
 from finetune.report.plan import memory_limits, plan_json
+from finetune.report.what_if import what_if_json
 from offload.errors import SluiceError
 from offload.plan.facts.codec import CodecName
 from offload.plan.facts.facts import ModelFacts

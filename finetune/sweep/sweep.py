@@ -4,7 +4,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,17 +21,17 @@ from finetune.recipe.recipe import Recipe, differences, resolved_yaml
 from finetune.recipe.rules import broken_embedding_rules, broken_head_rules
 from finetune.recipe.sections import OffloadSection
 from finetune.recipe.shared_rules import require_shared
+from finetune.report.compare_pages import SweptRun, sweep_page
 from finetune.report.format import compact_table
-from finetune.report.pages import SweptRun, sweep_page
 from finetune.report.screen import Screen
 from finetune.run.run_dir import RunDir
 from finetune.run.run_files import EVAL_LOSS
 from finetune.run.run_lock import locked
 from finetune.sweep.screen import Board, RunScreen
+from finetune.sweep.together import train_together
 from finetune.sweep.variants import StopRule, Variant, Variants, Verdicts, waves_of
-from finetune.train import Start, finetune_together
 from finetune.training.ranks import Ranks
-from finetune.training.shared.member import Outcome
+from finetune.training.run import Outcome, opened
 from finetune.training.world.same_settings import require_same_settings
 from offload.errors import DoesNotFitError
 
@@ -462,22 +462,26 @@ def _together(
         note=screen.note,
     )
     begun = ranks.from_main(lambda: _begun(variants) if how.is_resume else {})
-    starts = [
-        Start(
-            recipe=run.recipe,
-            screen=_screen(run, screen, board),
-            is_resume=run.name in begun,
-            may_overwrite=how.may_overwrite,
+    with ExitStack() as held:
+        runs = [
+            held.enter_context(
+                opened(
+                    run.recipe,
+                    ranks=ranks,
+                    screen=_screen(run, screen, board),
+                    is_resume=run.name in begun,
+                    may_overwrite=how.may_overwrite,
+                    adapter=f"run_{number}" if len(wave) > 1 else None,
+                )
+            )
+            for number, run in enumerate(_with_begun(wave, begun), 1)
+        ]
+        return train_together(
+            runs,
+            screen=screen,
+            machine_file=how.machine_file,
+            judge=lambda step, losses: ranks.from_main(lambda: verdicts(step, losses)),
         )
-        for run in _with_begun(wave, begun)
-    ]
-    return finetune_together(
-        starts,
-        ranks=ranks,
-        screen=screen,
-        machine_file=how.machine_file,
-        judge=lambda losses: ranks.from_main(lambda: verdicts(losses)),
-    )
 
 
 def _begun(variants: Variants) -> dict[str, OffloadSection]:

@@ -22,7 +22,6 @@ from finetune.planning.request import facts_of
 from finetune.recipe.grid import STOP, named_variants, values_of
 from finetune.recipe.load import CoreLoader, is_of_run, load_recipe
 from finetune.recipe.recipe import Recipe, resolved_yaml
-from finetune.training.shared.together import Evaluated
 
 _FIELDS = ("worse_than_best_by", "after_steps")
 
@@ -88,27 +87,27 @@ class Verdicts:
     note: Callable[[str], None]
     losses: dict[str, dict[int, float]] | None = None
 
-    def __call__(self, losses: Mapping[int, Evaluated]) -> Mapping[int, str]:
-        """Return why runs are to stop, by number."""
+    def __call__(self, step: int, losses: Mapping[int, float]) -> Mapping[int, str]:
+        """Return why runs are to stop after a step, by number."""
         rule = self.rule
         if rule is None:
             return {}
         if self.losses is None:
             self.losses = {name: dict(steps) for name, steps in self.before().items()}
         found = self.losses
-        for number, one in losses.items():
-            found.setdefault(self.names[number], {})[one.step] = one.loss
+        for number, loss in losses.items():
+            found.setdefault(self.names[number], {})[step] = loss
         verdicts = {}
-        for number, one in losses.items():
+        for number, loss in losses.items():
             best, name = min(
-                (loss, name)
+                (other, name)
                 for name, steps in found.items()
-                for step, loss in steps.items()
-                if step <= one.step
+                for at, other in steps.items()
+                if at <= step
             )
-            if one.step >= rule.after_steps and one.loss > best + rule.worse_than_best_by:
+            if step >= rule.after_steps and loss > best + rule.worse_than_best_by:
                 verdicts[number] = (
-                    f"stopped after step {one.step}: loss on held-out rows {one.loss:.4f}, more"
+                    f"stopped after step {step}: loss on held-out rows {loss:.4f}, more"
                     f" than {rule.worse_than_best_by:g} above {best:.4f} of {name}"
                 )
                 self.note(f"{self.names[number]}: {verdicts[number]}")

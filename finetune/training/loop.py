@@ -6,18 +6,16 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from itertools import islice
-from typing import TYPE_CHECKING, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
-import numpy as np
 import torch
 from torch import nn
 
 from finetune.data.dataset import ExampleSet
 from finetune.data.steps import Steps, StepShare
-from finetune.errors import RunFailedError
+from finetune.errors import FinetuneError, RunFailedError
 from finetune.model.overflow import first_overflow
-from finetune.objective.features import Features, PassThrough
+from finetune.objective.step_rows import StepRows
 from finetune.recipe.sections import TrainSection
 from finetune.run.checkpoint import (
     BACKOFF,
@@ -29,32 +27,58 @@ from finetune.run.checkpoint import (
     StateForm,
     state_form,
 )
-from finetune.training.objectives import (
-    Evaluation,
-    HeadOutputs,
-    Objectives,
-    RowLogps,
-    mean_of,
-    parts_of,
-)
 from finetune.training.optimizer import Update, learning_rate
 from finetune.training.ranks import Ranks
-from offload.engine.batch import rows_of_labels
 from offload.engine.engine import Engine
 from offload.engine.objective import Objective
 from offload.engine.passes.part import RunStep
-from offload.engine.results import StepResult
+from offload.engine.results import ForwardResult
 from offload.engine.seeding import NEWEST
 from offload.plan.schedule.timeline import Timeline
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
+    pass
 
-    from finetune.training.sharded.engine import ShardedEngine, ShardedResult
-    from finetune.training.shared.head_alone import HeadResult
 
-StepEngine: TypeAlias = "Engine | ShardedEngine"
-"""What computes steps: layers that are streamed, or ranks that each hold a part of the model."""
+class StepOutput(Protocol):
+    """What an engine found in a step."""
+
+    @property
+    def loss(self) -> float:
+        """The mean of this rank's share."""
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """Those of the objective, by name."""
+
+    @property
+    def timeline(self) -> Timeline:
+        """The ops; waits for the device."""
+
+    @property
+    def num_loads(self) -> int:
+        """Layers that crossed this rank's link."""
+
+
+class StepEngine(Protocol):
+    """What computes steps: layers that are streamed, or ranks that each hold a part of them."""
+
+    @property
+    def num_issued(self) -> int:
+        """Ops or visits so far: a sign of life."""
+
+    def forward_backward_runs(self, runs: Sequence[RunStep], /) -> Sequence[StepOutput]:
+        """Compute steps in one pass over the layers and back; add to the gradients."""
+
+    def forward(self, batch: Any, /) -> ForwardResult:
+        """Compute a batch without gradients; None takes part without rows, in a sharded model."""
+
+    def wait(self) -> None:
+        """Wait for the device."""
+
+    def close(self) -> None:
+        """Free what the engine holds."""
+
 
 TIMED_S = 5.0  # for steps that are timed in addition to the first
 Progress = Callable[[int, int], None]
@@ -148,19 +172,56 @@ class Computed:
         computed_s: Of the whole step, shared or not.
     """
 
-    result: "StepResult | ShardedResult | HeadResult"
+    result: StepOutput
     computed_s: float
 
 
 def computed(engine: StepEngine, requests: Sequence[Request]) -> list[Computed]:
     """Compute steps of runs that share an engine, in one pass over its layers and back."""
     start_s = time.perf_counter()
-    results: Sequence[StepResult | ShardedResult] = engine.forward_backward_runs(
-        [request.run for request in requests]
-    )
+    results = engine.forward_backward_runs([request.run for request in requests])
     _ = results[0].timeline  # waits for the device
     computed_s = time.perf_counter() - start_s
     return [Computed(result=result, computed_s=computed_s) for result in results]
+
+
+def rehearsed(
+    engine: StepEngine, rehearsals: "Mapping[str, Generator[Request, Computed, StepRecord]]"
+) -> list[StepRecord]:
+    """Run the rehearsals of runs that share an engine together; return the record of each.
+
+    Args:
+        engine: Computes their steps.
+        rehearsals: By the name of the run.
+
+    Raises:
+        FinetuneError: One fails; of several it is named.
+    """
+    asked = {name: next(rehearsal) for name, rehearsal in rehearsals.items()}
+    records: dict[str, StepRecord] = {}
+    while asked:
+        first = min(request.order for request in asked.values())
+        due = [name for name, request in asked.items() if request.order == first]
+        found = computed(engine, [asked.pop(name) for name in due])
+        for name, result in zip(due, found, strict=True):
+            try:
+                asked[name] = rehearsals[name].send(result)
+            except StopIteration as end:
+                records[name] = end.value
+            except FinetuneError as error:
+                if len(rehearsals) == 1:
+                    raise
+                raise FinetuneError(
+                    f"{name}: {error.what}",
+                    limit=error.limit,
+                    hint=f"{error.hint}; or leave this run out",
+                ) from error
+    return [records[name] for name in rehearsals]
+
+
+def is_due(step: int, every: int | None) -> bool:
+    """Return whether what is done every so many steps is due after a step; None is never."""
+    return every is not None and step % every == 0
 
 
 class Loop:
@@ -175,10 +236,9 @@ class Loop:
         train: TrainSection,
         num_steps: int,
         ranks: Ranks,
-        objectives: Objectives | None = None,
+        objective_of: Callable[[StepRows], Objective] | None = None,
         adapter: str | None = None,
         scaling: LossScale | None = None,
-        head: PassThrough | None = None,
     ) -> None:
         """Take the parts.
 
@@ -191,21 +251,19 @@ class Loop:
             train: Settings of training.
             num_steps: Of the run.
             ranks: The processes that share each step.
-            objectives: The losses of steps; None for cross-entropy.
+            objective_of: Makes the loss of a step by its rows; None for cross-entropy.
             adapter: The model's adapter that this run trains; None if it has no other.
             scaling: How the loss of the first step is scaled, of a model in float16.
-            head: On a new head, of a run that takes features.
         """
         self._model = model
-        self._engine = engine
+        self.engine = engine
         self._update = update
         self._has_begun = False
         self._train = train
         self._num_steps = num_steps
         self._ranks = ranks
-        self._objectives = objectives
+        self._objective = objective_of
         self._adapter = adapter
-        self._head = head
         self.state_form: StateForm = {}
         self.seeding = NEWEST  # a resumed run has that of its checkpoint, and
         self.scaling = scaling  # this as well
@@ -213,8 +271,8 @@ class Loop:
     @property
     def _streamed(self) -> Engine:
         """The engine, of a run with settings that only this one has."""
-        assert isinstance(self._engine, Engine), "a rule of recipes"
-        return self._engine
+        assert isinstance(self.engine, Engine), "a rule of recipes"
+        return self.engine
 
     @property
     def weights(self) -> Mapping[str, torch.Tensor]:
@@ -248,7 +306,7 @@ class Loop:
     def step(self, number: int, share: StepShare) -> StepRecord:
         """Run optimizer step `number`, counted from 0, of which this rank does a share."""
         request = self.request(number, share)
-        (found,) = computed(self._engine, [request])
+        (found,) = computed(self.engine, [request])
         return self.complete(request, found)
 
     def using(self) -> AbstractContextManager[None]:
@@ -265,18 +323,6 @@ class Loop:
             name=f"step {number + 1}",
             scaling=self.scaling,
         )
-
-    def rehearse(self, longest: StepShare, typical: Sequence[StepShare]) -> StepRecord:
-        """Rehearse alone; see `rehearsal`."""
-        rehearsal = self.rehearsal(longest, typical)
-        request = next(rehearsal)
-        while True:
-            (found,) = computed(self._engine, [request])
-            try:
-                request = rehearsal.send(found)
-            except StopIteration as end:
-                record: StepRecord = end.value
-                return record
 
     def rehearsal(
         self, longest: StepShare, typical: Sequence[StepShare]
@@ -342,126 +388,35 @@ class Loop:
         """
         size = self._train.sequences
         loss_sum, num_label_tokens = 0.0, 0
-        with self._evaluated():
+        with self.evaluated():
             for first in range(0, len(examples), size * self._ranks.num):
                 start = first + size * self._ranks.index
                 rows = [examples[i] for i in range(start, min(start + size, len(examples)))]
                 if not rows:  # those of the last round are of other ranks
-                    if not isinstance(self._engine, Engine):
-                        self._engine.forward(None)
+                    if not isinstance(self.engine, Engine):
+                        self.engine.forward(None)
                     continue
-                result = self._engine.forward(steps.padded_batch(rows))
+                result = self.engine.forward(steps.padded_batch(rows))
                 loss_sum += result.loss_sum
                 num_label_tokens += result.num_label_tokens
                 progress(min(start + size * self._ranks.num, len(examples)), len(examples))
         shares = self._ranks.exchange((loss_sum, num_label_tokens))
         loss = sum(loss for loss, _ in shares) / sum(num for _, num in shares)
-        self._require_finite_held_out(loss)
+        self.require_finite_held_out(loss)
         return loss
 
-    def validation(self, held_out: Steps, *, progress: Progress = unseen) -> Evaluation:
-        """Return the mean of the objective's loss and metrics over held-out rows.
-
-        Args:
-            held_out: Their steps, all this rank's; the ranks share them out by their numbers.
-            progress: Called with the rows that are done, and all.
-
-        Raises:
-            RunFailedError: The loss is not finite.
-        """
-        assert self._objectives is not None
-        found: dict[int, tuple[int, Evaluation]] = {}
-        num_rows = 0
-        with self._evaluated():
-            for number, (num_groups, rows) in enumerate(parts_of(held_out)):
-                num_rows += len(rows)
-                if number % self._ranks.num != self._ranks.index:
-                    continue
-                share = held_out.share_of(rows)
-                assert share.rows is not None
-                result = self._streamed.evaluate(
-                    share.micro_batches,
-                    objective=self._objectives.of_held_out(share.rows),
-                    scored=share.scored,
-                )
-                found[number] = (
-                    self._objectives.weight(
-                        num_groups=num_groups,
-                        num_rows=len(rows),
-                        num_label_tokens=result.num_label_tokens,
-                    ),
-                    self._objectives.evaluation(
-                        share.rows,
-                        label_lens=rows_of_labels(share.micro_batches)[0].bincount().tolist(),
-                        loss=result.loss,
-                        metrics=result.metrics,
-                    ),
-                )
-                progress(num_rows, len(held_out.rows))
-        parts = {
-            number: part for one in self._ranks.exchange(found) for number, part in one.items()
-        }
-        mean = mean_of([parts[number] for number in sorted(parts)])
-        self._require_finite_held_out(mean.loss)
-        return mean
-
-    def row_logps(self, steps: Steps, *, max_parts: int | None = None) -> "NDArray[np.float64]":
-        """Return the log-probability of each row's label tokens, by the model as it is, in nats.
-
-        Args:
-            steps: Of the rows, all this rank's; the ranks share them out by their numbers.
-            max_parts: The first parts of the rows, at most, each of about a step; those of other
-                rows are 0. None takes all.
-        """
-        found = np.zeros(len(steps.rows))
-        with self._evaluated():
-            for number, (_, rows) in enumerate(islice(parts_of(steps), max_parts)):
-                if number % self._ranks.num != self._ranks.index:
-                    continue
-                logps = RowLogps()
-                batches = steps.share_of(rows).micro_batches
-                self._streamed.evaluate(batches, objective=logps)
-                found[list(steps.in_order(rows))] = logps.sums_R.numpy()
-        return np.asarray(sum(self._ranks.exchange(found)))
-
-    def features(
-        self, steps: Steps, *, dtype: torch.dtype, progress: Progress = unseen
-    ) -> Features:
-        """Return what a new head reads at each label token of rows, by the model as it is.
-
-        The layers compute each row once, in parts of about a step, each a pass over the layers.
-
-        Args:
-            steps: Of the rows, all this rank's.
-            dtype: Of the features.
-            progress: Called with the rows that are done, and all.
-        """
-        assert self._head is not None
-        num_rows, num = len(steps.rows), int(steps.rows.loss_tokens.sum())
-        # it does not count the first token of a row, which may have a class
-        found = Features(num_rows=num_rows, max_features=num + num_rows, dtype=dtype)
-        done = 0
-        with self._evaluated(), self._head.on():
-            for _, rows in parts_of(steps):
-                outputs, batches = HeadOutputs(), steps.share_of(rows).micro_batches
-                self._streamed.evaluate(batches, objective=outputs)
-                lens = rows_of_labels(batches, is_shifted=False)[0].bincount()
-                found.add(steps.in_order(rows), lens.tolist(), outputs.outputs_NC)
-                done += len(rows)
-                progress(done, num_rows)
-        return found
-
     @contextmanager
-    def _evaluated(self) -> Iterator[None]:
+    def evaluated(self) -> Iterator[None]:
         """Compute with this run's adapter, in evaluation mode, once all ranks' updates are made."""
-        if isinstance(self._engine, Engine):
-            self._engine.updates.flush()
+        if isinstance(self.engine, Engine):
+            self.engine.updates.flush()
         self._model.eval()
         with self.using():
             yield
         self._model.train()
 
-    def _require_finite_held_out(self, loss: float) -> None:
+    def require_finite_held_out(self, loss: float) -> None:
+        """Refuse a loss on held-out rows that is not finite."""
         if not math.isfinite(loss):
             raise RunFailedError(
                 f"the loss on held-out rows is {loss}",
@@ -529,7 +484,7 @@ class Loop:
             self._update.apply(lr=request.lr)
             if scaling is not None:
                 self.scaling = scaling.applied()
-        self._engine.wait()
+        self.engine.wait()
         optimizer_s = time.perf_counter() - update_start_s
         return StepRecord(
             loss=loss,
@@ -549,10 +504,10 @@ class Loop:
         )
 
     def _objective_of(self, share: StepShare) -> Objective | None:
-        if self._objectives is None:
+        if self._objective is None:
             return None
         assert share.rows is not None
-        return self._objectives.of_step(share.rows)
+        return self._objective(share.rows)
 
     def _require_finite(self, name: str, loss: float, grad_norm: float) -> None:
         """Stop before an update that would ruin the weights and, in time, every checkpoint."""
@@ -585,14 +540,14 @@ class Loop:
             RunFailedError: Always; it names the first module that overflows.
         """
         run = request.run
-        with self._evaluated(), first_overflow(self._model) as found:
+        with self.evaluated(), first_overflow(self._model) as found:
             if run.objective is not None:
                 self._streamed.evaluate(
                     run.micro_batches, objective=run.objective, scored=run.scored
                 )
             else:
                 for batch in run.micro_batches:
-                    self._engine.forward(batch)
+                    self.engine.forward(batch)
         names = [name for names in self._ranks.exchange(found) for name in names]
         where = "the loss, for all modules are finite without dropout"
         if names:

@@ -1,8 +1,8 @@
 """What was measured, written at each checkpoint: one step's ops, and the memory by term."""
 
 import platform
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,10 +10,10 @@ import torch
 
 from finetune.files.atomic import write_atomically
 from finetune.files.manifest import sealed_json
-from finetune.full.optimizer import LOW
 from finetune.report.prediction import SEAL, with_timeline
 from finetune.training.loop import StepRecord
 from finetune.training.run import Run
+from finetune.training.session import MeasuredTerm, Session
 from offload.engine.engine import Engine
 from offload.engine.host.limits import free_host_bytes
 from offload.engine.host.numa import bus_id_of
@@ -24,12 +24,9 @@ from offload.engine.memory_meter import (
     peak_host_bytes,
     peak_reserved_bytes,
 )
-from offload.plan.facts.optimizer import HOST_STATES, LOW_HALVES
-from offload.plan.memory.memory import ADAPTERS, PAGED_STATES, STATES
 from offload.plan.plan import Plan, calibrate, with_costs
-from offload.plan.sharded import SHARDS
-from offload.probe.doctor import installed_version
 from offload.probe.energy import LEAST_WINDOW_S, Counters, Meter, Taken, by_part, find_counters
+from offload.probe.machine import installed_version
 
 if TYPE_CHECKING:
     from finetune.training.session import Session
@@ -39,23 +36,6 @@ PACKAGES = {
     "sluice": "sluice-finetune",
     **{name: name for name in ("torch", "transformers", "peft", "bitsandbytes")},
 }
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MeasuredTerm:
-    """A measured amount of memory, under the plan's name for it.
-
-    Attributes:
-        name: The plan's name where it has one.
-        num_bytes: Bytes that are held in memory.
-        how: How they were measured.
-        is_on_host: Whether it is host memory.
-    """
-
-    name: str
-    num_bytes: int
-    how: str
-    is_on_host: bool
 
 
 def memory_in_use(device: torch.device) -> dict[str, int]:
@@ -92,7 +72,7 @@ def energy_row(taken: Sequence[Taken], *, num_tokens: int) -> dict[str, Any]:
 
 
 def write_measured(
-    session: "Session",
+    session: Session,
     plan: Plan,
     record: StepRecord,
     *,
@@ -128,7 +108,7 @@ def write_measured(
         "peak_bytes": peak_bytes(device),
         "peak_reserved_bytes": peak_reserved_bytes(device),
         "peak_host_bytes": peak_host_bytes(),
-        "memory": [asdict(term) for term in memory_terms(session)],
+        "memory": [asdict(term) for term in session.kind.memory(session)],
         "versions": {
             name: installed_version(package) or "not installed"
             for name, package in PACKAGES.items()
@@ -139,88 +119,34 @@ def write_measured(
     write_atomically(session.run.dir.path / MEASURED, text)
 
 
-def memory_terms(session: "Session") -> list[MeasuredTerm]:
-    """List memory that is held between two steps; temporary memory is only part of the peak."""
-    if not isinstance(session.engine, Engine):
-        return _sharded_terms(session)
-    arenas = session.engine.arenas
-    terms = [_arena_term(arena) for arena in arenas if arena.num_bytes]
-    in_arenas = [(b.data_ptr(), b.data_ptr() + b.nbytes) for a in arenas for b in a.blocks]
-    named = session.engine.resident_parameters
+def streamed_memory(engine: Engine) -> tuple[list[MeasuredTerm], list[torch.nn.Parameter]]:
+    """Return the engine's memory, and the parameters on the device that are not in it."""
+    arenas = engine.arenas
+    spans = [(b.data_ptr(), b.data_ptr() + b.nbytes) for arena in arenas for b in arena.blocks]
     alone = [
         parameter
-        for parameter in named.values()
-        if not any(start <= parameter.data_ptr() < end for start, end in in_arenas)
+        for parameter in engine.resident_parameters.values()
+        if not any(start <= parameter.data_ptr() < end for start, end in spans)
     ]
-    frozen = [parameter for parameter in alone if not parameter.requires_grad]
-    trained = [*session.loop.weights.items()]
-    trained += [(name, p) for name, p in named.items() if p.requires_grad]
-    if session.run.recipe.train.is_full:
-        return [*terms, *_full_terms(session.loop.weights, alone)]
-    states = [
-        value
-        for state in session.loop.optimizer.state_dict()["state"].values()
-        for value in state.values()
-        if isinstance(value, torch.Tensor)
-    ]
-    paged = [value for value in states if hasattr(value, "is_paged")]  # bitsandbytes marks them
-    for name, tensors in (
-        ("embeddings, norm and head", frozen),
-        ("adapters", [p for name, p in trained if "lora_" in name]),
-        ("trained modules", [p for name, p in trained if "lora_" not in name]),
-        ("optimizer states", [value for value in states if not hasattr(value, "is_paged")]),
-        (PAGED_STATES, paged),
-    ):
-        num_bytes = _tensor_bytes(tensors)
-        if num_bytes:  # it is where it computes, which on a CPU is host memory too
-            terms.append(
-                MeasuredTerm(
-                    name=name,
-                    num_bytes=num_bytes,
-                    how="tensors",
-                    is_on_host=name == PAGED_STATES,
-                )
-            )
-    return terms
+    return [_arena_term(arena) for arena in arenas if arena.num_bytes], alone
 
 
-def _sharded_terms(session: "Session") -> list[MeasuredTerm]:
-    """List this rank's parts of the weights and of the optimizer's states."""
-    from finetune.training.sharded.update import ShardedUpdate, own_part
+def tensor_terms(
+    named: Mapping[str, Iterable[torch.Tensor]], *, on_host: Collection[str] = ()
+) -> list[MeasuredTerm]:
+    """Return the memory of tensors, those that share memory once; names without any are left out.
 
-    assert isinstance(session.loop.update, ShardedUpdate)
-    is_adapter = not session.run.recipe.train.is_full
-    named: dict[str, list[torch.Tensor]] = {SHARDS: [], ADAPTERS: []}
-    for parameter in session.model.parameters():
-        name = ADAPTERS if is_adapter and parameter.requires_grad else SHARDS
-        named[name].append(own_part(parameter))
-    named[STATES] = session.loop.update.states()
-    return [
-        MeasuredTerm(name=name, num_bytes=_tensor_bytes(tensors), how="tensors", is_on_host=False)
+    On a CPU, what computes there is host memory too.
+    """
+    sizes = {
+        name: sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
         for name, tensors in named.items()
-        if tensors
+    }
+    return [
+        MeasuredTerm(name=name, num_bytes=size, how="tensors", is_on_host=name in on_host)
+        for name, size in sizes.items()
+        if size
     ]
-
-
-def _full_terms(
-    weights: Mapping[str, torch.Tensor], resident: Iterable[torch.Tensor]
-) -> Iterator[MeasuredTerm]:
-    """Yield memory of the model's own weights that train, and of those around the layers."""
-    by_kind: dict[str, list[torch.Tensor]] = {}
-    for name, tensor in weights.items():
-        by_kind.setdefault(name.partition(":")[2], []).append(tensor)
-    lows = by_kind.pop(LOW, [])
-    states = [tensor for kind, tensors in by_kind.items() if kind for tensor in tensors]
-    for name, tensors in ((LOW_HALVES, lows), (HOST_STATES, states)):
-        if tensors:
-            num_bytes = _tensor_bytes(tensors)
-            yield MeasuredTerm(name=name, num_bytes=num_bytes, how="tensors", is_on_host=True)
-    yield MeasuredTerm(
-        name="embeddings, norm and head",
-        num_bytes=_tensor_bytes(resident),
-        how="tensors",
-        is_on_host=False,
-    )
 
 
 def _arena_term(arena: Arena) -> MeasuredTerm:
@@ -232,8 +158,3 @@ def _arena_term(arena: Arena) -> MeasuredTerm:
         how="resident pages" if is_known else "allocated",
         is_on_host=arena.is_on_host,
     )
-
-
-def _tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Add up tensors, those that share memory once."""
-    return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())

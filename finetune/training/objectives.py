@@ -8,42 +8,36 @@ how many are desired, and of the others by how many are not. The cross-entropy o
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from finetune.data.steps import Steps
+from finetune.data.steps import Steps, parts_of
 from finetune.objective.classify import COUNTS, F1, ClassifyObjective, macro_f1
 from finetune.objective.factory import objective_of
-from finetune.objective.pairs import StepRows, summed
+from finetune.objective.pairs import summed
+from finetune.objective.step_rows import StepRows
 from finetune.recipe.sections import ObjectiveSection
+from finetune.run.references import read_references
+from finetune.run.run_files import Evaluation
+from finetune.training.loop import Loop, Progress
 from finetune.training.ranks import Ranks
+from finetune.training.session import Session
+from offload.engine.batch import rows_of_labels
+from offload.engine.engine import Engine
 from offload.engine.objective import Objective, Reference, Scores, StepLoss
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 PREFERRED, PREFERRED_BY = "logps/accuracies", "logps/margins"
 _OF_ANSWERS = ("reward", "reward_std", "frac_reward_zero_std")
 _OF_TOKENS = ("clip_ratio/", "kl", "sampling/")
 """Metrics of sampled answers: over these, and how the names of those over their tokens begin."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Evaluation:
-    """What held-out rows say.
-
-    Attributes:
-        loss: The mean over their groups.
-        metrics: Of the loss, by name.
-        counts: Rows, pairs or tokens that a metric is a mean over, where that is not what the loss
-            is a mean over.
-        nll_weight: Weight of the metric `nll_loss` in the loss.
-    """
-
-    loss: float
-    metrics: Mapping[str, float]
-    counts: Mapping[str, int] = field(default_factory=dict)
-    nll_weight: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,6 +111,51 @@ class Objectives:
         return Evaluation(
             loss=loss, metrics=metrics, counts=counts, nll_weight=self.section.nll_weight
         )
+
+    def validation(self, loop: Loop, held_out: Steps, *, progress: Progress) -> Evaluation:
+        """Return the mean of the objective's loss and metrics over held-out rows.
+
+        Args:
+            loop: Of the run.
+            held_out: Their steps, all this rank's; the ranks share them out by their numbers.
+            progress: Called with the rows that are done, and all.
+
+        Raises:
+            RunFailedError: The loss is not finite.
+        """
+        engine, ranks = streamed(loop), self.ranks
+        found: dict[int, tuple[int, Evaluation]] = {}
+        num_rows = 0
+        with loop.evaluated():
+            for number, (num_groups, rows) in enumerate(parts_of(held_out)):
+                num_rows += len(rows)
+                if number % ranks.num != ranks.index:
+                    continue
+                share = held_out.share_of(rows)
+                assert share.rows is not None
+                result = engine.evaluate(
+                    share.micro_batches,
+                    objective=self.of_held_out(share.rows),
+                    scored=share.scored,
+                )
+                found[number] = (
+                    self.weight(
+                        num_groups=num_groups,
+                        num_rows=len(rows),
+                        num_label_tokens=result.num_label_tokens,
+                    ),
+                    self.evaluation(
+                        share.rows,
+                        label_lens=rows_of_labels(share.micro_batches)[0].bincount().tolist(),
+                        loss=result.loss,
+                        metrics=result.metrics,
+                    ),
+                )
+                progress(num_rows, len(held_out.rows))
+        parts = {number: part for one in ranks.exchange(found) for number, part in one.items()}
+        mean = mean_of([parts[number] for number in sorted(parts)])
+        loop.require_finite_held_out(mean.loss)
+        return mean
 
     def _others(self, table: torch.Tensor) -> Sequence[torch.Tensor]:
         tables = self.ranks.exchange(table)
@@ -209,39 +248,6 @@ class HeadOutputs:
         return StepLoss(value=self.outputs_NC.sum(), metrics={})
 
 
-def parts_of(steps: Steps) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Give all rows in parts of about a step, each with its number of groups.
-
-    Args:
-        steps: Of rows that are compared.
-    """
-    assert steps.comparison is not None
-    offsets = steps.comparison.groups.offsets
-    for part in np.array_split(np.arange(len(offsets) - 1), num_parts_of(steps)):
-        yield len(part), tuple(range(int(offsets[part[0]]), int(offsets[part[-1] + 1])))
-
-
-def num_parts_of(steps: Steps) -> int:
-    """Return in how many parts `parts_of` gives the rows."""
-    assert steps.comparison is not None
-    offsets = steps.comparison.groups.offsets
-    num_groups = len(offsets) - 1
-    per_part = max(1, steps.sizes.rows_per_step * num_groups // int(offsets[-1]))
-    return num_parts(num_groups, per_part)
-
-
-def num_parts(num_groups: int, per_part: int) -> int:
-    """Return in how many parts, equal but for one group, none has more groups than a step.
-
-    Where a part would then have a single group and a step has more, there are fewer parts: KTO
-    compares each row with another.
-    """
-    fewest = -(-num_groups // per_part)
-    if per_part > 1 and num_groups < 2 * fewest:
-        return max(1, num_groups // 2)
-    return fewest
-
-
 def mean_of(parts: Sequence[tuple[int, Evaluation]]) -> Evaluation:
     """Return the mean over parts, each weighted by its groups; a metric's over those that have it.
 
@@ -295,3 +301,97 @@ def _over(name: str) -> Callable[[Sequence[tuple[int, float]]], float]:
 
 def _mean(weighted: Sequence[tuple[int, float]]) -> float:
     return sum(num * value for num, value in weighted) / sum(num for num, _ in weighted)
+
+
+def row_logps(
+    loop: Loop, steps: Steps, *, ranks: Ranks, max_parts: int | None = None
+) -> "NDArray[np.float64]":
+    """Return the log-probability of each row's label tokens, by the model as it is, in nats.
+
+    Args:
+        loop: Of the run.
+        steps: Of the rows, all this rank's; the ranks share them out by their numbers.
+        ranks: The processes that share the rows.
+        max_parts: The first parts of the rows, at most, each of about a step; those of other
+            rows are 0. None takes all.
+    """
+    found = np.zeros(len(steps.rows))
+    with loop.evaluated():
+        for number, (_, rows) in enumerate(islice(parts_of(steps), max_parts)):
+            if number % ranks.num != ranks.index:
+                continue
+            logps = RowLogps()
+            batches = steps.share_of(rows).micro_batches
+            streamed(loop).evaluate(batches, objective=logps)
+            found[list(steps.in_order(rows))] = logps.sums_R.numpy()
+    return np.asarray(sum(ranks.exchange(found)))
+
+
+FAR_REFERENCE = 0.2
+"""Nats per token that a reference of the rows may be from the model before a note says so."""
+
+
+def take_references(session: Session) -> None:
+    """Take the reference's log-probabilities of all rows, where a recipe asks for them first.
+
+    The model has not been trained yet: it is the base, or what `adapter.init_from` names.
+    """
+    run, loop = session.run, session.loop
+    if run.recipe.objective.reference != "precomputed":
+        return
+    every = {"train": session.steps} | ({"held_out": session.held_out} if session.held_out else {})
+    open_ones = {
+        name: steps
+        for name, steps in every.items()
+        if steps.comparison is not None and not len(steps.comparison.groups.references)
+    }
+    if "train" not in open_ones:
+        _compare_references(session)
+    if not open_ones:
+        return
+    found = run.ranks.from_main(lambda: read_references(run.dir.path, rows=session.rows_hash))
+    if found is None:
+        run.screen.note("Taking the reference's log-probabilities of all rows ...")
+        found = {
+            name: row_logps(loop, _all_of(s), ranks=run.ranks) for name, s in open_ones.items()
+        }
+    done = {name: steps.with_references(found[name]) for name, steps in open_ones.items()}
+    session.steps = done.get("train", session.steps)
+    session.held_out = done.get("held_out", session.held_out)
+    session.references = found
+
+
+def _compare_references(session: Session) -> None:
+    """Say how far the rows' own log-probabilities are from the model's, on about a step.
+
+    The model has not been trained yet. Rounding and a codec of the layers make some hundredths
+    of a nat for a token; rows of another reference are known by more.
+    """
+    steps = _all_of(session.steps)
+    assert steps.comparison is not None
+    rows = list(next(parts_of(steps))[1])
+    known = steps.comparison.groups.references[rows]
+    apart = np.abs(
+        row_logps(session.loop, steps, ranks=session.run.ranks, max_parts=1)[rows] - known
+    ).sum()
+    per_token = apart / session.rows.train.loss_tokens[rows].sum()
+    end = "."
+    if per_token > FAR_REFERENCE:
+        end = ": they are of another model or template, or of other tokens."
+    session.run.screen.note(
+        f"The rows' log-probabilities of the reference are {per_token:.3f} nats per token from"
+        " those of the model as the run begins, in"
+        f" {len(rows):,} of {len(steps.rows):,} answers{end}"
+    )
+
+
+def _all_of(steps: Steps) -> Steps:
+    """Return steps all of which are this rank's."""
+    assert steps.comparison is not None
+    return steps.held_out(steps.rows, steps.comparison)
+
+
+def streamed(loop: Loop) -> Engine:
+    """Return the engine of a run with settings that only this one has."""
+    assert isinstance(loop.engine, Engine), "a rule of recipes"
+    return loop.engine

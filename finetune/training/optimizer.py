@@ -11,11 +11,12 @@ from torch import nn
 from finetune.adapter.rounded_weights import RoundedOptimizer, RoundedWeights
 from finetune.recipe.sections import TrainSection
 from finetune.run.checkpoint import Restored, Resumable, Saved
-from finetune.training.full.update import CLIP_EPS
 from finetune.training.ranks import Ranks
 from finetune.training.world.gradient_sums import GradientSums
 from offload.engine.passes.part import Reducer
 from offload.plan.facts.optimizer import Optimizer
+
+CLIP_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
 def learning_rate(step: int, train: TrainSection, *, num_steps: int) -> float:

@@ -16,7 +16,7 @@ from finetune.data.compared import (
 )
 from finetune.data.dataset import Rows, load_rows
 from finetune.data.order import BatchOrder, PackedOrder, RowCost
-from finetune.data.steps import Steps, with_virtual_tokens
+from finetune.data.steps import Steps, num_parts_of, with_virtual_tokens
 from finetune.data.tokenize import require_known_rows
 from finetune.env import cache_dir, stores_dir
 from finetune.errors import ConfigError
@@ -24,22 +24,25 @@ from finetune.model.tokenizer import load_tokenizer
 from finetune.planning.candidates import chooser, requests_for, with_each_size
 from finetune.planning.parallel import Shares, compare_ways, own_choice, share_out
 from finetune.planning.ranks import require_ranks_for
-from finetune.planning.request import find_machine, trained_spec
+from finetune.planning.request import facts_of, find_machine, trained_spec
 from finetune.recipe.recipe import (
     Recipe,
+    with_layer_kernels,
     with_micro_batch_size,
     with_offload,
+    with_packing,
     with_parallel,
     with_shares,
 )
 from finetune.recipe.sections import formats_of
 from finetune.training import preflight
 from finetune.training.expert_backend import fastest_expert_backend, resolve_expert_backend
-from finetune.training.objectives import num_parts_of
-from finetune.training.packing import shown_packing, shown_steps
-from finetune.training.ranks import micro_batches_by_shares
+from finetune.training.layer_kernels import settled_layer_kernels
+from finetune.training.packing import settled_packing, shown_packing, shown_steps
+from finetune.training.ranks import Ranks, micro_batches_by_shares
 from finetune.training.run import Run
 from finetune.training.samples import pad_id
+from finetune.training.world.other_ranks import with_others
 from offload.plan.facts.facts import ModelFacts
 from offload.plan.facts.trainable import layer_parameters
 from offload.plan.facts.workload import WeightPlace
@@ -100,6 +103,21 @@ class Planned:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Prepared:
+    """A run before its model is loaded.
+
+    Attributes:
+        run: With the settings that were chosen.
+        data: Its rows.
+        planned: How its steps are run, by itself.
+    """
+
+    run: Run
+    data: Data
+    planned: Planned
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Cards:
     """What the ranks of a run compute on.
 
@@ -121,6 +139,72 @@ class Cards:
             for machine in self.machines
         )
         return replace(self, machines=machines, is_settled=True)
+
+
+def prepare(run: Run, machine_file: Path | None) -> Prepared:
+    """Measure the machine, read the rows, and plan a step.
+
+    Args:
+        run: The run.
+        machine_file: A machine that was measured before; None measures this one.
+
+    Raises:
+        SluiceError: The machine, the rows or the plan do not allow the run.
+    """
+    facts = facts_of(run.recipe.model)
+    cards = measured_everywhere(run, facts, machine_file)
+    (run,) = settled([run], facts, cards)
+    prepared = prepare_alone(run, facts, cards)
+    planned = agreed(prepared.planned, run.ranks)
+    return replace(prepared, run=with_plan(run, planned, planned.choice.plan), planned=planned)
+
+
+def settled(runs: "Sequence[Run]", facts: ModelFacts, cards: "Cards") -> list[Run]:
+    """Return runs with what their recipes left open before rows are read; say what was chosen.
+
+    It is how ranks share a step, the kernels of the layers that the runs share, and packing.
+    """
+    first, main = runs[0], cards.machines[0]
+    recipes = [with_way(run, facts, main) for run in runs]
+    kernels = first.ranks.from_main(
+        lambda: settled_layer_kernels(recipes[0], first.device, first.screen)
+    )
+    recipes = [with_layer_kernels(recipe, kernels) for recipe in recipes]
+    return [
+        replace(run, recipe=with_packing(recipe, settled_packing(recipe, run.screen.note)))
+        for run, recipe in zip(runs, recipes, strict=True)
+    ]
+
+
+def prepare_alone(run: Run, facts: ModelFacts, cards: "Cards") -> Prepared:
+    """Read the rows of a settled run, and plan its steps as if it were alone."""
+    own = cards.machines[run.ranks.index]
+    preflight.require_ready(run.recipe, facts, own, num_ranks=run.ranks.num)
+    data = load_data(run, facts)
+    return Prepared(run=run, data=data, planned=plan_steps(run, facts, data, cards))
+
+
+def agreed(planned: Planned, ranks: Ranks) -> Planned:
+    """Return the plan with those of the other ranks, where they differ."""
+    plan = with_others(planned.choice.plan, ranks)
+    return replace(planned, choice=replace(planned.choice, plan=plan))
+
+
+def with_plan(run: Run, planned: Planned, plan: Plan) -> Run:
+    """Return a run with what was chosen for it, once its results have room.
+
+    Args:
+        run: The run.
+        planned: As it is run alone.
+        plan: Of the step, which it may share with other runs.
+
+    Raises:
+        CheckpointError: The disk is too full.
+    """
+    if run.ranks.is_main:
+        preflight.require_room(run.dir.path, plan)
+    recipe = with_chosen(planned.recipe, plan)
+    return replace(run, recipe=recipe, are_cards_alike=planned.cards.are_alike)
 
 
 def measured_everywhere(run: Run, facts: ModelFacts, machine_file: Path | None) -> Cards:

@@ -29,8 +29,8 @@ from offload.plan.plan import Plan
 from offload.plan.schedule.timeline import DATA_WAIT, OPTIMIZER, OUTSIDE, parts_json, parts_of
 
 if TYPE_CHECKING:
+    from finetune.run.run_files import Evaluation
     from finetune.training.loop import StepRecord
-    from finetune.training.objectives import Evaluation
     from finetune.training.samples import Answers
 
 NUM_SHOWN_SAMPLES = 3

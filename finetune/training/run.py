@@ -1,15 +1,26 @@
 """One run, as a value: its recipe, its directory, its ranks, and its screen."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
+from finetune.planning.ranks import (
+    require_micro_batch_per_rank,
+    require_ranks_for,
+    require_shares,
+)
 from finetune.recipe.recipe import Recipe
+from finetune.report.prediction import require_unchanged
 from finetune.report.screen import Screen, Unit, Work
-from finetune.run.run_dir import RunDir
+from finetune.run.run_dir import RunDir, as_begun
+from finetune.run.run_lock import locked
+from finetune.training import preflight
 from finetune.training.ranks import Ranks
+from finetune.training.world.same_settings import require_same_settings
+from offload.errors import SluiceError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,3 +63,100 @@ class Run:
                 show(done, total)
 
             yield show_and_mark
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """How a run ended.
+
+    Attributes:
+        run_dir: Its directory.
+        num_steps: Steps done.
+        signal: The signal that stopped it; None if none did.
+        signalled: The ranks that got a signal.
+        stopped: Why a rule stopped it; None if none did.
+        error: What it failed with; None if it did not.
+    """
+
+    run_dir: Path
+    num_steps: int
+    signal: int | None = None
+    signalled: tuple[int, ...] = ()
+    stopped: str | None = None
+    error: SluiceError | OSError | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all its steps are done, or enough of them by its own recipe."""
+        return self.signal is None and self.stopped is None and self.error is None
+
+
+@contextmanager
+def opened(
+    recipe: Recipe,
+    *,
+    ranks: Ranks,
+    screen: Screen,
+    is_resume: bool,
+    may_overwrite: bool,
+    adapter: str | None = None,
+) -> Iterator[Run]:
+    """Lock a run's directory in this context, and check all that needs nothing measured or loaded.
+
+    Args:
+        recipe: What to do.
+        ranks: The processes that do it together.
+        screen: Where to show it.
+        is_resume: Continue the run in the recipe's directory.
+        may_overwrite: Replace a run that is there.
+        adapter: See `Run`.
+
+    Raises:
+        SluiceError: The run cannot be begun, or continued.
+    """
+    run_dir = RunDir(recipe.output.run_dir)
+    with locked(run_dir.path) if ranks.is_main else nullcontext(()) as notes:
+        for note in notes:
+            screen.note(note)
+        ranks.exchange(None)
+        require_same_settings(ranks, {"": recipe}, is_resume=is_resume)
+        if is_resume:
+            recipe = as_begun(recipe, ranks.from_main(run_dir.begun), num_ranks=ranks.num)
+        require_micro_batch_per_rank(recipe.train, num_ranks=ranks.num)
+        require_ranks_for(recipe.train, num_ranks=ranks.num)
+        require_shares(recipe.train, num_ranks=ranks.num)
+        preflight.require_loggers(recipe.report.log_to)
+        if ranks.num == 1 and recipe.train.reduce_dtype != "fp32":
+            dtype = recipe.train.reduce_dtype
+            screen.note(f"train.reduce_dtype: {dtype} has no effect: there is one process")
+        if recipe.adapter.init_from is not None:
+            _, notes = preflight.adapter_to_go_on_from(
+                Path(recipe.adapter.init_from), model=recipe.model.path
+            )
+            for note in notes:
+                screen.note(note)
+        if ranks.is_main and is_resume:
+            _require_resumable(run_dir, recipe, screen)
+        elif ranks.is_main:
+            run_dir.require_startable(may_overwrite=may_overwrite)
+        yield Run(
+            recipe=recipe,
+            dir=run_dir,
+            ranks=ranks,
+            device=preflight.torch_device(recipe.offload, ranks),
+            screen=screen,
+            is_resumed=is_resume,
+            adapter=adapter,
+        )
+
+
+def _require_resumable(run_dir: RunDir, recipe: Recipe, screen: Screen) -> None:
+    """Check all that a resume reads, before the machine is measured and the model loaded."""
+    run_dir.require_same_recipe(recipe)
+    require_unchanged(run_dir.path, run_dir.read_metrics())
+    newest = run_dir.checkpoints.newest()
+    if newest is None:
+        screen.note("There is no checkpoint yet: the run begins with step 1 again")
+        return
+    note = run_dir.checkpoints.require_whole(newest)
+    screen.note(note or f"Continuing from {run_dir.checkpoints.folder(newest)}")

@@ -413,3 +413,8 @@ def _run_needs(facts: ModelFacts, machine: Machine, run: PlanRequest) -> DeviceN
 def _num_false(numbers: Sequence[int], is_true: Callable[[int], bool]) -> int:
     """Return how many numbers come before the first true one; all after it are true too."""
     return bisect_left(numbers, 1, key=lambda number: int(is_true(number)))
+
+
+def has_plan(facts: ModelFacts, machine: Machine, request: PlanRequest) -> bool:
+    """Return whether there is any plan for a request."""
+    return MemoryNeeds.of(facts, machine, request).most_slots is not None

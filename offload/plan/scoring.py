@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from offload.errors import DoesNotFitError
 from offload.plan.facts.codec import decode_workspace_bytes
 from offload.plan.facts.facts import ModelFacts
-from offload.plan.facts.trainable import SCORE, outer_module_sizes
 from offload.plan.facts.workload import Workload, embedding_bytes, head_bytes
 from offload.plan.machine.machine import GIB, Machine
 from offload.plan.memory.memory import (
@@ -33,88 +32,18 @@ from offload.plan.memory.memory import (
     total_bytes,
 )
 from offload.plan.memory.visit import visit_bytes
-from offload.plan.plan import Plan
-from offload.plan.request import PlanRequest
 from offload.plan.schedule.schedule import (
     MIN_SLOTS,
-    NUM_STAGING,
-    Passes,
     Ring,
     Schedule,
     TransferSizes,
     cold_ring,
     forward_schedule,
     slots_bytes,
-    step_schedule,
-    warm_ring,
 )
-from offload.plan.schedule.simulate import merged_s, simulate
+from offload.plan.schedule.simulate import merged_s
 from offload.plan.step import duration_of
 from offload.plan.time.costs import Costs, price, with_norms, with_objective
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FeaturePass:
-    """How features are computed, and what trains on them.
-
-    Attributes:
-        one_pass_s: Predicted seconds of a pass over the layers with about the rows of a step.
-        num_passes: Such passes; None before rows are known.
-        num_features: Label tokens, each with a feature; None before rows are known.
-        feature_bytes: Of each.
-        num_parameters: Of the head, which alone trains on them.
-    """
-
-    one_pass_s: float
-    num_passes: int | None
-    num_features: int | None
-    feature_bytes: int
-    num_parameters: int
-
-    @property
-    def pass_s(self) -> float | None:
-        """Predicted seconds of all passes; None before rows are known."""
-        return None if self.num_passes is None else self.num_passes * self.one_pass_s
-
-
-def feature_pass(plan: Plan, run: PlanRequest) -> FeaturePass | None:
-    """Return what the features of a run's probe cost; None if it has no probe.
-
-    A pass begins with the layers in slots that the pass before it has left there. Micro-batches are
-    those of a typical step.
-
-    Args:
-        plan: Of the run, or of several that share a step.
-        run: Its request, one of `plan.request.runs`.
-    """
-    probe = run.probe
-    if probe is None:
-        return None
-    facts, typical = plan.facts, run.typical
-    first = _schedule(plan, run, ring=warm_ring(plan.num_slots))
-    next_one = _schedule(plan, run, ring=first.ring_after)
-    return FeaturePass(
-        one_pass_s=simulate(next_one, duration_of(plan.costs)).step_s,
-        num_passes=probe.num_passes,
-        num_features=probe.num_features,
-        feature_bytes=facts.hidden_size * typical.dtype_bytes,
-        num_parameters=outer_module_sizes(facts, typical.adapter)[SCORE],
-    )
-
-
-def _schedule(plan: Plan, run: PlanRequest, *, ring: tuple[int | None, ...]) -> Schedule:
-    facts, typical = plan.facts, run.typical
-    decoded = layer_weight_bytes(facts, dtype_bytes=typical.dtype_bytes)
-    sizes = TransferSizes.frozen(
-        [layer.weight_bytes for layer in plan.costs.layers],
-        decoded_bytes=decoded if typical.is_encoded else None,
-        num_staging=NUM_STAGING if plan.schedule.is_staged else 0,
-    )
-    passes = Passes(num_trained=0, num_scored=run.rank_micro_batches)
-    return step_schedule(
-        replace(sizes, reduced=()), ring=ring, runs=[passes], trains_front=False, input_bytes=()
-    )
-
 
 # Each layer is visited once: more slots than let loads run ahead of visits of unequal times are of
 # no use, unless all layers stay from sweep to sweep.

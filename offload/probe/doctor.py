@@ -11,7 +11,6 @@ import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +18,7 @@ from offload.engine.host.limits import free_host_bytes
 from offload.engine.host.nvml import Driver, Gpu, Link, find_driver
 from offload.errors import MachineError
 from offload.plan.machine.machine import GIB, Rate
-from offload.probe.machine import pinned_bytes
+from offload.probe.machine import installed_version, pinned_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -482,14 +481,6 @@ def versions(version_of: Callable[[str], str | None], *, python: str, has_gpu: b
         )
     lacks_triton = has_gpu and found["triton"] is None
     return finding("versions", value, warning="`pip install triton`" if lacks_triton else None)
-
-
-def installed_version(package: str) -> str | None:
-    """Return a package's version, without importing it."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def without_paths(text: str, *, home: Path) -> str:

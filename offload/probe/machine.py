@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Literal
@@ -426,3 +427,11 @@ def _processor_name() -> str:
         if line.startswith("model name"):
             return line.split(":", 1)[1].strip()
     return platform.machine()
+
+
+def installed_version(package: str) -> str | None:
+    """Return a package's version, without importing it."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

@@ -24,7 +24,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from finetune.objective.factory import objective_of
-from finetune.objective.pairs import StepRows
+from finetune.objective.step_rows import StepRows
 from finetune.recipe.recipe import recipes_dir
 from finetune.recipe.sections import ObjectiveSection
 from offload.engine.engine import Engine

@@ -22,7 +22,7 @@ from rich.table import Table
 from torch import nn
 
 from finetune.objective.factory import objective_of
-from finetune.objective.pairs import StepRows
+from finetune.objective.step_rows import StepRows
 from finetune.recipe.sections import LOSSES, ObjectiveSection
 from offload.engine.objective import Scores
 

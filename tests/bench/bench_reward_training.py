@@ -24,7 +24,7 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from finetune.objective.factory import objective_of
-from finetune.objective.pairs import StepRows
+from finetune.objective.step_rows import StepRows
 from finetune.recipe.sections import ObjectiveSection
 from offload.engine.engine import Engine
 from tests.bench.bench_preference_training import (

@@ -14,13 +14,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-import finetune.training.session  # noqa: F401 - imported before anything is timed
+import finetune.training.attach  # noqa: F401 - imported before anything is timed
 from finetune.report.screen import Screen
 from finetune.sweep.variants import Variant, variants_of
-from finetune.train import Start, finetune_together
-from finetune.training.ranks import Ranks
-from finetune.training.shared.together import judged_alone
 from offload.probe.machine import probe
+from tests.e2e.sweeps import opened_and_trained
 
 GRID = ("train.lr=2e-3,5e-3,1e-2", "adapter.rank=4,16")
 
@@ -50,13 +48,7 @@ def timed(waves: Sequence[Sequence[Variant]], machine_file: Path) -> dict[str, f
     screen = Screen(Console(quiet=True), is_verbose=False)
     cpu_s, wall_s = time.process_time(), time.perf_counter()
     for wave in waves:
-        starts = [
-            Start(recipe=run.recipe, screen=screen, is_resume=False, may_overwrite=False)
-            for run in wave
-        ]
-        finetune_together(
-            starts, ranks=Ranks(), screen=screen, machine_file=machine_file, judge=judged_alone
-        )
+        opened_and_trained([run.recipe for run in wave], machine_file, screen)
     found = {"cpu_s": time.process_time() - cpu_s, "wall_s": time.perf_counter() - wall_s}
     return found | {"num_loads": sum(map(loads_of, waves))}
 

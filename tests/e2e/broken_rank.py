@@ -24,7 +24,7 @@ from finetune.data.steps import StepShare
 from finetune.env import launch
 from finetune.run import checkpoint
 from finetune.run.checkpoint import Stateful
-from finetune.training import optimizer, process_group, session
+from finetune.training import load, optimizer, process_group
 from finetune.training.loop import Loop, Request
 from finetune.training.sharded.engine import _Clock
 from finetune.training.world import heartbeat, surroundings
@@ -148,13 +148,13 @@ def in_checkpoint(act: Callable[[], None]) -> None:
 
 def in_loading(act: Callable[[], None]) -> None:
     """Do something as this rank's weights are loaded."""
-    whole = vars(session)["load_model"]
+    whole = vars(load)["load_model"]
 
     def broken(*args: Any, **settings: Any) -> Any:
         act()
         return whole(*args, **settings)
 
-    vars(session)["load_model"] = broken
+    vars(load)["load_model"] = broken
 
 
 def in_rehearsal(act: Callable[[], None]) -> None:

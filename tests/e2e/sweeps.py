@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -9,11 +10,11 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from finetune.recipe.load import load_recipe
+from finetune.recipe.recipe import Recipe
 from finetune.report.screen import Screen
-from finetune.train import Start, finetune_together
+from finetune.sweep.together import train_together
 from finetune.training.ranks import Ranks
-from finetune.training.shared.member import Outcome
-from finetune.training.shared.together import judged_alone
+from finetune.training.run import Outcome, opened
 from tests.e2e.conftest import RecipeWriter
 
 Sections = dict[str, dict[str, object]]
@@ -27,16 +28,33 @@ def trained_together(
 ) -> tuple[list[Path], list[Outcome]]:
     """Train runs over one stream; return their directories, and how they ended."""
     screen = Screen(Console(quiet=True), is_verbose=False)
-    starts, folders = [], []
+    recipes, folders = [], []
     for number, sections in enumerate(runs):
         folders.append(tmp_path / f"shared-{number}")
         output = {**sections.get("output", {}), "dir": str(folders[-1])}
-        recipe = load_recipe(str(write(**{**sections, "output": output})), [])
-        starts.append(Start(recipe=recipe, screen=screen, is_resume=False, may_overwrite=False))
-    outcomes = finetune_together(
-        starts, ranks=Ranks(), screen=screen, machine_file=machine_file, judge=judged_alone
-    )
-    return folders, outcomes
+        recipes.append(load_recipe(str(write(**{**sections, "output": output})), []))
+    return folders, opened_and_trained(recipes, machine_file, screen)
+
+
+def opened_and_trained(
+    recipes: Sequence[Recipe], machine_file: Path, screen: Screen
+) -> list[Outcome]:
+    """Train new runs over one stream, none of which stops early."""
+    with ExitStack() as held:
+        runs = [
+            held.enter_context(
+                opened(
+                    recipe,
+                    ranks=Ranks(),
+                    screen=screen,
+                    is_resume=False,
+                    may_overwrite=False,
+                    adapter=f"run_{number}",
+                )
+            )
+            for number, recipe in enumerate(recipes, 1)
+        ]
+        return train_together(runs, screen=screen, machine_file=machine_file, judge=lambda *_: {})
 
 
 def states(folder: Path) -> dict[str, dict[str, object]]:

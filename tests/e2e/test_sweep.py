@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from finetune.sweep import sweep
-from finetune.train import Start, finetune_together
-from finetune.training.shared.member import Outcome
+from finetune.sweep.together import train_together
+from finetune.training.run import Outcome, Run
 from offload.errors import DoesNotFitError
 from tests.e2e.conftest import RecipeWriter
 from tests.e2e.forked import Forked
@@ -66,13 +66,13 @@ def test_runs_that_do_not_fit_together_train_in_halves(
     """The trial of the longest batch, or the traced memory, refuses three or more."""
     sizes = []
 
-    def small(starts: Sequence[Start], **how: Any) -> list[Outcome]:
-        sizes.append(len(starts))
-        if len(starts) > 2:
+    def small(runs: Sequence[Run], **how: Any) -> list[Outcome]:
+        sizes.append(len(runs))
+        if len(runs) > 2:
             raise DoesNotFitError("they take 9 GiB", limit="there are 8", hint="fewer")
-        return finetune_together(starts, **how)
+        return train_together(runs, **how)
 
-    monkeypatch.setattr(sweep, "finetune_together", small)
+    monkeypatch.setattr(sweep, "train_together", small)
     lrs = "train.lr=0.02,0.01,0.005"
     assert run("sweep", recipe, lrs, "train.steps=2", "--machine", machine_file) == 0
     assert sizes == [3, 2, 1]

@@ -98,8 +98,8 @@ def attached(model: nn.Module, **options: Any) -> Engine:
 
 
 def engine_of(loop: Loop) -> Engine:
-    assert isinstance(loop._engine, Engine)
-    return loop._engine
+    assert isinstance(loop.engine, Engine)
+    return loop.engine
 
 
 def run(loop: Loop, numbers: Sequence[int]) -> list[float]:

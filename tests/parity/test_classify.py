@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification
 
 from finetune.objective.factory import objective_of
-from finetune.objective.pairs import StepRows
+from finetune.objective.step_rows import StepRows
 from finetune.recipe.sections import ObjectiveSection
 from offload.engine.engine import Engine
 from tests.parity.steps import MODELS, OPTIONS, gradients, rel_error

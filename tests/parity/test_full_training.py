@@ -35,6 +35,7 @@ from tests.parity.full_training import (
     wider_model,
 )
 from tests.parity.steps import MODELS, NUM_LAYERS, SHAPE
+from tests.rehearsals import rehearse
 from tests.tiers import mostly_slow
 
 
@@ -327,7 +328,7 @@ def test_the_values_of_the_ended_step_are_used_whatever_comes_after() -> None:
 @pytest.mark.thorough
 def test_a_rehearsal_leaves_no_trace() -> None:
     rehearsed, other = loop_of(model_of()), loop_of(model_of())
-    rehearsed.rehearse(share_of(step_of(7)), [share_of(step_of(8))])
+    rehearse(rehearsed, share_of(step_of(7)), [share_of(step_of(8))])
     assert run(rehearsed, range(2)) == run(other, range(2))
     assert_same(values_of(rehearsed), values_of(other))
 

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from finetune.objective.factory import objective_of
-from finetune.objective.pairs import StepRows
+from finetune.objective.step_rows import StepRows
 from finetune.recipe.sections import ObjectiveSection
 from offload.engine.bound import EngineOptions
 from offload.engine.engine import Engine

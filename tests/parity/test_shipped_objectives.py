@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from finetune.objective.factory import objective_of
-from finetune.objective.pairs import StepRows
+from finetune.objective.step_rows import StepRows
 from finetune.recipe.sections import LOSSES, ObjectiveSection
 from offload.engine.engine import Engine
 from tests.parity import formulas as by_hand

@@ -9,9 +9,8 @@ from torch import nn
 from finetune.full.optimizer import HostOptimizer, total_norm
 from finetune.recipe.sections import TrainSection
 from finetune.run.checkpoint import Restored, Saved
+from finetune.training.optimizer import CLIP_EPS
 from offload.engine.engine import Engine
-
-CLIP_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
 class FullUpdate:

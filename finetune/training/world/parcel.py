@@ -25,8 +25,7 @@ from finetune.planning.parallel import Shares
 from finetune.recipe.recipe import Recipe
 from finetune.recipe.sections import OffloadSection
 from finetune.run.checkpoint import LossScale
-from finetune.run.run_files import Evaluations
-from finetune.training.objectives import Evaluation
+from finetune.run.run_files import Evaluation, Evaluations
 from offload.engine.host.slab import SlabHandle
 from offload.plan.machine.machine import Machine
 from offload.plan.memory.memory import TracedBytes

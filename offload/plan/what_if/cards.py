@@ -19,7 +19,7 @@ from offload.plan.facts.trainable import (
     trained_parameters,
     trained_tensor_shapes,
 )
-from offload.plan.fit import MemoryNeeds
+from offload.plan.fit import MemoryNeeds, has_plan
 from offload.plan.machine.machine import Machine
 from offload.plan.memory.memory import (
     CONTEXT,
@@ -156,7 +156,7 @@ def plan_anyway(
     Returns:
         The plan, and the names of the memories that are too small for it.
     """
-    if fits(facts, machine, request):  # a refusal searches for what would fit, which is slow
+    if has_plan(facts, machine, request):  # a refusal searches for what would fit, which is slow
         return plan(facts, machine, request), ()
     num_slots = MIN_SLOTS if request.num_slots is None else request.num_slots
     num_graphs = request.num_kept_graphs or 0
@@ -176,11 +176,6 @@ def plan_anyway(
     short = _short(figures_of(made), machine, request)
     made = replace(made, machine=machine, request=replace(request, num_slots=num_slots))
     return made, tuple(short or ["page-locked RAM"])
-
-
-def fits(facts: ModelFacts, machine: Machine, request: PlanRequest) -> bool:
-    """Return whether there is any plan for a request."""
-    return MemoryNeeds.of(facts, machine, request).most_slots is not None
 
 
 def _short(figures: Figures, machine: Machine, request: PlanRequest) -> list[str]:

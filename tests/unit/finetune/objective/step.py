@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from finetune.objective.factory import objective_of
-from finetune.objective.pairs import Exchange, StepRows
+from finetune.objective.pairs import Exchange
+from finetune.objective.step_rows import StepRows
 from finetune.recipe.sections import ObjectiveSection
 from offload.engine.objective import Objective, Scores
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from finetune.objective.classify import ClassifyObjective, counts_of, macro_f1
-from finetune.objective.pairs import StepRows
+from finetune.objective.step_rows import StepRows
 from finetune.recipe.sections import ObjectiveSection
 from finetune.training.objectives import Objectives, mean_of
 from finetune.training.ranks import Ranks

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from finetune.errors import DataError
-from finetune.objective.pairs import StepRows
+from finetune.objective.step_rows import StepRows
 from offload.engine.objective import OutputObjective, Scores
 from tests.unit.finetune.objective.step import (
     PAIRED,

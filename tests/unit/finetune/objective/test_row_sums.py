@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from finetune.objective.pairs import StepRows, ordered, row_sums, summed
+from finetune.objective.pairs import ordered, row_sums, summed
+from finetune.objective.step_rows import StepRows
 from offload.engine.objective import Scores
 from tests.unit.finetune.objective.step import assert_two_ranks_are_one, computed, step
 

@@ -5,7 +5,7 @@ from typing import Any, get_args
 
 import pytest
 
-from finetune.adapter.virtual_tokens import refuse_virtual
+from finetune.adapter.methods import refuse_virtual
 from finetune.errors import ConfigError
 from finetune.recipe.rules import broken_method_rules
 from finetune.recipe.sections import AdapterSection, Settings

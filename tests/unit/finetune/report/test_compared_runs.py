@@ -9,8 +9,8 @@ from rich.console import Console
 
 from finetune.app import main
 from finetune.errors import CheckpointError, ConfigError
+from finetune.report.compare_pages import compare_page
 from finetune.report.compared_runs import COLUMNS, figures_of, read_runs, recipe_changes, runs_table
-from finetune.report.pages import compare_page
 from tests.unit.finetune.report.made_up import write_run
 from tests.unit.finetune.report.seen import Seen, begun, specs
 

@@ -9,7 +9,7 @@ from finetune.planning.request import facts_of, full_request
 from finetune.planning.subject import model_subject
 from finetune.report.format import shown_gib, shown_time
 from finetune.report.plan import kept_line, machine_table, plan_json
-from finetune.training.session import too_large
+from finetune.training.attach import too_large
 from offload.plan.machine.machine import GIB, named_machine
 from offload.plan.plan import plan
 

@@ -5,9 +5,9 @@ import pytest
 from finetune.errors import ConfigError
 from finetune.recipe.load import load_recipe
 from finetune.recipe.shared_rules import require_shared
+from finetune.sweep.plan_wave import with_common_places
 from finetune.sweep.sweep import _with_begun
 from finetune.sweep.variants import Variant, waves_of
-from finetune.training.shared.plan_wave import with_common_places
 from offload.plan.request import PlanRequest, with_embeddings, with_head
 from tests.builders import lora, qwen3_8b, request, workload
 

@@ -1,7 +1,6 @@
 import pytest
 
 from finetune.sweep.variants import StopRule, Verdicts
-from finetune.training.shared.together import Evaluated
 
 
 def verdicts(
@@ -17,12 +16,12 @@ RULE = StopRule(worse_than_best_by=0.5, after_steps=4)
 
 def test_a_run_stops_where_it_is_worse_than_the_best_by_more_than_the_margin() -> None:
     judge, notes = verdicts(RULE, {})
-    early = {0: Evaluated(step=2, loss=1.0), 1: Evaluated(step=2, loss=9.0)}
-    assert judge(early) == {}  # no run stops before step 4
-    at = {0: Evaluated(step=4, loss=1.25), 1: Evaluated(step=4, loss=1.5)}
-    assert judge(at) == {}  # exactly the margin above the lowest, of step 2
-    late = {0: Evaluated(step=6, loss=1.25), 1: Evaluated(step=6, loss=1.75)}
-    assert list(judge(late)) == [1]
+    early = {0: 1.0, 1: 9.0}
+    assert judge(2, early) == {}  # no run stops before step 4
+    at = {0: 1.25, 1: 1.5}
+    assert judge(4, at) == {}  # exactly the margin above the lowest, of step 2
+    late = {0: 1.25, 1: 1.75}
+    assert list(judge(6, late)) == [1]
     assert notes == [
         "b: stopped after step 6: loss on held-out rows 1.7500, more than 0.5 above 1.0000 of a"
     ]
@@ -30,17 +29,17 @@ def test_a_run_stops_where_it_is_worse_than_the_best_by_more_than_the_margin() -
 
 def test_runs_of_earlier_waves_count_with_their_losses_up_to_the_same_step() -> None:
     judge, _ = verdicts(RULE, {"earlier": {4: 3.0, 8: 1.0}})
-    assert judge({0: Evaluated(step=4, loss=3.25)}) == {}
-    assert list(judge({0: Evaluated(step=8, loss=3.25)})) == [0]
+    assert judge(4, {0: 3.25}) == {}
+    assert list(judge(8, {0: 3.25})) == [0]
 
 
 def test_without_a_rule_no_run_stops() -> None:
     judge, notes = verdicts(None, {"earlier": {4: 0.0}})
-    assert judge({0: Evaluated(step=4, loss=9.0)}) == {}
+    assert judge(4, {0: 9.0}) == {}
     assert not notes
 
 
 @pytest.mark.parametrize("loss", [0.5, 0.25])
 def test_the_best_run_never_stops(loss: float) -> None:
     judge, _ = verdicts(StopRule(worse_than_best_by=0.0, after_steps=1), {})
-    assert 0 not in judge({0: Evaluated(step=4, loss=loss), 1: Evaluated(step=4, loss=0.5)})
+    assert 0 not in judge(4, {0: loss, 1: 0.5})

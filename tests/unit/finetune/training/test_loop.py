@@ -27,6 +27,7 @@ from offload.plan.facts.facts import AdapterSpec, linear_names, model_facts
 from offload.plan.machine.machine import named_machine
 from offload.plan.memory.memory import device_terms
 from tests.builders import adapter, workload
+from tests.rehearsals import rehearse
 
 CONFIG = Qwen3Config.from_dict(
     {
@@ -98,7 +99,7 @@ def batches(width: int) -> StepShare:
 def test_a_rehearsal_leaves_no_trace() -> None:
     with_rehearsal, parameters = make_loop()
     before = {name: p.detach().clone() for name, p in parameters.items()}
-    with_rehearsal.rehearse(batches(20), [batches(8)])
+    rehearse(with_rehearsal, batches(20), [batches(8)])
     assert all(torch.equal(p, before[name]) for name, p in parameters.items())
     assert all(p.grad is None for p in parameters.values())
     assert not with_rehearsal.optimizer.state_dict()["state"]
@@ -122,7 +123,7 @@ def test_a_step_depends_on_its_number_and_not_on_the_state_of_random() -> None:
 def test_a_run_that_was_begun_with_the_first_seeds_keeps_them(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     begun, expected = make_loop()
-    begun.rehearse(batches(20), [batches(8)])
+    rehearse(begun, batches(20), [batches(8)])
     begun.seeding = Seeding.TUPLE_HASH
     losses = []
     for number in range(4):
@@ -136,7 +137,7 @@ def test_a_run_that_was_begun_with_the_first_seeds_keeps_them(tmp_path: Path) ->
 
     def resumed(seeding: Seeding | None) -> tuple[list[float], dict[str, torch.nn.Parameter]]:
         loop, parameters = make_loop()
-        loop.rehearse(batches(20), [batches(8)])
+        rehearse(loop, batches(20), [batches(8)])
         found = checkpoints.read(
             2, loop.weights, loop.optimizer, form=loop.state_form, data_hash=""
         )
@@ -177,7 +178,7 @@ def test_a_resume_in_16_bits_continues_to_the_bit(
 
     checkpoints = Checkpoints(tmp_path)
     whole, expected = make()
-    whole.rehearse(batches(20), [batches(8)])
+    rehearse(whole, batches(20), [batches(8)])
     losses = []
     for number in range(4):
         losses.append(whole.step(number, batches(8)).loss)
@@ -186,7 +187,7 @@ def test_a_resume_in_16_bits_continues_to_the_bit(
                 2, whole.weights, whole.optimizer, data_hash="", seeding=NEWEST, num_kept=1
             )
     resumed, found = make()
-    resumed.rehearse(batches(20), [batches(8)])
+    rehearse(resumed, batches(20), [batches(8)])
     resumed.restore(
         checkpoints.read(
             2, resumed.weights, resumed.optimizer, form=resumed.state_form, data_hash=""
@@ -206,7 +207,7 @@ def test_a_resume_in_16_bits_continues_to_the_bit(
 def test_a_rehearsal_in_16_bits_leaves_no_trace_either() -> None:
     loop, parameters = make_loop(dtype=torch.bfloat16, section=WHOLE)
     before = {name: p.detach().clone() for name, p in parameters.items()}
-    loop.rehearse(batches(20), [batches(8)])
+    rehearse(loop, batches(20), [batches(8)])
     assert all(torch.equal(p, before[name]) for name, p in parameters.items())
     assert all(torch.equal(w, before[name].float()) for name, w in loop.weights.items())
     assert all(w.grad is None for w in loop.weights.values())
@@ -235,14 +236,14 @@ def test_a_rehearsal_times_other_steps_while_there_is_time(
         return replace(record, step_s=left_s.pop(0))
 
     monkeypatch.setattr(loop, "complete", timed)
-    found = loop.rehearse(batches(20), [batches(width) for width in (8, 9, 10, 11)])
+    found = rehearse(loop, batches(20), [batches(width) for width in (8, 9, 10, 11)])
     assert found.step_s == expected_s
     assert seen == widths
 
 
 def test_a_run_of_one_step_is_rehearsed_with_it() -> None:
     loop, _ = make_loop()
-    assert loop.rehearse(batches(20), [batches(8)]).num_tokens == batches(8).num_tokens
+    assert rehearse(loop, batches(20), [batches(8)]).num_tokens == batches(8).num_tokens
 
 
 @pytest.mark.parametrize(
@@ -367,7 +368,7 @@ def test_a_rehearsal_scales_its_loss_as_training_does_and_leaves_the_factor() ->
     request = next(rehearsal)
     while True:
         factors.append(request.run.loss_scale)
-        (found,) = computed(loop._engine, [request])
+        (found,) = computed(loop.engine, [request])
         try:
             request = rehearsal.send(found)
         except StopIteration as end:
@@ -415,7 +416,7 @@ def test_an_overflow_in_the_forward_ends_the_run_and_names_the_module() -> None:
 def test_move_a_resumed_run_keeps_the_scale_and_skipped_steps(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     whole, expected = half_loop(2.0**24)
-    whole.rehearse(batches(20), [batches(8)])
+    rehearse(whole, batches(20), [batches(8)])
     losses = []
     for number in range(12):
         losses.append(whole.step(number, batches(8)).loss)
@@ -431,7 +432,7 @@ def test_move_a_resumed_run_keeps_the_scale_and_skipped_steps(tmp_path: Path) ->
     assert whole.scaling is not None
     for step in (1, whole.scaling.num_skipped + 1):  # with no update so far, and with one
         loop, trained = half_loop(2.0**16)
-        loop.rehearse(batches(20), [batches(8)])
+        rehearse(loop, batches(20), [batches(8)])
         found = checkpoints.read(
             step,
             loop.weights,

@@ -5,9 +5,11 @@ from typing import Any
 import pytest
 import torch
 
-from finetune.objective.pairs import StepRows
+from finetune.data.steps import num_parts
+from finetune.objective.step_rows import StepRows
 from finetune.recipe.sections import ObjectiveSection
-from finetune.training.objectives import Evaluation, Objectives, mean_of, num_parts
+from finetune.run.run_files import Evaluation
+from finetune.training.objectives import Objectives, mean_of
 from finetune.training.ranks import Ranks
 from offload.engine.objective import Scores
 

@@ -1,6 +1,6 @@
 """What recomputes leave out, as planned and as found."""
 
-from finetune.training.session import with_unread
+from finetune.training.attach import with_unread
 from offload.plan.machine.machine import named_machine
 from offload.plan.plan import plan
 from tests.builders import qwen3_8b, request, workload

@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 
 from offload.plan.facts.facts import with_classifier_head
+from offload.plan.feature_pass import feature_pass
 from offload.plan.machine.machine import named_machine
 from offload.plan.memory.memory import FEATURES
 from offload.plan.plan import Plan, calibrate, plan, with_costs
 from offload.plan.request import ObjectiveCost, Probe
 from offload.plan.schedule.simulate import simulate
-from offload.plan.scoring import feature_pass
 from tests.builders import qwen3_8b, request, slow_link
 
 FACTS = with_classifier_head(qwen3_8b(), 3, has_bias=False)

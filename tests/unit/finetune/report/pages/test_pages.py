@@ -11,18 +11,9 @@ from finetune.app import main
 from finetune.errors import CheckpointError
 from finetune.files.manifest import sealed_json
 from finetune.report import pages
+from finetune.report.compare_pages import SweptRun, best_first, sweep_page
 from finetune.report.memory import MemoryRow
-from finetune.report.pages import (
-    LIBRARIES,
-    Chart,
-    SweptRun,
-    best_first,
-    page,
-    run_page,
-    sweep_page,
-    table,
-    write_run_page,
-)
+from finetune.report.pages import LIBRARIES, Chart, page, run_page, table, write_run_page
 from finetune.training.report import PAGE_EVERY_S, page_at_checkpoint
 from offload.plan.machine.machine import GIB
 from tests.unit.finetune.report.made_up import write_run

@@ -12,12 +12,12 @@ from offload.probe.doctor import (
     NEEDED,
     TorchBuild,
     fits,
-    installed_version,
     torch_build,
     torch_finding,
     versions,
     without_paths,
 )
+from offload.probe.machine import installed_version
 
 BUILD = TorchBuild(
     version="2.13.0+cu130",

@@ -1,0 +1,1 @@
+"""What trains in a run: one type for each kind, loaded by its name."""
