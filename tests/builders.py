@@ -7,7 +7,7 @@ from finetune.recipe.sections import AdapterSection
 from offload.plan.facts.facts import AdapterSpec, ModelFacts, model_facts
 from offload.plan.facts.workload import Workload
 from offload.plan.machine.machine import GIB, Machine, Rate, named_machine
-from offload.plan.request import PlanRequest, with_codec
+from offload.plan.request import PlanRequest, with_workload
 from offload.plan.schedule.op import Lane
 from offload.plan.schedule.schedule import Order, TransferSizes, warm_ring
 from offload.plan.schedule.simulate import simulate
@@ -128,7 +128,7 @@ def byte_machine(dtype_bytes: int) -> Machine:
 def ways_of(asked: PlanRequest) -> list[PlanRequest]:
     """Return a request in the exact forms of weights, inputs kept on the device or stashed."""
     return [
-        replace(with_codec(asked, codec), is_stashed=is_stashed)
+        replace(with_workload(asked, codec=codec), is_stashed=is_stashed)
         for codec in ("native", "bf16_packed")
         for is_stashed in (False, True)
     ]

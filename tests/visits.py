@@ -273,7 +273,7 @@ def priced_visit(shape: Shape, levers: Levers, *, num_tokens: int = NUM_TOKENS) 
         leaves_out=levers.leaves_out,
     )
     at = Pricer(machine=machine, facts=facts, workload=load)
-    found = layer_work(at, layer)
+    found = layer_work(at, layer).visits
     works: dict[str, Work] = {name: getattr(found, name) for name in PARTS}
     adapted = adapted_linears(layer, load.adapter)
     scales = sum((visit_scale(at, linear) for linear in adapted), start=Work())

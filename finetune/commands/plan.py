@@ -56,7 +56,7 @@ from offload.plan.machine.machine import (
     Machine,
     with_interconnect,
 )
-from offload.plan.what_if.what_if import NUM_CARDS, what_if
+from offload.plan.what_if import NUM_CARDS, what_if
 
 Form = Literal["table", "verbose", "json", "markdown"]
 MACHINE = "--machine"

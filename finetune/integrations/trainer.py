@@ -44,7 +44,7 @@ from offload.plan.facts.optimizer import Optimizer
 from offload.plan.facts.workload import WeightPlace, Workload
 from offload.plan.machine.machine import Machine
 from offload.plan.plan import Plan
-from offload.plan.request import HEAD_CHUNK_TOKENS, PlanRequest, with_head_chunk
+from offload.plan.request import HEAD_CHUNK_TOKENS, PlanRequest, with_workload
 from offload.probe.machine import PROBE_S, probe
 
 # ---------------------------------------------------------------------------------------------
@@ -125,7 +125,7 @@ def plan_steps(
         has_sent_graphs=True,
     )
     ways = [
-        with_head_chunk(replace(request, is_stashed=is_stashed), num_tokens)
+        with_workload(replace(request, is_stashed=is_stashed), head_chunk_tokens=num_tokens)
         for num_tokens in HEAD_CHUNKS
         for is_stashed in (False, True)
     ]

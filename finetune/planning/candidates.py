@@ -21,7 +21,7 @@ from finetune.recipe.rules import NEVER_ENCODED, streamed_instead
 from offload.plan.facts.codec import CodecName
 from offload.plan.facts.facts import ModelFacts
 from offload.plan.facts.workload import why_head_on_device, why_on_device
-from offload.plan.fit import has_plan
+from offload.plan.fit import fits as has_plan
 from offload.plan.machine.machine import Machine
 from offload.plan.plan import Plan
 from offload.plan.request import (
@@ -31,16 +31,10 @@ from offload.plan.request import (
     PlanRequest,
     may_go_round,
     sharing,
-    with_codec,
-    with_embeddings,
-    with_head,
-    with_head_chunk,
-    with_mlp_chunk,
-    with_tied,
+    with_workload,
 )
 from offload.plan.schedule.schedule import Order
 from offload.plan.search import Choice, search
-from offload.plan.search import chosen_plan as search_plan
 from offload.plan.search import nearest_request as nearest
 from offload.plan.sharded import as_sharded, sharded_choice
 
@@ -246,7 +240,7 @@ def chosen_plan(
     """Return the plan that `choose` picks, for tables of many plans; None if nothing fits."""
     if not fits(facts, machine, requests):
         return None
-    return search_plan(facts, machine, _resort(facts, machine, requests))
+    return search(facts, machine, _resort(facts, machine, requests), rounding=()).plan
 
 
 def fits(facts: ModelFacts, machine: Machine, requests: Sequence[PlanRequest]) -> bool:
@@ -344,7 +338,7 @@ def with_forms(
     )
     if may_tile and is_unread and facts.grade == "config" and not facts.has_experts:
         found += [
-            with_mlp_chunk(request, num_tokens)
+            with_workload(request, mlp_chunk_tokens=num_tokens)
             for num_tokens in MLP_CHUNKS
             for request in ways
             if num_tokens < request.largest.num_tokens
@@ -353,12 +347,17 @@ def with_forms(
     if facts.tie_word_embeddings:
         may_move = may_move_embeddings and may_move_head
         may_move &= not any(why_head_on_device(facts, adapter) for adapter in adapters)
-        return [*found, *(with_tied(one, "host") for one in found if may_move)]
+        return [
+            *found,
+            *(with_workload(one, embeddings="host", head="host") for one in found if may_move),
+        ]
     if may_move_embeddings and not any(why_on_device(facts, adapter) for adapter in adapters):
-        found += [with_embeddings(request, "host") for request in found]
+        found += [with_workload(request, embeddings="host") for request in found]
     if may_move_head and not any(why_head_on_device(facts, adapter) for adapter in adapters):
         last = found[-1].typical.embeddings
-        found += [with_head(one, "host") for one in found if one.typical.embeddings == last]
+        found += [
+            with_workload(one, head="host") for one in found if one.typical.embeddings == last
+        ]
     return found
 
 
@@ -374,7 +373,10 @@ def _ways(recipes: Sequence[Recipe], cut: Sequence[PlanRequest]) -> list[PlanReq
     places = (False, True) if stash == "auto" else (stash == "host",)
     chunk = recipe.offload.head_chunk
     ways = [
-        replace(with_head_chunk(with_codec(request, codec), num_tokens), is_stashed=is_stashed)
+        replace(
+            with_workload(request, codec=codec, head_chunk_tokens=num_tokens),
+            is_stashed=is_stashed,
+        )
         for num_tokens in (HEAD_CHUNKS if chunk == "auto" else (chunk,))
         for codec in _codecs(recipe)
         if all(codec in _codecs(other) for other in recipes)

@@ -22,7 +22,7 @@ from offload.plan.facts.workload import WeightPlace
 from offload.plan.fit import MemoryNeeds
 from offload.plan.machine.cards import CARDS
 from offload.plan.machine.machine import CARD_NAMES, GIB, Dtype, Machine, Tier
-from offload.plan.what_if.cards import plan_anyway
+from offload.plan.what_if import plan_anyway
 
 Codec = Literal["auto"] | CodecName
 COMPARED: tuple[Codec, ...] = ("fp8", "nf4")  # in addition to the exact form

@@ -10,7 +10,7 @@ from functools import cache, partial
 from typing import Any, Literal
 
 from finetune.errors import ConfigError
-from finetune.planning.candidates import choose, chooser, full_requests, in_forms
+from finetune.planning.candidates import choose, chooser, fits, full_requests, in_forms
 from finetune.planning.ranks import LAUNCHED, require_ranks_for
 from finetune.recipe.recipe import Recipe, with_parallel
 from finetune.recipe.rules import broken_sharded_rules
@@ -21,7 +21,7 @@ from offload.plan.machine.machine import Machine
 from offload.plan.plan import Plan
 from offload.plan.request import PlanRequest
 from offload.plan.schedule.op import OVER_NETWORK, Kind
-from offload.plan.search import Choice, fastest_step_s, fits
+from offload.plan.search import Choice, fastest_step_s
 from offload.plan.shares import apportioned, fastest_shares
 
 # ---------------------------------------------------------------------------------------------

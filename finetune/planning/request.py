@@ -401,7 +401,6 @@ def _request(
         and not recipe.train.compile
         and has_backward,
         objective=_objective_cost(recipe.objective),
-        num_steps=recipe.train.steps if recipe.train.is_full else None,
         probe=Probe(is_alone=recipe.train.is_head_alone) if recipe.train.takes_features else None,
         reduction=Reduction(
             element_bytes=2 if recipe.train.reduce_dtype == "bf16" else FP32_BYTES,

@@ -28,7 +28,7 @@ from offload.plan.facts.facts import ModelFacts
 from offload.plan.machine.cards import CARDS
 from offload.plan.machine.machine import GIB, Machine, named_machine
 from offload.plan.plan import Plan
-from offload.plan.what_if.cards import plan_anyway
+from offload.plan.what_if import plan_anyway
 
 Tier = Literal["auto", "disk"]
 Settings = dict[str, dict[str, Any]]

@@ -15,14 +15,13 @@ from finetune.report.format import (
     shown_time,
     table_of,
 )
-from offload.plan.embedding_cost import EmbeddingCost
 from offload.plan.facts.facts import WholeWeights
 from offload.plan.facts.linears import FP32_BYTES
 from offload.plan.facts.optimizer import HOST_STATES, LOW_HALVES, host_update_bytes
 from offload.plan.facts.trainable import adapter_parameters, trained_parameters
 from offload.plan.feature_pass import FeaturePass, feature_pass
-from offload.plan.head_cost import HeadCost
 from offload.plan.machine.machine import Implementation, Machine, Network, Rate
+from offload.plan.place_cost import EmbeddingCost, HeadCost
 from offload.plan.plan import Plan
 from offload.plan.schedule.op import Kind
 from offload.plan.schedule.schedule import Residency

@@ -46,12 +46,11 @@ from finetune.report.plan import (
     probe_line,
     sharded_line,
 )
-from offload.plan.embedding_cost import EmbeddingCost
 from offload.plan.facts.codec import ROUNDING
 from offload.plan.facts.workload import FusedPart
 from offload.plan.feature_pass import feature_pass
-from offload.plan.head_cost import HeadCost
 from offload.plan.memory.memory import MemoryTerm, total_bytes
+from offload.plan.place_cost import EmbeddingCost, HeadCost
 from offload.plan.plan import Plan
 from offload.plan.schedule.schedule import NUM_STAGING
 from offload.plan.search import Candidate, Choice

@@ -7,8 +7,7 @@ from rich.table import Table
 
 from finetune.report.format import shown_gib, shown_time, table_of
 from offload.plan.machine.machine import Machine
-from offload.plan.what_if.cards import Figures, Option, Standing
-from offload.plan.what_if.what_if import OtherWays
+from offload.plan.what_if import Figures, Option, OtherWays, Standing
 
 SECTIONS: dict[Standing, str] = {
     "in the plan": "without what this plan does:",

@@ -45,7 +45,7 @@ from offload.plan.memory.memory import MemoryTerm
 from offload.plan.plan import Plan
 from offload.plan.refusal import refusal
 from offload.plan.request import PlanRequest
-from offload.plan.what_if.what_if import NUM_CARDS, what_if
+from offload.plan.what_if import NUM_CARDS, what_if
 
 # ---------------------------------------------------------------------------------------------
 # A question of the Plan room: a model, a machine, a step and a data set, as one frozen value.

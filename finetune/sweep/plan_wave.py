@@ -10,16 +10,7 @@ from offload.errors import DoesNotFitError
 from offload.plan.facts.facts import ModelFacts
 from offload.plan.facts.workload import why_head_on_device, why_on_device
 from offload.plan.plan import Plan
-from offload.plan.request import (
-    OF_A_RUN,
-    PlanRequest,
-    sharing,
-    with_codec,
-    with_embeddings,
-    with_head,
-    with_head_chunk,
-    with_mlp_chunk,
-)
+from offload.plan.request import OF_A_RUN, PlanRequest, sharing, with_workload
 from offload.plan.runs import plan_runs
 from offload.plan.schedule.schedule import Order
 
@@ -99,19 +90,23 @@ def with_common_places(
     """
     adapters = [one.typical.adapter for one in requests]
     if any(why_on_device(facts, adapter) for adapter in adapters):
-        chosen = with_embeddings(chosen, "device")
+        chosen = with_workload(chosen, embeddings="device")
     if any(why_head_on_device(facts, adapter) for adapter in adapters):
-        chosen = with_head(chosen, "device")
+        chosen = with_workload(chosen, head="device")
     return chosen
 
 
 def _as_in(chosen: PlanRequest, request: PlanRequest) -> PlanRequest:
     """Return a request with the form of layers and the cuts of another."""
     typical = chosen.typical
-    request = with_codec(request, typical.codec)
-    request = with_head_chunk(request, typical.head_chunk_tokens)
-    request = with_head(with_embeddings(request, typical.embeddings), typical.head)
-    return with_mlp_chunk(request, typical.mlp_chunk_tokens)
+    return with_workload(
+        request,
+        codec=typical.codec,
+        head_chunk_tokens=typical.head_chunk_tokens,
+        embeddings=typical.embeddings,
+        head=typical.head,
+        mlp_chunk_tokens=typical.mlp_chunk_tokens,
+    )
 
 
 def _way(request: PlanRequest) -> tuple[object, ...]:

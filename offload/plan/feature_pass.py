@@ -1,21 +1,13 @@
 """What the features of a probe cost: passes over the layers without gradients, and bytes in RAM."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from offload.plan.facts.trainable import SCORE, outer_module_sizes
-from offload.plan.memory.memory import layer_weight_bytes
 from offload.plan.plan import Plan
 from offload.plan.request import PlanRequest
-from offload.plan.schedule.schedule import (
-    NUM_STAGING,
-    Passes,
-    Schedule,
-    TransferSizes,
-    step_schedule,
-    warm_ring,
-)
+from offload.plan.schedule.schedule import Passes, Ring, Schedule, step_schedule, warm_ring
 from offload.plan.schedule.simulate import simulate
-from offload.plan.step import duration_of
+from offload.plan.step import duration_of, load_sizes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,10 +16,10 @@ class FeaturePass:
 
     Attributes:
         one_pass_s: Predicted seconds of a pass over the layers with about the rows of a step.
-        num_passes: Such passes; None before rows are known.
+        num_passes: The number of such passes; None before rows are known.
         num_features: Label tokens, each with a feature; None before rows are known.
-        feature_bytes: Of each.
-        num_parameters: Of the head, which alone trains on them.
+        feature_bytes: Bytes of each feature.
+        num_parameters: Parameters of the head, which alone trains on them.
     """
 
     one_pass_s: float
@@ -56,26 +48,17 @@ def feature_pass(plan: Plan, run: PlanRequest) -> FeaturePass | None:
     if probe is None:
         return None
     facts, typical = plan.facts, run.typical
-    first = _schedule(plan, run, ring=warm_ring(plan.num_slots))
-    next_one = _schedule(plan, run, ring=first.ring_after)
+    sizes = load_sizes(facts, typical, plan.costs, is_staged=plan.schedule.is_staged)
+    passes = Passes(num_trained=0, num_scored=run.rank_micro_batches)
+
+    def schedule(ring: Ring) -> Schedule:
+        return step_schedule(sizes, ring=ring, runs=[passes], trains_front=False, input_bytes=())
+
+    next_one = schedule(schedule(warm_ring(plan.num_slots)).ring_after)
     return FeaturePass(
         one_pass_s=simulate(next_one, duration_of(plan.costs)).step_s,
         num_passes=probe.num_passes,
         num_features=probe.num_features,
         feature_bytes=facts.hidden_size * typical.dtype_bytes,
         num_parameters=outer_module_sizes(facts, typical.adapter)[SCORE],
-    )
-
-
-def _schedule(plan: Plan, run: PlanRequest, *, ring: tuple[int | None, ...]) -> Schedule:
-    facts, typical = plan.facts, run.typical
-    decoded = layer_weight_bytes(facts, dtype_bytes=typical.dtype_bytes)
-    sizes = TransferSizes.frozen(
-        [layer.weight_bytes for layer in plan.costs.layers],
-        decoded_bytes=decoded if typical.is_encoded else None,
-        num_staging=NUM_STAGING if plan.schedule.is_staged else 0,
-    )
-    passes = Passes(num_trained=0, num_scored=run.rank_micro_batches)
-    return step_schedule(
-        replace(sizes, reduced=()), ring=ring, runs=[passes], trains_front=False, input_bytes=()
     )

@@ -4,8 +4,8 @@ The plan, the search among plans and the refusal all use this module.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, cached_property
 
 from offload.plan.facts.facts import ModelFacts
@@ -67,27 +67,19 @@ class MemoryNeeds:
         machine: The machine that it runs on.
         request: The request.
         on_device: The use of device memory.
-        fixed_host: Terms of host memory with all layers checkpointed; None if they grow with the
-            slots.
     """
 
     facts: ModelFacts
     machine: Machine
     request: PlanRequest
     on_device: DeviceNeeds
-    fixed_host: tuple[MemoryTerm, ...] | None
 
     @classmethod
     def of(cls, facts: ModelFacts, machine: Machine, request: PlanRequest) -> "MemoryNeeds":
         """Add up the memory of a request; there are at most as many slots as layers."""
         request = request.within(facts.num_layers)
         on_device = shared_needs([_run_needs(facts, machine, run) for run in request.runs])
-        needs = cls(
-            facts=facts, machine=machine, request=request, on_device=on_device, fixed_host=None
-        )
-        # several ranks on a CPU count each other's slots as host memory
-        is_fixed = machine.device == "cuda" or request.local_ranks == 1
-        return replace(needs, fixed_host=needs.host(needs.least)) if is_fixed else needs
+        return cls(facts=facts, machine=machine, request=request, on_device=on_device)
 
     def device(self, residency: Residency) -> tuple[MemoryTerm, ...]:
         """Return the terms of each device's peak."""
@@ -101,14 +93,16 @@ class MemoryNeeds:
     def _host_sizes(self, residency: Residency) -> dict[str, int]:
         """Return the bytes of each term of the host's peak, by its name."""
         request = self.request
-        sizes = dict(self._fixed_sizes) or self._sizes_with(residency)
+        sizes = dict(self._fixed_sizes or self._sizes_with(residency))
         num_others = request.local_ranks - 1
         if residency.sends:
             sent_bytes = self.on_device.sent_bytes(residency)
             if OTHER_RANKS in sizes:
                 sizes[OTHER_RANKS] += num_others * sent_bytes
             sizes[SENT] = sent_bytes
-        num_graphs = max(0, residency.num_kept_graphs - 1) + self._num_sent_below(residency)
+        num_layers = self.facts.num_layers  # the last one's input never leaves
+        num_graphs = max(0, residency.num_kept_graphs - 1)
+        num_graphs += len(residency.sent_graphs(num_layers) - {num_layers - 1})
         if num_graphs and request.is_stashed:
             spared = num_graphs * sum(
                 run.num_stashed * input_bytes(self.facts, run.largest) for run in request.runs
@@ -120,8 +114,12 @@ class MemoryNeeds:
 
     @cached_property
     def _fixed_sizes(self) -> dict[str, int]:
-        """The bytes of each fixed term, by its name; empty if they grow with the slots."""
-        return {term.name: term.num_bytes for term in self.fixed_host or ()}
+        """The bytes of each term of host memory, by its name; none if they grow with the slots.
+
+        Several ranks on a CPU count each other's slots as host memory.
+        """
+        is_fixed = self.machine.device == "cuda" or self.request.local_ranks == 1
+        return self._sizes_with(self.least) if is_fixed else {}
 
     def _sizes_with(self, residency: Residency) -> dict[str, int]:
         """Return the bytes of each term, by its name, with all layers checkpointed."""
@@ -138,18 +136,11 @@ class MemoryNeeds:
                 )
                 for run in request.runs
             ],
-            num_ranks=request.local_ranks,
+            local_ranks=request.local_ranks,
             num_slabs=request.num_slabs,
             rank_device_bytes=self.on_device.peak_bytes(residency),
         )
         return {term.name: term.num_bytes for term in terms}
-
-    def _num_sent_below(self, residency: Residency) -> int:
-        """Return how many layers send their graphs, but for the last, whose input never leaves."""
-        if not residency.num_sent_graphs:
-            return 0
-        last = self.facts.num_layers - 1
-        return len(residency.sent_graphs(self.facts.num_layers) - {last})
 
     @cached_property
     def is_staged(self) -> bool:
@@ -318,15 +309,13 @@ class MemoryNeeds:
         )
         if not self.chooses_graphs:
             return fewest
-        more = range(fewest.num_kept_graphs + 1, self.facts.num_layers + 1)
-        num_more = _num_false(more, lambda n: self.is_short(fewest._replace(num_kept_graphs=n)))
-        return fewest._replace(num_kept_graphs=fewest.num_kept_graphs + num_more)
+        most = self._most(fewest, "num_kept_graphs", self.facts.num_layers)
+        return fewest._replace(num_kept_graphs=most)
 
     def with_outputs(self, residency: Residency) -> Residency:
         """Return the same with as many kept outputs of attention as fit."""
-        more = range(1, self.most_outputs(residency) + 1)
-        num = _num_false(more, lambda n: self.is_short(residency._replace(num_kept_outputs=n)))
-        return residency._replace(num_kept_outputs=num)
+        most = self._most(residency, "num_kept_outputs", self.most_outputs(residency))
+        return residency._replace(num_kept_outputs=most)
 
     def with_outputs_first(self, residency: Residency) -> Residency:
         """Return the same with all outputs of attention, and graphs in the rest of the memory."""
@@ -334,33 +323,25 @@ class MemoryNeeds:
         most = self.with_outputs(fewest)
         if most.num_kept_outputs < self.most_outputs(fewest) or not self.chooses_graphs:
             return most
-        numbers = range(fewest.num_kept_graphs + 1, self.facts.num_layers + 1)
-        num = _num_false(numbers, lambda n: self.is_short(most._replace(num_kept_graphs=n)))
-        more = most._replace(num_kept_graphs=fewest.num_kept_graphs + num)
+        num_graphs = self._most(most, "num_kept_graphs", self.facts.num_layers)
+        more = most._replace(num_kept_graphs=num_graphs)
         return more._replace(num_kept_outputs=self.most_outputs(more))
 
-    def most_kept(self, residency: Residency) -> Iterator[Residency]:
-        """Yield the same with each number of kept graphs that fits, and the most outputs then."""
-        most = residency._replace(num_kept_graphs=self._fewest_graphs)
-        most = self.with_outputs(most) if self.chooses_outputs else most
-        last = self.facts.num_layers if self.chooses_graphs else self._fewest_graphs
-        for num in range(self._fewest_graphs, last + 1):
-            most = most._replace(num_kept_graphs=num)
-            while self.is_short(most):
-                if not most.num_kept_outputs:
-                    return
-                most = most._replace(num_kept_outputs=most.num_kept_outputs - 1)
-            yield most
-
     def most_sent(self, residency: Residency) -> int:
-        """Return how many more layers could send what they do not keep."""
-        numbers = range(1, self.most_outputs(residency) - residency.num_kept_outputs + 1)
-        return _num_false(numbers, lambda n: self.is_short(residency._replace(num_sent_outputs=n)))
+        """Return how many of the layers that keep nothing could send their outputs."""
+        limit = self.most_outputs(residency) - residency.num_kept_outputs
+        return self._most(residency._replace(num_sent_outputs=0), "num_sent_outputs", limit)
 
     def most_sent_graphs(self, residency: Residency) -> int:
         """Return how many of the layers that do not keep their graphs could send them."""
-        numbers = range(1, self.facts.num_layers - residency.num_kept_graphs + 1)
-        return _num_false(numbers, lambda n: self.is_short(residency._replace(num_sent_graphs=n)))
+        limit = self.facts.num_layers - residency.num_kept_graphs
+        return self._most(residency._replace(num_sent_graphs=0), "num_sent_graphs", limit)
+
+    def _most(self, residency: Residency, name: str, limit: int) -> int:
+        """Return how large a number of a residency may be; a larger one takes more memory."""
+        now: int = getattr(residency, name)
+        more = range(now + 1, limit + 1)
+        return now + _num_false(more, lambda n: self.is_short(residency._replace(**{name: n})))
 
     def within_layers(self, residency: Residency) -> Residency:
         """Return the same with no more kept and sent outputs than other layers are left."""
@@ -378,18 +359,18 @@ class MemoryNeeds:
 
     @property
     def most_slots(self) -> int | None:
-        """The requested number of slots, or the largest that fits; None if none fits.
-
-        More slots always take more memory, so a binary search finds it.
-        """
+        """The requested number of slots, or the largest that fits; None if none fits."""
         fewest = self.fewest
         if self.is_short(fewest):
             return None
         if self.request.num_slots is not None:
             return fewest.num_slots
-        more = range(fewest.num_slots + 1, self.facts.num_layers + 1)
-        num_more = _num_false(more, lambda n: self.is_short(fewest._replace(num_slots=n)))
-        return fewest.num_slots + num_more
+        return self._most(fewest, "num_slots", self.facts.num_layers)
+
+
+def fits(facts: ModelFacts, machine: Machine, request: PlanRequest) -> bool:
+    """Return whether there is any plan for a request."""
+    return MemoryNeeds.of(facts, machine, request).most_slots is not None
 
 
 def _run_needs(facts: ModelFacts, machine: Machine, run: PlanRequest) -> DeviceNeeds:
@@ -398,7 +379,7 @@ def _run_needs(facts: ModelFacts, machine: Machine, run: PlanRequest) -> DeviceN
         machine,
         run.largest,
         num_micro_batches=run.largest_micro_batches,
-        num_ranks=run.num_ranks,
+        is_reduced=run.has_other_ranks,
         is_padded=run.is_masked,
         is_stashed=run.is_stashed,
         traced=run.traced,
@@ -413,8 +394,3 @@ def _run_needs(facts: ModelFacts, machine: Machine, run: PlanRequest) -> DeviceN
 def _num_false(numbers: Sequence[int], is_true: Callable[[int], bool]) -> int:
     """Return how many numbers come before the first true one; all after it are true too."""
     return bisect_left(numbers, 1, key=lambda number: int(is_true(number)))
-
-
-def has_plan(facts: ModelFacts, machine: Machine, request: PlanRequest) -> bool:
-    """Return whether there is any plan for a request."""
-    return MemoryNeeds.of(facts, machine, request).most_slots is not None

@@ -15,7 +15,6 @@ from offload.plan.fit import MemoryNeeds
 from offload.plan.machine.machine import ExpertsImplementation, Machine, Network
 from offload.plan.memory.memory import MemoryGrade, MemoryTerm, total_bytes
 from offload.plan.memory.visit import visit_bytes
-from offload.plan.other_rank import OtherRank, arrivals_of
 from offload.plan.refusal import refusal
 from offload.plan.request import PlanRequest, network_of, with_network
 from offload.plan.schedule.op import OVER_NETWORK, Kind
@@ -55,26 +54,9 @@ def hidden_frac(timeline: Timeline) -> float:
 def needed_bytes_per_s(schedule: Schedule, costs: Costs) -> float:
     """Return the least rate with which a step takes at most `FREE_FRAC` longer than without bytes.
 
-    Only later sums wait for a sum. So over a network without limit each begins when its gradients
-    are final, or when the one before it ends; from that time on, its bytes and all later ones have
-    to be through by the end that is allowed, and what sums take there is not theirs. Where visits
-    wait for what is gathered, the rate is searched for, to a hundredth.
+    It is searched for, to a hundredth.
     """
-    if any(op.kind is Kind.GATHER for op in schedule.ops):
-        return _searched_bytes_per_s(schedule, costs)
-    at_once = duration_of(replace(costs, network_bytes_per_s=math.inf))
-    starts_s, ends_s = times_s(schedule, at_once)
-    allowed_s = (1 + FREE_FRAC) * max(ends_s, default=0.0)
-    needed, num_bytes, own_s = 0.0, 0, 0.0
-    for op, start_s in zip(reversed(schedule.ops), reversed(starts_s), strict=True):
-        if op.kind is Kind.REDUCE:
-            num_bytes += op.num_bytes
-            own_s += at_once(op)
-            needed = max(needed, num_bytes / (allowed_s - start_s - own_s))
-    return needed
 
-
-def _searched_bytes_per_s(schedule: Schedule, costs: Costs) -> float:
     def step_s(bytes_per_s: float) -> float:
         at_rate = replace(costs, network_bytes_per_s=bytes_per_s)
         return max(times_s(schedule, duration_of(at_rate))[1], default=0.0)
@@ -85,6 +67,37 @@ def _searched_bytes_per_s(schedule: Schedule, costs: Costs) -> float:
         middle = math.sqrt(low * high)
         low, high = (low, middle) if step_s(middle) <= allowed_s else (middle, high)
     return high
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OtherRank:
+    """Another rank of a step.
+
+    Attributes:
+        machine: Where it computes.
+        num_micro_batches: Its share of the step.
+        num_slots: Layers on its device at a time.
+        num_kept_graphs: How many of its layers are not checkpointed.
+        step_s: Its step, if it waited for no other.
+        arrivals_s: When it comes to each sum of gradients, by its own simulation.
+    """
+
+    machine: Machine
+    num_micro_batches: int
+    num_slots: int
+    num_kept_graphs: int
+    step_s: float
+    arrivals_s: tuple[float, ...]
+
+
+def arrivals_of(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
+    """Return when a rank comes to each sum of gradients.
+
+    Nothing but later sums waits for a sum, so these times depend on no other rank.
+    """
+    free = replace(costs, network_latency_s=0.0, network_bytes_per_s=math.inf)
+    timeline = simulate(schedule, duration_of(free))
+    return tuple(span.start_s for span in timeline.spans if span.kind is Kind.REDUCE)
 
 
 @dataclass(frozen=True, kw_only=True)  # no slots: what is read again and again is kept

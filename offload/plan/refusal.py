@@ -1,7 +1,7 @@
 """The error for a request that does not fit: which memory is too small, why, and what would fit."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from offload.errors import DoesNotFitError
 from offload.plan.facts.codec import EXACT_CODECS, ROUNDING, CodecName
@@ -30,89 +30,11 @@ from offload.plan.request import (
     FEWEST_CHUNK_TOKENS,
     MLP_CHUNKS,
     PlanRequest,
-    with_codec,
-    with_embeddings,
-    with_head,
-    with_tied,
+    in_fewer_micro_batches,
+    over_fewer_ranks,
+    with_workload,
 )
-from offload.plan.schedule.schedule import MIN_SLOTS, NOTHING_SAVED, Order, Residency, warm_ring
-from offload.plan.time.bounds import StepBound
-from offload.plan.time.costs import Costs
-
-# ---------------------------------------------------------------------------------------------
-# A floor under the time of a step: what its layers could save at best, without a search.
-#
-# A step takes at least the time of its visits, less what is not computed again because it was kept
-# or sent. Each number of kept graphs leaves room for so many outputs of attention next to the
-# fewest slots, and what is sent is copied first. Whether the link keeps up is left out, so it takes
-# no bound to compute. Where visits limit the step, it is a few thousandths below the best
-# residency.
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Floor:
-    """Times that a step does not get below, by how many of its layers save something.
-
-    Attributes:
-        visits_s: The step if copies took no time and every layer were computed again.
-        num_micro_batches: Of the step.
-        graphs_s: What a kept graph saves a micro-batch, by layer, the largest first.
-        outputs_s: The same of a kept output of attention.
-        sent_graphs_s: The same of a graph that is sent.
-        sent_outputs_s: The same of an output that is sent.
-    """
-
-    visits_s: float
-    num_micro_batches: int
-    graphs_s: Sequence[float]
-    outputs_s: Sequence[float]
-    sent_graphs_s: Sequence[float]
-    sent_outputs_s: Sequence[float]
-
-    @classmethod
-    def of(cls, costs: Costs, *, num_micro_batches: int) -> "Floor":
-        """Add up the visits of a step, and what its layers can save."""
-        layers, num_layers = costs.layers, len(costs.layers)
-        step = StepBound.of(
-            costs, num_micro_batches=num_micro_batches, stashed_bytes=0, is_staged=False
-        )
-        visits_s = step.bound_s(
-            num_layers, num_kept_graphs=0, saved=NOTHING_SAVED, ring=warm_ring(num_layers)
-        )
-        again_s = [one.back_s(has_graph=False) for one in layers]
-        graphs_s = [s - one.back_s(has_graph=True) for s, one in zip(again_s, layers, strict=True)]
-        outputs_s = [
-            s - one.back_s(has_graph=False, has_output=True)
-            for s, one in zip(again_s, layers, strict=True)
-        ]
-        return cls(
-            visits_s=visits_s + costs.optimizer_s,
-            num_micro_batches=num_micro_batches,
-            graphs_s=sorted(graphs_s, reverse=True),
-            outputs_s=sorted(outputs_s, reverse=True),
-            sent_graphs_s=_without_copies(graphs_s, [one.graph_pack_s for one in layers]),
-            sent_outputs_s=_without_copies(outputs_s, [one.pack_s for one in layers]),
-        )
-
-    def least_s(self, saved: Iterable[Residency]) -> float:
-        """Return the least time of a step with one of these residencies, or with less."""
-        saved_s = max(map(self._saved_s, saved), default=0.0)
-        return self.visits_s - self.num_micro_batches * saved_s
-
-    def _saved_s(self, saved: Residency) -> float:
-        """Return what a micro-batch saves at most; a layer saves in one way."""
-        each_s = [
-            *self.graphs_s[: saved.num_kept_graphs],
-            *self.outputs_s[: saved.num_kept_outputs],
-            *self.sent_graphs_s[: saved.num_sent_graphs],
-            *self.sent_outputs_s[: saved.num_sent_outputs],
-        ]
-        return sum(s for s in sorted(each_s, reverse=True)[: len(self.graphs_s)] if s > 0)
-
-
-def _without_copies(saved_s: Sequence[float], copies_s: Sequence[float]) -> Sequence[float]:
-    return sorted((s - copy_s for s, copy_s in zip(saved_s, copies_s, strict=True)), reverse=True)
-
+from offload.plan.schedule.schedule import MIN_SLOTS, Order
 
 MIN_HINTED_SEQ_LEN = 128
 NUM_NAMED_TERMS, NAMED_FRAC = 3, 0.05  # of a memory that is too small
@@ -167,6 +89,7 @@ def _effective(term: MemoryTerm, needs: MemoryNeeds) -> list[str]:
     """Return the settings that make a term smaller and are not in effect yet."""
     request, largest = needs.request, needs.request.largest
     is_tied = needs.facts.tie_word_embeddings
+    may_move, may_move_head = _movable(needs)
     if term.name == SLOTS and term.num_bytes == head_bytes(needs.facts, largest):
         return []  # smaller or fewer slots would be as large
     has_no_effect = {
@@ -177,38 +100,36 @@ def _effective(term: MemoryTerm, needs: MemoryNeeds) -> list[str]:
         RANK: not _is_frozen(request),
         FEWER_TARGETS: not _is_frozen(request),
         INPUTS_IN_RAM: request.is_stashed,
-        EMBEDDINGS_IN_RAM: is_tied or not _may_move_embedding(needs),
-        HEAD_IN_RAM: is_tied or not _may_move_head(needs),
-        TIED_IN_RAM: not is_tied or not _may_move_head(needs),
+        EMBEDDINGS_IN_RAM: is_tied or not may_move,
+        HEAD_IN_RAM: is_tied or not may_move_head,
+        TIED_IN_RAM: not is_tied or not may_move_head,
         SMALLER_TILES: (largest.mlp_chunk_tokens or 0) <= MLP_CHUNKS[-1],
         SMALLER_CHUNK: largest.head_chunk_tokens <= FEWEST_CHUNK_TOKENS,
     }
     return [words for words in SHRINKS.get(term.name, ()) if not has_no_effect.get(words)]
 
 
-def _may_move_embedding(needs: MemoryNeeds) -> bool:
-    """Return whether the input embedding is in a device's memory of its own, and need not be."""
-    is_cuda, largest = needs.machine.device == "cuda", needs.request.largest
-    is_free = not why_on_device(needs.facts, largest.adapter)
-    return is_cuda and is_free and largest.embeddings == "device"
-
-
-def _may_move_head(needs: MemoryNeeds) -> bool:
-    """Return whether the output head is in a device's memory of its own, and need not be."""
-    is_cuda, largest = needs.machine.device == "cuda", needs.request.largest
-    is_free = not why_head_on_device(needs.facts, largest.adapter)
-    return is_cuda and is_free and largest.head == "device"
+def _movable(needs: MemoryNeeds) -> tuple[bool, bool]:
+    """Return whether embedding and head are in a device's memory of its own, and need not be."""
+    largest, is_cuda = needs.request.largest, needs.machine.device == "cuda"
+    why, why_head = (f(needs.facts, largest.adapter) for f in (why_on_device, why_head_on_device))
+    may_move = is_cuda and largest.embeddings == "device" and not why
+    return may_move, is_cuda and largest.head == "device" and not why_head
 
 
 def _moved(needs: MemoryNeeds, request: PlanRequest) -> list[tuple[str, PlanRequest]]:
     """Return the request with what may go to RAM of the weights around the layers."""
+    may_move, may_move_head = _movable(needs)
     if needs.facts.tie_word_embeddings:
-        return [(TIED_IN_RAM, with_tied(request, "host"))] if _may_move_head(needs) else []
+        both = with_workload(request, embeddings="host", head="host")
+        return [(TIED_IN_RAM, both)] if may_move_head else []
     moved = [("", request)]
-    if _may_move_embedding(needs):
-        moved.append((EMBEDDINGS_IN_RAM, with_embeddings(request, "host")))
-    if _may_move_head(needs):
-        moved += [(_joined(words, HEAD_IN_RAM), with_head(one, "host")) for words, one in moved]
+    if may_move:
+        moved.append((EMBEDDINGS_IN_RAM, with_workload(request, embeddings="host")))
+    if may_move_head:
+        moved += [
+            (_joined(words, HEAD_IN_RAM), with_workload(one, head="host")) for words, one in moved
+        ]
     return moved[1:]
 
 
@@ -248,9 +169,8 @@ def _changes(
     exact = [("", request), *_coded(request, PACKED), *moved]
     for words, coded in exact:
         yield from _either_stash(words, coded)
-    is_alone = request.own_micro_batches is None  # with fewer ranks its share would be another
-    for num_ranks in range(request.num_ranks - 1, 0, -1) if is_alone else ():
-        yield f"`--num_processes {num_ranks}`", replace(request, num_ranks=num_ranks)
+    for num, shared in over_fewer_ranks(request).items():
+        yield f"`--num_processes {num}`", shared
     yield from _all_cut(exact)
     stored = _on_disk(exact)
     for words, placed in stored:
@@ -260,8 +180,8 @@ def _changes(
     for words, coded in rounded:
         yield from _either_stash(words, coded)
     yield from _all_cut(rounded)
-    for words, fewer in _with_fewer_tokens(request):
-        yield from _either_stash(words, fewer)
+    for fewer in in_fewer_micro_batches(request):
+        yield from _either_stash(_tokens(fewer), fewer)
     seq_len = request.largest.seq_len // 2
     while seq_len >= MIN_HINTED_SEQ_LEN:
         for words, coded in (*exact, *stored, *rounded, *_on_disk(rounded)):
@@ -270,14 +190,6 @@ def _changes(
             length = f"`train.seq_len: {seq_len}` with {_tokens(shorter)}"
             yield from _either_stash(_joined(words, length), shorter)
         seq_len //= 2
-
-
-def _with_fewer_tokens(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
-    """Yield the request with fewer micro-batches in a step, the most first."""
-    fewer = request
-    while fewer.own_micro_batches is None and fewer.num_micro_batches // 2 >= fewer.num_ranks:
-        fewer = replace(fewer, num_micro_batches=fewer.num_micro_batches // 2)
-        yield _tokens(fewer), fewer
 
 
 def _tokens(request: PlanRequest) -> str:
@@ -296,7 +208,7 @@ def _coded(request: PlanRequest, codec: CodecName) -> list[tuple[str, PlanReques
     words = f"`offload.codec: {codec}`"
     if codec in ROUNDING:
         words += f" (rounds each weight, by {ROUNDING[codec]:.1%} of their size)"
-    return [(words, with_codec(request, codec))]
+    return [(words, with_workload(request, codec=codec))]
 
 
 def _on_disk(

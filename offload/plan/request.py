@@ -1,20 +1,18 @@
 """The request: what a run asks of the planner."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from offload.errors import OffloadError
-from offload.plan.facts.codec import CodecName
 from offload.plan.facts.facts import ModelFacts
 from offload.plan.facts.linears import FP32_BYTES
 from offload.plan.facts.trainable import layer_parameters, trained_parameters
-from offload.plan.facts.workload import WeightPlace, Workload
+from offload.plan.facts.workload import Workload
 from offload.plan.machine.machine import Machine, Network, Rate
 from offload.plan.memory.memory import TracedBytes
-from offload.plan.schedule.reduced import Reduced
-from offload.plan.schedule.schedule import Order, Passes
+from offload.plan.schedule.schedule import Order, Passes, Reduced
 from offload.plan.time.costs import Costs
 
 HEAD_CHUNK_TOKENS = 1024  # logits of a 151,936 vocabulary in fp32: 0.6 GB at a time
@@ -56,7 +54,7 @@ class Reduction:
     """How the gradients of several ranks are added up.
 
     Attributes:
-        element_bytes: Of a gradient's element on the network.
+        element_bytes: Bytes of a gradient's element on the network.
         sends_update: Whether the main rank's weights are sent to all after its update.
     """
 
@@ -110,7 +108,6 @@ class PlanRequest:
         objective: What the loss of the run adds to a step; None for a cross-entropy.
         reduction: How the ranks' gradients are added up.
         probe: Steps of the head before the first one; None if there are none.
-        num_steps: Steps of the run, if they are known: what they write wears a disk.
         is_sharded: Whether each rank holds a part of the model, which is gathered layer by layer,
             and nothing is streamed; see `offload.plan.sharded`.
         order: Whether all micro-batches of a step pass a layer before the next is used, or each
@@ -144,7 +141,6 @@ class PlanRequest:
     own_micro_batches: int | None = None
     probe: Probe | None = None
     is_sharded: bool = False
-    num_steps: int | None = None
 
     @property
     def runs(self) -> tuple["PlanRequest", ...]:
@@ -170,6 +166,11 @@ class PlanRequest:
         return replace(self, num_slots=num_layers)
 
     @property
+    def has_other_ranks(self) -> bool:
+        """Whether several processes share the step, each with its own device."""
+        return self.num_ranks > 1
+
+    @property
     def local_ranks(self) -> int:
         """Processes that share the memory of one machine."""
         return self.most_local_ranks or self.num_ranks
@@ -192,6 +193,13 @@ class PlanRequest:
         if self.own_micro_batches is not None:
             return self.own_micro_batches
         return -(-self.num_micro_batches // self.num_ranks)
+
+    @property
+    def tokens_per_rank_micro_batch(self) -> int:
+        """Tokens of the whole step for each micro-batch of the rank that is planned."""
+        if self.own_micro_batches is not None:  # in the proportions of the ranks' shares
+            return self.tokens_per_step // self.own_micro_batches
+        return self.typical.num_tokens * self.num_ranks
 
     @property
     def num_rounds(self) -> int:
@@ -273,18 +281,16 @@ def sharing(requests: Sequence[PlanRequest]) -> PlanRequest:
                 limit="runs that share the layers share no weight that trains",
                 hint="train an adapter in each, or one run at a time",
             )
-        if typical.embeddings != first.typical.embeddings:
-            raise OffloadError(
-                f"runs are to share a step, and one has its embedding on the {typical.embeddings}",
-                limit=f"the first has it on the {first.typical.embeddings}",
-                hint="the same place in all",
-            )
-        if typical.head != first.typical.head:
-            raise OffloadError(
-                f"runs are to share a step, and one has its head on the {typical.head}",
-                limit=f"the first has it on the {first.typical.head}",
-                hint="the same place in all",
-            )
+        for what, own, wanted in (
+            ("embedding", typical.embeddings, first.typical.embeddings),
+            ("head", typical.head, first.typical.head),
+        ):
+            if own != wanted:
+                raise OffloadError(
+                    f"runs are to share a step, and one has its {what} on the {own}",
+                    limit=f"the first has it on the {wanted}",
+                    hint="the same place in all",
+                )
         form = (typical.codec, typical.dtype_bytes, typical.head_chunk_tokens)
         if form != (
             first.typical.codec,
@@ -310,7 +316,7 @@ def may_go_round(request: PlanRequest) -> bool:
     And not from a file, which each micro-batch would read again.
     """
     typical = request.typical
-    is_alone = not request.others and request.num_ranks == 1
+    is_alone = not (request.others or request.has_other_ranks)
     is_whole = typical.adapter.whole is not None or typical.has_router_loss
     is_whole |= request.objective is not None
     is_in_ram = not (request.is_stashed or request.is_on_disk)
@@ -328,7 +334,7 @@ def with_micro_batches(request: PlanRequest, factor: int) -> PlanRequest:
     )
 
 
-def with_larger_micro_batches(request: PlanRequest, factor: int) -> PlanRequest:
+def _with_larger_micro_batches(request: PlanRequest, factor: int) -> PlanRequest:
     """Return the step of one run in so many times fewer micro-batches, each so many times larger.
 
     Micro-batches that are fewer than the factor are as many, and then the step has more tokens.
@@ -344,6 +350,42 @@ def with_larger_micro_batches(request: PlanRequest, factor: int) -> PlanRequest:
     )
 
 
+def in_half(request: PlanRequest) -> list[PlanRequest]:
+    """Return a step of half the micro-batches, whose inputs leave room for more; none if odd."""
+    is_shared = bool(request.others) or request.own_micro_batches is not None
+    half, rest = divmod(request.num_micro_batches, 2 * request.num_ranks)
+    if is_shared or rest or not half or request.is_on_features:
+        return []
+    return [replace(request, num_micro_batches=half * request.num_ranks)]
+
+
+def in_larger_micro_batches(request: PlanRequest) -> list[PlanRequest]:
+    """Return the same step, or twice its tokens, in each smaller number of micro-batches."""
+    num, own = request.num_micro_batches, request.own_micro_batches or 0
+    most = own or num // request.num_ranks
+    cuts = [n for n in range(2, most + 1) if num % n == 0 and own % n == 0]
+    return [_with_larger_micro_batches(request, n) for n in cuts or [2] * (num == 1)]
+
+
+def over_fewer_ranks(request: PlanRequest) -> dict[int, PlanRequest]:
+    """Return the step of equal shares over each smaller number of ranks, the largest first."""
+    if request.own_micro_batches is not None:  # with fewer ranks its share would be another
+        return {}
+    return {n: replace(request, num_ranks=n) for n in range(request.num_ranks - 1, 0, -1)}
+
+
+def over_cards(request: PlanRequest, num_cards: int) -> PlanRequest:
+    """Return the step shared by a rank on each card of one machine, which share one slab."""
+    return replace(request, num_ranks=num_cards, is_slab_shared=True)
+
+
+def in_fewer_micro_batches(request: PlanRequest) -> Iterator[PlanRequest]:
+    """Yield the step with half the micro-batches, a quarter, ..., at least one for each rank."""
+    while request.own_micro_batches is None and request.num_micro_batches // 2 >= request.num_ranks:
+        request = replace(request, num_micro_batches=request.num_micro_batches // 2)
+        yield request
+
+
 def _larger(workload: Workload, factor: int) -> Workload:
     packed = workload.packed_tokens
     return replace(
@@ -354,44 +396,14 @@ def _larger(workload: Workload, factor: int) -> Workload:
     )
 
 
-def _with_workload(request: PlanRequest, **changes: Any) -> PlanRequest:
+def with_workload(request: PlanRequest, **changes: Any) -> PlanRequest:
     """Return the same request with other settings of all its micro-batches."""
     return replace(
         request,
         typical=replace(request.typical, **changes),
         largest=replace(request.largest, **changes),
-        others=tuple(_with_workload(other, **changes) for other in request.others),
+        others=tuple(with_workload(other, **changes) for other in request.others),
     )
-
-
-def with_codec(request: PlanRequest, codec: CodecName) -> PlanRequest:
-    """Return the same request with the layers stored in another codec."""
-    return _with_workload(request, codec=codec)
-
-
-def with_head_chunk(request: PlanRequest, num_tokens: int) -> PlanRequest:
-    """Return the same request with fewer or more logits at a time."""
-    return _with_workload(request, head_chunk_tokens=num_tokens)
-
-
-def with_mlp_chunk(request: PlanRequest, num_tokens: int | None) -> PlanRequest:
-    """Return the same request with MLPs that compute so many tokens at a time; None for all."""
-    return _with_workload(request, mlp_chunk_tokens=num_tokens)
-
-
-def with_embeddings(request: PlanRequest, place: WeightPlace) -> PlanRequest:
-    """Return the same request with the input embedding in this place."""
-    return _with_workload(request, embeddings=place)
-
-
-def with_head(request: PlanRequest, place: WeightPlace) -> PlanRequest:
-    """Return the same request with the output head in this place."""
-    return _with_workload(request, head=place)
-
-
-def with_tied(request: PlanRequest, place: WeightPlace) -> PlanRequest:
-    """Return the same request with the weight of embedding and head in this place."""
-    return _with_workload(request, embeddings=place, head=place)
 
 
 # Until a launch measures them. Between machines 1 Gb/s Ethernet, of which TCP leaves 0.94.
@@ -405,7 +417,7 @@ def reduced_of(facts: ModelFacts, request: PlanRequest) -> tuple[Reduced, ...]:
     Weights that train in parts are summed part by part; see `offload.plan.sharded`.
     """
     is_in_parts = request.is_sharded and request.typical.adapter.whole is not None
-    if request.num_ranks == 1 or is_in_parts:
+    if not request.has_other_ranks or is_in_parts:
         return ()
     return tuple(_reduced(facts, run) for run in request.runs)
 
@@ -417,7 +429,7 @@ def _reduced(facts: ModelFacts, run: PlanRequest) -> Reduced:
         layers,
         trained_parameters(facts, spec) - sum(layers),
         element_bytes=run.reduction.element_bytes,
-        num_ranks=run.num_ranks,
+        world_size=run.num_ranks,
     )
 
 
@@ -445,7 +457,7 @@ def with_network(costs: Costs, facts: ModelFacts, machine: Machine, request: Pla
     An update that is sent to all is part of the update's time: nothing is computed meanwhile.
     Weights that train on the host are updated there, whatever the cards, and not sent.
     """
-    if request.num_ranks == 1:
+    if not request.has_other_ranks:
         return costs
     sends_update = request.reduction.sends_update and request.typical.adapter.whole is None
     network = network_of(machine, request)

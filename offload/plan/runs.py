@@ -37,7 +37,7 @@ class Sharing:
     """So many of the runs, the first ones, in shared steps.
 
     Attributes:
-        plan: Of a step of all of them.
+        plan: The plan of a step of all of them.
         alone_s: The time of a step of each, one after the other.
     """
 
@@ -73,9 +73,9 @@ class Wave:
     """Runs that train together.
 
     Attributes:
-        runs: Which, counted from 0, in the order of the plan's.
-        plan: Of a step of all of them.
-        time_s: From its start until the last has made its last step.
+        runs: The numbers of the runs, counted from 0, in the order of the plan's.
+        plan: The plan of a step of all of them.
+        time_s: Seconds from its start until the last run has made its last step.
     """
 
     runs: tuple[int, ...]

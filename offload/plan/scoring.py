@@ -36,13 +36,12 @@ from offload.plan.schedule.schedule import (
     MIN_SLOTS,
     Ring,
     Schedule,
-    TransferSizes,
     cold_ring,
     forward_schedule,
     slots_bytes,
 )
 from offload.plan.schedule.simulate import merged_s
-from offload.plan.step import duration_of
+from offload.plan.step import duration_of, load_sizes
 from offload.plan.time.costs import Costs, price, with_norms, with_objective
 
 # Each layer is visited once: more slots than let loads run ahead of visits of unequal times are of
@@ -81,7 +80,7 @@ class ScoreRequest:
         lengths: Tokens of each row.
         num_labels: Tokens of all rows that are scored.
         num_adapters: How often each row is scored, the base without adapters included.
-        adapter_bytes: Of all adapters in device memory.
+        adapter_bytes: Bytes of all adapters in device memory.
         num_slots: Layers on the device at a time; None takes as many as fit.
         vram_budget_bytes: Device memory that may be used; None takes all of the machine's.
         is_on_disk: Whether the layers are stored in a file.
@@ -175,7 +174,7 @@ class _Draft:
         lengths = request.lengths
         cut = cut_rows(lengths, max_tokens=max_tokens)
         widest = max(cut, key=lambda rows: len(rows) * lengths[rows[0]])
-        width = max(1, _padded(cut, lengths) // len(lengths))
+        num_padded = sum(len(rows) * lengths[rows[0]] for rows in cut)
         one = replace(request.workload, micro_batch_size=1, seq_len=max(lengths))
         recorded = recorded_bytes(facts, one, is_padded=False) / one.num_tokens
         hidden = facts.hidden_size * one.dtype_bytes + recorded
@@ -193,7 +192,7 @@ class _Draft:
             typical=replace(
                 request.workload,
                 micro_batch_size=max(1, round(len(lengths) / len(cut))),
-                seq_len=width,
+                seq_len=max(1, num_padded // len(lengths)),
                 label_tokens=max(1, request.num_labels // len(cut)),
             ),
             token_bytes=request.num_adapters * hidden
@@ -294,11 +293,7 @@ class _Draft:
     def _time(self, sweeps: Sequence[Cut], num_slots: int, costs: Costs) -> tuple[float, int]:
         """Return the seconds and the loads of all sweeps."""
         load = self.typical
-        decoded = layer_weight_bytes(self.facts, dtype_bytes=load.dtype_bytes)
-        sizes = TransferSizes.frozen(
-            [layer.weight_bytes for layer in costs.layers],
-            decoded_bytes=decoded if load.is_encoded else None,
-        )
+        sizes = load_sizes(self.facts, load, costs)
         sizes = replace(
             sizes,
             piece_bytes=max(sizes.layer_bytes),
@@ -321,10 +316,6 @@ class _Draft:
             num_loads += schedule.num_loads
             ring = schedule.ring_after
         return seconds, num_loads
-
-
-def _padded(cut: Cut, lengths: Sequence[int]) -> int:
-    return sum(len(rows) * lengths[rows[0]] for rows in cut)
 
 
 def _require_ram(facts: ModelFacts, machine: Machine, request: ScoreRequest) -> None:

@@ -23,7 +23,6 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from heapq import heapify, heappop, heappush
 from typing import Literal
 
 from offload.plan.facts.codec import CodecName
@@ -34,9 +33,10 @@ from offload.plan.plan import Plan, costs_of, laid_out
 from offload.plan.refusal import refusal
 from offload.plan.request import (
     PlanRequest,
-    with_codec,
-    with_larger_micro_batches,
+    in_half,
+    in_larger_micro_batches,
     with_micro_batches,
+    with_workload,
 )
 from offload.plan.schedule.schedule import Residency
 from offload.plan.split import SAME_FRAC, Split, bound_of, draft_step_s
@@ -54,7 +54,7 @@ class Candidate:
 
     Attributes:
         needs: The request and its memory.
-        costs: Of its ops.
+        costs: The prices of its ops.
         residency: What of the layers stays in device memory; if nothing fits, the least possible.
         shortages: The memories that are too small for it; empty if it fits.
         bound_s: The lower bound on its step time.
@@ -99,10 +99,6 @@ class Candidate:
         """Predicted tokens per second, padding included."""
         return self.request.tokens_per_step / self.least_s
 
-    def laid_out(self) -> Plan:
-        """Return its plan."""
-        return laid_out(self.needs, self.costs, self.residency)
-
     def simulated(self) -> "Candidate":
         """Return the candidate with its predicted step time."""
         if self.step_s is not None:
@@ -129,23 +125,26 @@ class WhatIf:
     tokens_per_s: float | None
 
 
-@dataclass(frozen=True, kw_only=True)  # no slots: what-ifs are computed when they are read
+@dataclass(frozen=True, kw_only=True)  # no slots: alternatives are computed when they are read
 class Choice:
     """A plan, and the alternatives that it was compared with.
 
     Attributes:
         plan: The fastest plan that fits.
         chosen: Its candidate.
-        rejected: The best of the other candidates, the fastest first, whether they fit or not.
         candidates: All of them; none where there was nothing to choose.
         rounding: Codecs to list among the what-ifs, if they would be faster.
     """
 
     plan: Plan
     chosen: Candidate
-    rejected: tuple[Candidate, ...]
     candidates: tuple[Candidate, ...]
     rounding: tuple[CodecName, ...]
+
+    @cached_property
+    def rejected(self) -> tuple[Candidate, ...]:
+        """The best of the other candidates, the fastest first, whether they fit or not."""
+        return _rejected(self.candidates, self.chosen) if self.candidates else ()
 
     @cached_property
     def what_ifs(self) -> tuple[WhatIf, ...]:
@@ -174,88 +173,38 @@ def search(
         DoesNotFitError: None of them fits; the error is that of the nearest request.
     """
     candidates, best = _weighed_all(facts, machine, requests)
+    if best is None:
+        raise refusal(_nearest(candidates).needs)
     chosen = candidates[best]
     return Choice(
-        plan=chosen.laid_out(),
+        plan=laid_out(chosen.needs, chosen.costs, chosen.residency),
         chosen=chosen,
-        rejected=_rejected(candidates, best),
         candidates=tuple(candidates),
         rounding=tuple(rounding),
     )
 
 
-def chosen_plan(facts: ModelFacts, machine: Machine, requests: Sequence[PlanRequest]) -> Plan:
-    """Return the plan that `search` chooses, without the alternatives.
-
-    Raises:
-        DoesNotFitError: None of the requests fits.
-    """
-    found = _fastest_of(facts, machine, requests)
-    if found is None:
-        nearest = nearest_request(facts, machine, requests)
-        raise refusal(MemoryNeeds.of(facts, machine, nearest))
-    return found.laid_out()
-
-
-def fits(facts: ModelFacts, machine: Machine, requests: Sequence[PlanRequest]) -> bool:
-    """Return whether a machine has room for one of them."""
-    return any(
-        MemoryNeeds.of(facts, machine, request).most_slots is not None for request in requests
-    )
-
-
 def fastest_step_s(facts: ModelFacts, machine: Machine, requests: Sequence[PlanRequest]) -> float:
     """Return the step time of the plan that `search` chooses; infinite if none fits."""
-    found = _fastest_of(facts, machine, requests)
-    return math.inf if found is None else found.least_s
-
-
-def _fastest_of(
-    facts: ModelFacts, machine: Machine, requests: Sequence[PlanRequest]
-) -> Candidate | None:
-    """Return the candidate that `search` chooses; None if none fits.
-
-    The memory of a request is divided only if the request can still win: by the time of its loads,
-    which is one bound, and then by what its layers could save, which decides most cases.
-    """
-    all_needs = _comparable([MemoryNeeds.of(facts, machine, request) for request in requests])
-    splits = [Split(needs=one, costs=costs_of(facts, machine, one.request)) for one in all_needs]
-    queue = [(split.loads_s, i, False) for i, split in enumerate(splits) if split.fits]
-    heapify(queue)
-    weighed: dict[int, Candidate] = {}
-    best_s = math.inf
-    while queue and queue[0][0] <= best_s * (1 + SAME_FRAC):
-        _, i, is_least = heappop(queue)
-        if not is_least:
-            heappush(queue, (splits[i].least_s, i, True))
-            continue
-        weighed[i] = Candidate.split(splits[i])
-        if weighed[i].bound_s < best_s:
-            weighed[i] = weighed[i].simulated()
-            best_s = min(best_s, weighed[i].least_s)
-    candidates = [weighed[i] for i in sorted(weighed)]
-    best = fastest(candidates)
-    return None if best is None else candidates[best]
+    candidates, best = _weighed_all(facts, machine, requests)
+    return math.inf if best is None else candidates[best].least_s
 
 
 def nearest_request(
     facts: ModelFacts, machine: Machine, requests: Sequence[PlanRequest]
 ) -> PlanRequest:
     """Return the request that lacks the fewest bytes; the refusal is about this one."""
-    all_needs = _comparable([MemoryNeeds.of(facts, machine, request) for request in requests])
-    return _nearest([_weighed(needs) for needs in all_needs]).request
+    candidates, _ = _weighed_all(facts, machine, requests)
+    return _nearest(candidates).request
 
 
 def _weighed_all(
     facts: ModelFacts, machine: Machine, requests: Sequence[PlanRequest]
-) -> tuple[list[Candidate], int]:
+) -> tuple[list[Candidate], int | None]:
     """Evaluate all comparable requests, and find the fastest of them that fits."""
     all_needs = _comparable([MemoryNeeds.of(facts, machine, request) for request in requests])
     candidates = [_weighed(needs) for needs in all_needs]
-    best = fastest(candidates)
-    if best is None:
-        raise refusal(_nearest(candidates).needs)
-    return candidates, best
+    return candidates, fastest(candidates)
 
 
 def _weighed(needs: MemoryNeeds) -> Candidate:
@@ -296,10 +245,9 @@ def _nearest(candidates: Sequence[Candidate]) -> Candidate:
     return min(candidates, key=lambda c: sum(shortage.short_bytes for shortage in c.shortages))
 
 
-def _rejected(candidates: list[Candidate], best: int) -> tuple[Candidate, ...]:
+def _rejected(candidates: Sequence[Candidate], chosen: Candidate) -> tuple[Candidate, ...]:
     """Return the best of the others, and the chosen one with one more slot or graph."""
-    chosen = candidates[best]
-    others = [candidate for i, candidate in enumerate(candidates) if i != best]
+    others = [candidate for candidate in candidates if candidate is not chosen]
     now, request = chosen.residency, chosen.request
     for more, asked in (
         (now._replace(num_slots=now.num_slots + 1), request.num_slots),
@@ -348,7 +296,7 @@ def _what_ifs(
     doubled = [with_micro_batches(r, 2) for r in same_size]
     each = (_weighed(MemoryNeeds.of(facts, machine, r)) for r in doubled)
     yield what_if("tokens", each, num_tokens=2 * tokens)
-    halved = [one for r in same_size for one in _in_half(r)]
+    halved = [one for r in same_size for one in in_half(r)]
     if halved:
         each = (_weighed(MemoryNeeds.of(facts, machine, r)) for r in halved)
         yield what_if("fewer_tokens", each, num_tokens=tokens // 2)
@@ -357,19 +305,10 @@ def _what_ifs(
         each = (_weighed(MemoryNeeds.of(facts, machine, r)) for r in larger)
         yield what_if("micro_batch", each, num_tokens=larger[0].tokens_per_step)
     for codec in rounding:
-        coded = dict.fromkeys(with_codec(r, codec) for r in same_size)
+        coded = dict.fromkeys(with_workload(r, codec=codec) for r in same_size)
         found = what_if(codec, (_weighed(MemoryNeeds.of(facts, machine, r)) for r in coded))
         if found.tokens_per_s and found.best.least_s < chosen.least_s * (1 - SAME_FRAC):
             yield found
-
-
-def _in_half(request: PlanRequest) -> list[PlanRequest]:
-    """Return a step of half the micro-batches, whose inputs leave room for more; none if odd."""
-    is_shared = bool(request.others) or request.own_micro_batches is not None
-    half, rest = divmod(request.num_micro_batches, 2 * request.num_ranks)
-    if is_shared or rest or not half or request.is_on_features:
-        return []
-    return [replace(request, num_micro_batches=half * request.num_ranks)]
 
 
 def _in_larger_micro_batches(chosen: Candidate) -> list[PlanRequest]:
@@ -382,10 +321,7 @@ def _in_larger_micro_batches(chosen: Candidate) -> list[PlanRequest]:
         return []
     if chosen.costs.bound == "compute":
         return []
-    num, own = request.num_micro_batches, request.own_micro_batches or 0
-    most = own or num // request.num_ranks
-    cuts = [n for n in range(2, most + 1) if num % n == 0 and own % n == 0]
-    return [with_larger_micro_batches(request, n) for n in cuts or [2] * (num == 1)]
+    return in_larger_micro_batches(request)
 
 
 def _with_more_memory(candidate: Candidate) -> Candidate:

@@ -113,7 +113,7 @@ def sharded_choice(facts: ModelFacts, machine: Machine, requests: Sequence[PlanR
         bound_s=best.bound_s,
         step_s=best.step_s,
     )
-    return Choice(plan=best, chosen=chosen, rejected=(), candidates=(), rounding=())
+    return Choice(plan=best, chosen=chosen, candidates=(), rounding=())
 
 
 def sharded_plan(facts: ModelFacts, machine: Machine, request: PlanRequest) -> Plan:
@@ -125,7 +125,7 @@ def sharded_plan(facts: ModelFacts, machine: Machine, request: PlanRequest) -> P
         request: As `as_sharded` returns it, of two ranks or more.
     """
     assert request.is_sharded
-    assert request.num_ranks > 1
+    assert request.has_other_ranks
     residency = Residency(num_slots=facts.num_layers)
     device = _device_terms(facts, machine, request)
     typical = request.typical
@@ -208,7 +208,7 @@ def _device_terms(
         machine,
         workload,
         num_micro_batches=1,
-        num_ranks=1,
+        is_reduced=False,
         is_padded=request.is_masked,
         is_stashed=False,
         traced=None,
@@ -307,7 +307,7 @@ def _host_terms(
         facts,
         replace(machine, pinned_bytes=machine.ram_bytes),  # nothing is page-locked
         [load],
-        num_ranks=request.local_ranks,
+        local_ranks=request.local_ranks,
         num_slabs=request.num_slabs,
         rank_device_bytes=device_bytes,
     )

@@ -6,23 +6,26 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 
 
-def apportioned(num: int, shares: Sequence[int]) -> tuple[int, ...]:
+def apportioned(
+    num: int, shares: Sequence[float], *, most: Sequence[int] | None = None
+) -> tuple[int, ...]:
     """Return whole numbers in proportion to shares, which add up to `num` (largest remainders).
 
     Of equal remainders the first has precedence. Nobody gets nothing if there are enough.
 
     Args:
         num: What is shared out.
-        shares: At least 1 each.
+        shares: The share of each, above 0.
+        most: The most that each may get; None for no limit.
     """
-    least = 1 if num >= len(shares) else 0
-    exact = [Fraction(num * share, sum(shares)) for share in shares]
-    counts = [max(least, math.floor(one)) for one in exact]
+    least, limits = int(num >= len(shares)), most or [num] * len(shares)
+    total = sum(map(Fraction, shares))
+    exact = [num * Fraction(share) / total for share in shares]
+    counts = [min(limit, max(least, math.floor(x))) for limit, x in zip(limits, exact, strict=True)]
     while sum(counts) != num:
         step = 1 if sum(counts) < num else -1
-        lacking = [step * (one - count) for one, count in zip(exact, counts, strict=True)]
-        may = [i for i, count in enumerate(counts) if count + step >= least]
-        counts[max(may, key=lambda i: lacking[i])] += step
+        may = [i for i, count in enumerate(counts) if least <= count + step <= limits[i]]
+        counts[max(may, key=lambda i: step * (exact[i] - counts[i]))] += step
     return tuple(counts)
 
 
@@ -47,10 +50,13 @@ def fastest_shares(
     Returns:
         At least one for each rank; None if they do not fit.
     """
-    most = [_most(fits, num - len(fit) + 1) for fits in fit]
+    numbers = range(1, num - len(fit) + 2)
+    most = [bisect_left(numbers, 1, key=lambda n: int(not fits(n))) for fits in fit]
     if min(most) < 1 or sum(most) < num:
         return None
-    counts = best = _proportional(steps_s, most, num)
+    even = [min(limit, max(1, num // len(most))) for limit in most]
+    rates = [n / step_s(n) for n, step_s in zip(even, steps_s, strict=True)]
+    counts = best = apportioned(num, rates, most=most)
     best_s = math.inf
     while True:
         times_s = [step_s(count) for step_s, count in zip(steps_s, counts, strict=True)]
@@ -66,23 +72,3 @@ def fastest_shares(
         if more_s[fastest] >= best_s:
             return best
         counts = tuple(count + (i == fastest) - (i == slowest) for i, count in enumerate(counts))
-
-
-def _most(fits: Callable[[int], bool], num: int) -> int:
-    """Return with how many micro-batches, up to `num`, a rank's step fits."""
-    return bisect_left(range(1, num + 1), 1, key=lambda n: int(not fits(n)))
-
-
-def _proportional(
-    steps_s: Sequence[Callable[[int], float]], most: Sequence[int], num: int
-) -> tuple[int, ...]:
-    """Return numbers within their limits, about in proportion to the ranks' rates."""
-    even = [min(limit, max(1, num // len(most))) for limit in most]
-    rates = [n / step_s(n) for n, step_s in zip(even, steps_s, strict=True)]
-    exact = [num * rate / sum(rates) for rate in rates]
-    counts = [min(limit, max(1, int(one))) for limit, one in zip(most, exact, strict=True)]
-    while sum(counts) != num:
-        step = 1 if sum(counts) < num else -1
-        may = [i for i, n in enumerate(counts) if 1 <= n + step <= most[i]]
-        counts[max(may, key=lambda i: step * (exact[i] - counts[i]))] += step
-    return tuple(counts)

@@ -11,23 +11,21 @@ device has no room for may be sent, as many as the host's memory and the link ho
 
 Whole graphs may be sent too. They are tried before outputs and after them: what saves more per byte
 depends on the length of sequences, and either the host's memory or the link ends it.
-
-A way is searched with dozens to hundreds of bounds. What it could give at best takes none: the time
-of all visits, less what the fewest slots leave room to save. It tells which ways need no search.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 
 from offload.plan.fit import MemoryNeeds
-from offload.plan.refusal import Floor
 from offload.plan.schedule.schedule import Residency
 from offload.plan.step import pass_s, stashed_bytes
 from offload.plan.time.bounds import StepBound
 from offload.plan.time.costs import Costs
 
 _Seconds = Callable[[Residency], float]
+_Spend = Callable[[int], Residency]
+"""A way to spend what slots leave: the residency with so many slots."""
 
 SAME_FRAC = 1e-6  # times that differ by less are the same
 WORTH_FRAC = 0.01  # of the step: smaller gains are not worth a slot, in case the link is slower
@@ -65,52 +63,17 @@ def _bound(needs: MemoryNeeds, costs: Costs) -> _Seconds:
     return bound_s
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Way:
-    """A way to spend what slots leave, after the plainer ones.
-
-    Attributes:
-        spend: Gives the residency with so many slots.
-        least_gain: What it must gain over the plainer ways to be taken.
-        least_s: A time that no residency of this way, or of the plainer ones, gets below.
-    """
-
-    spend: Callable[[int], Residency]
-    least_gain: float
-    least_s: float
-
-
 @dataclass(frozen=True, kw_only=True)  # no slots: what is read again and again is kept
 class Split:
     """The search for the residency with which a request's step is fastest.
 
     Attributes:
         needs: The request and its memory.
-        costs: Of its ops.
+        costs: The prices of its ops.
     """
 
     needs: MemoryNeeds
     costs: Costs
-
-    @property
-    def fits(self) -> bool:
-        """Whether the request fits at all."""
-        return self._most_slots is not None
-
-    @cached_property
-    def loads_s(self) -> float:
-        """A time that a step of a request that fits does not get below: R3 with all that may fit.
-
-        Those are the most slots, and every graph.
-        """
-        assert self._most_slots is not None
-        num_layers = self.needs.facts.num_layers
-        return self._bound_s(Residency(num_slots=self._most_slots, num_kept_graphs=num_layers))
-
-    @property
-    def least_s(self) -> float:
-        """A time that no residency gets a step of a request that fits below."""
-        return self._ways[-1].least_s
 
     @cached_property
     def fastest(self) -> Residency | None:
@@ -118,79 +81,27 @@ class Split:
 
         Outputs of attention are kept or sent, and graphs sent, only where the step is then faster.
         """
-        return self._fastest_of(self._ways) if self.fits else None
+        needs, most_slots = self.needs, self.needs.most_slots
+        if most_slots is None:
+            return None
+        searched = partial(_fastest, needs, self._slots_bound_s, most_slots)
+        best = searched(needs.with_graphs)
+        further = (
+            (self._keeping, SAME_FRAC, needs.chooses_outputs),
+            (self._sending, SAME_FRAC, needs.chooses_outputs and needs.may_send),
+            (self._sending_graphs, WORTH_FRAC, needs.chooses_sent_graphs),
+        )
+        for spend, least_gain, is_open in further:
+            if is_open and self._is_faster(found := searched(spend), best, least_gain=least_gain):
+                best = found
+        return best
 
-    def _fastest_of(self, ways: Sequence[_Way]) -> Residency:
-        """Return the best of these ways, the plainest first.
-
-        The last is searched first if it may be better than all that the plainer ones could give.
-        """
-        *plainer, way = ways
-        if not plainer or self._is_faster(way, least_s=plainer[-1].least_s, best=None):
-            return self._searched(way)
-        best = self._fastest_of(plainer)
-        is_faster = self._is_faster(way, least_s=self._bound_s(best), best=best)
-        return self._searched(way) if is_faster else best
-
-    def _is_faster(self, way: _Way, *, least_s: float, best: Residency | None) -> bool:
-        """Return whether a way is faster than all that takes at least so long, or else the best."""
-        may_be_s = least_s * (1 - way.least_gain)
-        if way.least_s >= may_be_s:
+    def _is_faster(self, found: Residency, best: Residency, *, least_gain: float) -> bool:
+        """Return whether a residency fits, and gains so much over a plainer one."""
+        if self.needs.is_short(found):
             return False
-        found = self._searched(way)
-        if self.needs.is_short(found) or self._bound_s(found) >= may_be_s:
-            return False
-        same_s = self._step_s(found) / (1 - SAME_FRAC)
-        return same_s < least_s or (best is not None and same_s < self._step_s(best))
-
-    @cached_property
-    def _searched(self) -> Callable[[_Way], Residency]:
-        """The best residency of a way, each found once."""
-        assert self._most_slots is not None
-        return cache(partial(_fastest, self.needs, self._slots_bound_s, self._most_slots))
-
-    @cached_property
-    def _ways(self) -> Sequence[_Way]:
-        """The ways of a request that fits, the plainest first."""
-        needs, floor = self.needs, Floor.of(self.costs, num_micro_batches=self._num_micro_batches)
-        fewest = needs.fewest
-        plain = needs.with_graphs(fewest.num_slots)
-        least_s = max(self.loads_s, floor.least_s([plain]))
-        ways = [_Way(spend=needs.with_graphs, least_gain=0.0, least_s=least_s)]
-
-        def add(spend: Callable[[int], Residency], least_gain: float, visits_s: float) -> None:
-            least_s = min(ways[-1].least_s, max(self.loads_s, visits_s))
-            ways.append(_Way(spend=spend, least_gain=least_gain, least_s=least_s))
-
-        if needs.chooses_outputs:
-            add(self._keeping, SAME_FRAC, floor.least_s(needs.most_kept(fewest)))
-        if needs.chooses_outputs and needs.may_send:
-            saved = self._with_most_sent(needs.most_kept(fewest._replace(num_sent_outputs=1)))
-            if any(one.num_sent_outputs for one in saved):
-                saved = [one._replace(num_sent_graphs=0) for one in saved]
-                add(self._sending, SAME_FRAC, floor.least_s(saved))
-        if needs.chooses_sent_graphs:
-            saved = self._with_most_sent(needs.most_kept(fewest._replace(num_sent_graphs=1)))
-            if any(one.num_sent_graphs for one in saved):
-                add(self._sending_graphs, WORTH_FRAC, floor.least_s(saved))
-        return ways
-
-    def _with_most_sent(self, kept: Iterable[Residency]) -> Sequence[Residency]:
-        """Return these with all that could be sent of each kind if the other were not.
-
-        That is most with the most kept graphs, whose inputs take no host memory, unless so few
-        layers are left that all of them could send.
-        """
-        kept, needs, fewest = list(kept), self.needs, self.needs.fewest
-        if not kept:
-            return ()
-        last = fewest._replace(num_kept_graphs=kept[-1].num_kept_graphs)
-        outputs, graphs = needs.most_sent(last), needs.most_sent_graphs(last)
-        if outputs == needs.most_outputs(last):
-            outputs = needs.most_outputs(fewest)
-        if graphs == needs.facts.num_layers - last.num_kept_graphs:
-            graphs = needs.facts.num_layers
-        return [one._replace(num_sent_outputs=outputs, num_sent_graphs=graphs) for one in kept]
+        is_worth = self._bound_s(found) < self._bound_s(best) * (1 - least_gain)
+        return is_worth and self._step_s(found) < self._step_s(best) * (1 - SAME_FRAC)
 
     def _least(self, ways: Iterable[Residency]) -> Residency:
         return min(ways, key=self._bound_s)
@@ -207,14 +118,6 @@ class Split:
         return self._least(
             way for one in reserved for way in _sent_both(self.needs, self._bound_s, one)
         )
-
-    @cached_property
-    def _most_slots(self) -> int | None:
-        return self.needs.most_slots
-
-    @property
-    def _num_micro_batches(self) -> int:
-        return sum(run.rank_micro_batches for run in self.needs.request.runs)
 
     @cached_property
     def _bound_s(self) -> _Seconds:
@@ -234,7 +137,7 @@ class Split:
         return cache(partial(draft_step_s, self.needs, self.costs))
 
 
-def _fastest(needs: MemoryNeeds, bound_s: _Seconds, most_slots: int, way: _Way) -> Residency:
+def _fastest(needs: MemoryNeeds, bound_s: _Seconds, most_slots: int, spend: _Spend) -> Residency:
     """Return the number of slots with which a step is fastest, and what the rest is spent on.
 
     Each further slot leaves less room for the rest. A binary search finds the number of slots at
@@ -243,7 +146,7 @@ def _fastest(needs: MemoryNeeds, bound_s: _Seconds, most_slots: int, way: _Way) 
     rest would gain less than `WORTH_FRAC`, slots get all the memory. On a CPU slots come first:
     there a load slows concurrent visits, which the plan does not price.
     """
-    low, high, spend = needs.fewest.num_slots, most_slots, cache(way.spend)
+    low, high, spend = needs.fewest.num_slots, most_slots, cache(spend)
     most = spend(high)
     if needs.machine.device == "cpu" or most.num_kept_graphs == needs.facts.num_layers:
         return most
@@ -256,13 +159,9 @@ def _fastest(needs: MemoryNeeds, bound_s: _Seconds, most_slots: int, way: _Way) 
     if bound_s(spend(low)) >= bound_s(most) * (1 - WORTH_FRAC):
         return most
     fastest = spend(low)
-    while _is_same_rest(more := spend(low + 1), fastest):
+    while (more := spend(low + 1))._replace(num_slots=fastest.num_slots) == fastest:
         fastest, low = more, low + 1
     return fastest
-
-
-def _is_same_rest(one: Residency, other: Residency) -> bool:
-    return one._replace(num_slots=other.num_slots) == other
 
 
 # ---------------------------------------------------------------------------------------------
@@ -297,7 +196,7 @@ def _sent_both(needs: MemoryNeeds, bound_s: _Seconds, kept: Residency) -> Iterat
 
 def _with_sent_outputs(needs: MemoryNeeds, bound_s: _Seconds, kept: Residency) -> Residency:
     """Return the same with the number of sent outputs at which the link delays the step."""
-    most = needs.most_sent(kept._replace(num_sent_outputs=0))
+    most = needs.most_sent(kept)
     return _last_faster(lambda num: kept._replace(num_sent_outputs=num), most, bound_s)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from offload.plan.facts.facts import ModelFacts
 from offload.plan.facts.trainable import outer_module_sizes
 from offload.plan.facts.workload import (
+    Workload,
     head_bytes,
     most_rows_bytes,
 )
@@ -56,29 +57,19 @@ def schedule_of(
     """
     if request.is_on_features and not is_draft:
         return head_schedule(warm_ring(residency.num_slots))
-    typical = request.typical
-    is_encoded, dtype_bytes = typical.is_encoded, typical.dtype_bytes
-    sizes = TransferSizes.frozen(
-        [layer.weight_bytes for layer in costs.layers],
-        decoded_bytes=layer_weight_bytes(facts, dtype_bytes=dtype_bytes) if is_encoded else None,
-        num_staging=NUM_STAGING if is_staged and not is_draft else 0,
-    )
-    sizes = replace(sizes, reduced=reduced_of(facts, request))
-    if typical.adapter.whole is not None:
-        trained = typical.adapter.whole.layers
-        sizes = replace(
-            sizes,
-            gradient_bytes=tuple(dtype_bytes * number for number in trained),
-            updated=frozenset(layer for layer, number in enumerate(trained) if number),
-        )
-    if is_draft:
-        sizes = replace(sizes, piece_bytes=max(sizes.layer_bytes))
     assert not (is_draft and request.others), "a draft has one run"
-    runs = request.runs
+    typical, runs = request.typical, request.runs
     numbers = [1 if is_draft else run.rank_micro_batches for run in runs]
     passes = [run.passes(number) for run, number in zip(runs, numbers, strict=True)]
+    sizes = load_sizes(facts, typical, costs, is_staged=is_staged and not is_draft)
+    whole = typical.adapter.whole
+    trained = sizes.gradient_bytes if whole is None else whole.layers
     sizes = replace(
         sizes,
+        gradient_bytes=tuple(typical.dtype_bytes * number for number in trained),
+        updated=frozenset(layer for layer, number in enumerate(trained) if number),
+        piece_bytes=max(sizes.layer_bytes) if is_draft else PIECE_BYTES,
+        reduced=reduced_of(facts, request),
         row_bytes=_row_bytes(facts, request, passes),
         head_bytes=head_bytes(facts, typical),
     )
@@ -94,6 +85,18 @@ def schedule_of(
         ),
         num_kept_graphs=residency.num_kept_graphs,
         saved=costs.saved(residency, num_micro_batches=numbers[0]),
+    )
+
+
+def load_sizes(
+    facts: ModelFacts, workload: Workload, costs: Costs, *, is_staged: bool = False
+) -> TransferSizes:
+    """Return the sizes of frozen layers as they are loaded, and decoded if they are encoded."""
+    decoded = layer_weight_bytes(facts, dtype_bytes=workload.dtype_bytes)
+    return TransferSizes.frozen(
+        [layer.weight_bytes for layer in costs.layers],
+        decoded_bytes=decoded if workload.is_encoded else None,
+        num_staging=NUM_STAGING if is_staged else 0,
     )
 
 
@@ -145,23 +148,19 @@ def _duration_of(costs: Costs) -> Callable[[Op], float]:
         Kind.TAIL: costs.tail_s,
         Kind.FRONT_BACKWARD: costs.front_backward_s,
     }
-    rates = {
-        Kind.LOOK_UP: costs.look_up_bytes_per_s,
-    }
 
     def duration_s(op: Op) -> float:
         if op.kind is Kind.UPDATE:
-            return _of_layer_s(costs.layers[op.layer_index], op)
+            return costs.layers[op.layer_index].update_s
         if op.kind in (Kind.HEAD, Kind.FETCH, Kind.RETURN):
             return costs.h2d_latency_s + op.num_bytes / costs.fetch_bytes_per_s
         if op.lane is Lane.H2D:
             return costs.h2d_latency_s + op.num_bytes / costs.h2d_bytes_per_s
         if op.lane is Lane.NETWORK:
             return costs.network_latency_s + op.num_bytes / costs.network_bytes_per_s
-        if op.kind in rates:
-            return op.num_bytes / rates[op.kind]
         if op.lane is Lane.HOST:
-            return op.num_bytes / costs.read_bytes_per_s
+            is_row = op.kind is Kind.LOOK_UP
+            return op.num_bytes / (costs.look_up_bytes_per_s if is_row else costs.read_bytes_per_s)
         if op.lane is Lane.D2H:
             return costs.h2d_latency_s + op.num_bytes / costs.d2h_bytes_per_s
         if op.layer is None:
@@ -174,8 +173,6 @@ def _duration_of(costs: Costs) -> Callable[[Op], float]:
 def _of_layer_s(layer: LayerCost, op: Op) -> float:
     if op.kind is Kind.DECODE:
         return layer.decode_s
-    if op.kind is Kind.UPDATE:
-        return layer.update_s
     if op.kind is Kind.REFERENCE:
         return layer.reference_s
     if op.kind is Kind.FORWARD:
@@ -296,9 +293,7 @@ def break_even_tokens(draft: Draft, request: PlanRequest) -> int | None:
     def is_free(num_micro_batches: int) -> bool:
         return draft.step_s(num_micro_batches) <= (1 + FREE_FRAC) * free.step_s(num_micro_batches)
 
-    tokens = request.typical.num_tokens * request.num_ranks
-    if request.own_micro_batches is not None:  # in the proportions of the ranks' shares
-        tokens = request.tokens_per_step // request.own_micro_batches
+    tokens = request.tokens_per_rank_micro_batch
     most = MOST_TOKENS // tokens if request.num_rounds == 1 else 1
     numbers = range(1, most + 1)
     fewer = bisect_left(numbers, 1, key=lambda number: int(is_free(number)))

@@ -18,7 +18,7 @@ from offload.engine.host.limits import free_host_bytes
 from offload.engine.host.nvml import Driver, Gpu, Link, find_driver
 from offload.errors import MachineError
 from offload.plan.machine.machine import GIB, Rate
-from offload.probe.machine import installed_version, pinned_bytes
+from offload.probe.machine import disk_rate, installed_version, pinned_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -368,7 +368,7 @@ class TorchBuild:
     """What torch was built for.
 
     Attributes:
-        version: Of torch.
+        version: The version of torch.
         cuda: The CUDA version that it was built with; None for a build for CPUs.
         sees_cuda: Whether it finds a device.
         architectures: What its kernels were compiled for: sm_90, or compute_90 for any later one.
@@ -519,6 +519,8 @@ def check_up(folder: Path, *, root: Path = Path("/"), nvml: Any = None) -> tuple
     has_torch = isinstance(build, TorchBuild)
     has_cuda = isinstance(build, TorchBuild) and build.sees_cuda
     loaded = _while_copying(driver, nvml) if has_cuda and driver is not None else None
+    rate = disk_rate(folder, seconds=DISK_S, file_bytes=DISK_BYTES) if has_torch else None
+    there = next(place for place in (folder, *folder.parents) if place.exists())
     found = [
         of_system,
         wsl_memory(root),
@@ -532,7 +534,7 @@ def check_up(folder: Path, *, root: Path = Path("/"), nvml: Any = None) -> tuple
         governor(root),
         memory(root),
         swap(root),
-        disk(_disk_rate(folder), free_bytes=_room(folder)) if has_torch else None,
+        disk(rate, free_bytes=shutil.disk_usage(there).free) if has_torch else None,
     ]
     return tuple(one for one in found if one is not None)
 
@@ -582,15 +584,3 @@ def _page_locks(root: Path, *, has_cuda: bool) -> Finding:
         free_bytes=free_bytes,
         is_wsl=is_wsl(root),
     )
-
-
-def _disk_rate(folder: Path) -> Rate | None:
-    from offload.probe.machine import disk_rate
-
-    return disk_rate(folder, seconds=DISK_S, file_bytes=DISK_BYTES)
-
-
-def _room(folder: Path) -> int:
-    """Return the free bytes where a folder is, or will be."""
-    there = next(place for place in (folder, *folder.parents) if place.exists())
-    return shutil.disk_usage(there).free

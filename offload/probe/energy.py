@@ -28,7 +28,7 @@ class Counter:
 
     Attributes:
         part: What it counts the energy of.
-        name: That no other counter of any machine has.
+        name: A name that no other counter of any machine has.
         read_j: Returns the total in joules; raises OSError if it does not respond.
         range_j: The total at which it begins again; None if it never does.
     """

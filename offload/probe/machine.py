@@ -14,10 +14,9 @@ import shutil
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -35,7 +34,7 @@ from offload.plan.machine.machine import (
     Rate,
     assumed_implementation,
 )
-from offload.probe.rates import RateBench
+from offload.probe.rates import RateBench, timed_s, typical_s
 
 LEAST_REHEARSED_BYTES, MAX_REHEARSED_BYTES = 256 * MIB, 4096 * MIB
 # What a run imports after it has measured the machine, transformers' model code and peft: 178 to
@@ -61,7 +60,6 @@ def process_bytes() -> int:
     What it has freed does not count, such as that of modules that were compiled when they were
     first imported: later tensors take its place.
     """
-    from offload.engine.host.limits import resident_bytes
     from offload.engine.host.pagelock import trim_heap
 
     trim_heap()
@@ -134,7 +132,6 @@ FILE_BYTES = 512 * MIB
 RUN_FILE_BYTES = 128 * MIB  # before a run, which has to wait for it to be written
 COPY_BYTES = 64 * MIB
 PIECE_BYTES = 64 * MIB
-MIN_REPEATS = 3
 
 
 def with_host(machine: Machine, *, folder: Path, seconds: float) -> Machine:
@@ -233,15 +230,7 @@ def _copy_rate(seconds: float) -> Rate:
 
 
 def _measured(num_bytes: int, run: Callable[[], object], seconds: float) -> Rate:
-    """Run once to warm up, then until the time is over; use the 20th percentile of the times."""
-    run()
-    times_s: list[float] = []
-    end_s = time.perf_counter() + seconds
-    while len(times_s) < MIN_REPEATS or time.perf_counter() < end_s:
-        start_s = time.perf_counter()
-        run()
-        times_s.append(time.perf_counter() - start_s)
-    return Rate(value=num_bytes / sorted(times_s)[len(times_s) // 5], source="measured")
+    return Rate(value=num_bytes / typical_s(lambda: timed_s(run), seconds), source=MEASURED)
 
 
 PROBE_S = 5.0  # of a run's start, and of `sluice probe`
@@ -306,12 +295,10 @@ def _probe_cpu(bench: RateBench, dtype: str) -> Machine:
         name=f"{_processor_name()}, {bench.num_threads} thread{'s' * (bench.num_threads != 1)}",
         device="cpu",
         dtype=dtype,
-        memory=_Memory(
-            vram=free_bytes + own_bytes,
-            ram=free_bytes + own_bytes,
-            pinned=free_bytes,
-            context=own_bytes,
-        ),
+        vram_bytes=free_bytes + own_bytes,
+        ram_bytes=free_bytes + own_bytes,
+        pinned_bytes=free_bytes,
+        context_bytes=own_bytes,
         links=(
             bench.host_copy_bytes_per_s,
             bench.host_copy_beside_compute_bytes_per_s,
@@ -334,12 +321,10 @@ def _probe_cuda(bench: RateBench, dtype: str) -> Machine:
         name=torch.cuda.get_device_name(),
         device="cuda",
         dtype=dtype,
-        memory=_Memory(
-            vram=free_bytes + context_bytes,
-            ram=ram_bytes,
-            pinned=pinned_bytes(ram_bytes),
-            context=context_bytes,
-        ),
+        vram_bytes=free_bytes + context_bytes,
+        ram_bytes=ram_bytes,
+        pinned_bytes=pinned_bytes(ram_bytes),
+        context_bytes=context_bytes,
         links=(
             partial(copy, is_to_device=True, is_duplex=False),
             partial(copy, is_to_device=True, is_duplex=True),
@@ -349,53 +334,19 @@ def _probe_cuda(bench: RateBench, dtype: str) -> Machine:
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Memory:
-    vram: int
-    ram: int
-    pinned: int
-    context: int
-
-
-def _machine(
+def _machine(  # noqa: PLR0913 - what a machine has, but for its rates
     bench: RateBench,
     *,
     name: str,
     device: Literal["cuda", "cpu"],
     dtype: str,
-    memory: _Memory,
+    vram_bytes: int,
+    ram_bytes: int,
+    pinned_bytes: int,
+    context_bytes: int,
     links: tuple[Measure, Measure, Measure],
     is_grouped: bool,
 ) -> Machine:
-    rates = _rates(bench, links, is_grouped=is_grouped, num_rounds=NUM_ROUNDS[device])
-    return Machine(
-        name=name,
-        device=device,
-        dtype=dtype,
-        vram_bytes=memory.vram,
-        ram_bytes=memory.ram,
-        pinned_bytes=memory.pinned,
-        context_bytes=memory.context,
-        has_grouped_gemm=is_grouped,
-        experts_implementation=assumed_implementation(device=device, has_grouped_gemm=is_grouped),
-        gemm_flops_per_s=rates["gemm"],
-        expert_gemm_flops_per_s=rates["experts"],
-        tall_gemm_flops_per_s=rates["tall"],
-        tall_fp32_flops_per_s=rates["tall fp32"],
-        attention_flops_per_s=rates["attention"],
-        vector_flops_per_s=rates["fp32"],
-        memory_bytes_per_s=rates["memory"],
-        h2d_bytes_per_s=rates["h2d"],
-        h2d_duplex_bytes_per_s=rates["duplex"],
-        d2h_bytes_per_s=rates["d2h"],
-        host_memory_bytes_per_s=rates["host memory"],
-        launch_s=Rate(value=1 / rates["launches"].value, source=MEASURED),
-    )
-
-
-def _rates(
-    bench: RateBench, links: tuple[Measure, Measure, Measure], *, is_grouped: bool, num_rounds: int
-) -> dict[str, Rate]:
     """Measure each rate once per round and use the best, so that bursts of load do not spoil it.
 
     A GPU is used by this process alone, but a CPU's cores are shared.
@@ -417,8 +368,31 @@ def _rates(
         "host memory": bench.host_memory_bytes_per_s,
         "launches": bench.launches_per_s,
     }
-    rounds = [{name: measure() for name, measure in measures.items()} for _ in range(num_rounds)]
-    return {name: Rate(value=max(r[name] for r in rounds), source=MEASURED) for name in measures}
+    rounds = [{n: measure() for n, measure in measures.items()} for _ in range(NUM_ROUNDS[device])]
+    rates = {n: Rate(value=max(r[n] for r in rounds), source=MEASURED) for n in measures}
+    return Machine(
+        name=name,
+        device=device,
+        dtype=dtype,
+        vram_bytes=vram_bytes,
+        ram_bytes=ram_bytes,
+        pinned_bytes=pinned_bytes,
+        context_bytes=context_bytes,
+        has_grouped_gemm=is_grouped,
+        experts_implementation=assumed_implementation(device=device, has_grouped_gemm=is_grouped),
+        gemm_flops_per_s=rates["gemm"],
+        expert_gemm_flops_per_s=rates["experts"],
+        tall_gemm_flops_per_s=rates["tall"],
+        tall_fp32_flops_per_s=rates["tall fp32"],
+        attention_flops_per_s=rates["attention"],
+        vector_flops_per_s=rates["fp32"],
+        memory_bytes_per_s=rates["memory"],
+        h2d_bytes_per_s=rates["h2d"],
+        h2d_duplex_bytes_per_s=rates["duplex"],
+        d2h_bytes_per_s=rates["d2h"],
+        host_memory_bytes_per_s=rates["host memory"],
+        launch_s=Rate(value=1 / rates["launches"].value, source=MEASURED),
+    )
 
 
 def _processor_name() -> str:

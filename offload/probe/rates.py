@@ -19,7 +19,7 @@ from offload.plan.time.pointwise import GATED, NORM, NORM_CASTS, NORM_WEIGHT
 if TYPE_CHECKING:
     import torch
 
-MIN_REPEATS = 2
+MIN_REPEATS = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,8 +161,7 @@ class RateBench:
 
         num_bytes = CPU_SIZES.copy_bytes
         left, right = torch.ones(num_bytes // 4), torch.ones(num_bytes // 4)
-        times_s = _repeated(lambda: _timed(lambda: left + right), self._share_s)
-        return 3 * num_bytes / _typical_s(times_s)
+        return 3 * num_bytes / typical_s(lambda: timed_s(lambda: left + right), self._share_s)
 
     def launches_per_s(self) -> float:
         """Train a norm, an adapted linear layer and a gate on one token, by the host's clock."""
@@ -191,7 +190,7 @@ class RateBench:
             torch.autograd.backward(out, torch.ones_like(out))
 
         with torch.enable_grad():
-            seconds = _typical_s(_repeated(lambda: _timed(run), self._share_s))
+            seconds = typical_s(lambda: timed_s(run), self._share_s)
         parts = (NORM, NORM_WEIGHT, NORM_CASTS, GATED)
         others = sum(one.forward_ops + one.backward_ops for one in parts)
         return (2 + LORA_OPS + LORA_BACKWARD_OPS + others) / seconds
@@ -240,7 +239,7 @@ class RateBench:
             return float(start.elapsed_time(end)) / 1e3
 
         share_s = self._share_s if is_to_device else 0.0  # no plan uses d2h: a few copies suffice
-        return size / _typical_s(_repeated(run, share_s))
+        return size / typical_s(run, share_s)
 
     def _random(self, dtype: "torch.dtype", *shape: int) -> "torch.Tensor":
         import torch
@@ -251,26 +250,28 @@ class RateBench:
         """Return the device's time, to which launches add none: in a step the host is ahead."""
         from offload.engine.streams import seconds_of
 
-        return _typical_s(_repeated(lambda: seconds_of(run, self._device), self._share_s))
+        return typical_s(lambda: seconds_of(run, self._device), self._share_s)
 
 
-def _timed(run: Callable[[], object]) -> float:
+def timed_s(run: Callable[[], object]) -> float:
+    """Return the seconds that a call takes, by the host's clock."""
     start_s = time.perf_counter()
     run()
     return time.perf_counter() - start_s
 
 
-def _repeated(run: Callable[[], float], share_s: float) -> list[float]:
-    """Run once to warm up, then until the time is over, and return each run's seconds."""
+def typical_s(run: Callable[[], float], seconds: float) -> float:
+    """Run once to warm up, then until the time is over; return the 20th percentile of the times.
+
+    Args:
+        run: Returns the seconds that it took.
+        seconds: How long to repeat it.
+    """
     run()
     times_s: list[float] = []
-    end_s = time.perf_counter() + share_s
+    end_s = time.perf_counter() + seconds
     while len(times_s) < MIN_REPEATS or time.perf_counter() < end_s:
         times_s.append(run())
-    return times_s
-
-
-def _typical_s(times_s: list[float]) -> float:
     return sorted(times_s)[len(times_s) // 5]
 
 
@@ -286,17 +287,17 @@ class _Copier:
 
     def bytes_per_s(self, share_s: float, *, beside: Callable[[], object] | None) -> float:
         """Return the rate while the calling thread repeats `beside`; joins the thread."""
-        times_s: list[float] = []
+        copies_s: list[float] = []
 
         def copy() -> None:  # as the engine's copy lane does it
             ctypes.memmove(self._target.data_ptr(), self._source.data_ptr(), self._source.nbytes)
 
         def work() -> None:
-            times_s.extend(_repeated(lambda: _timed(copy), share_s))
+            copies_s.append(typical_s(lambda: timed_s(copy), share_s))
 
         thread = threading.Thread(target=work, name="sluice-probe")
         thread.start()
         while beside is not None and thread.is_alive():
             beside()
         thread.join()
-        return self._num_bytes / _typical_s(times_s)
+        return self._num_bytes / copies_s[0]

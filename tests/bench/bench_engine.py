@@ -33,7 +33,7 @@ from offload.engine.streams import CpuDevice
 from offload.plan.schedule.op import Kind
 from offload.plan.schedule.schedule import Order
 from offload.plan.schedule.timeline import Timeline
-from offload.plan.time.bounds import r3_bound_s, usual_order_bound_s
+from offload.plan.time.bounds import r3_bound_s
 from offload.plan.time.costs import Costs, LayerCost
 from tests.bench.record import git, median
 
@@ -222,13 +222,9 @@ def shares(
     for name, (wall_s, timeline, _) in steps.items():
         costs = bench.costs(timeline, link)
         r3_s = r3_bound_s(costs, num_slots=NUM_SLOTS, num_micro_batches=num_micro_batches)
-        usual_s = usual_order_bound_s(
-            costs, num_slots=NUM_SLOTS, num_micro_batches=num_micro_batches
-        )
         found[name] = {
             "step_s": wall_s,
             "r3_share": r3_s / wall_s,
-            "usual_bound_share": usual_s / wall_s,
             "exposed_s": wall_s - floor_s,
         }
     return found
@@ -264,7 +260,6 @@ def summary(
         "tokens_per_s": {key: tokens / value for key, value in step_s.items()},
         "step_s": step_s,
         "r3_share": quantiles("r3_share"),
-        "usual_bound_share": quantiles("usual_bound_share"),
         "exposed_s": quantiles("exposed_s"),
         "n": len(samples),
     }

@@ -11,7 +11,7 @@ from peft import PeftModel
 from offload.engine.engine import Engine
 from offload.engine.passes.part import RunStep
 from offload.plan.schedule.op import Lane
-from offload.plan.schedule.reduced import Reduced
+from offload.plan.schedule.schedule import Reduced
 from tests.doubles import HookedDevice
 from tests.parity.steps import NUM_LAYERS, OPTIONS, gradients, micro_batches, plain, tiny
 

@@ -455,6 +455,6 @@ def test_a_recompute_saves_the_bytes_and_operations_that_the_plan_says(
     adapters = [linear for linear in facts.layers[0].linears if linear.name in spec.targets]
     passes = branches(at, adapters, left_out=load.left_out(facts.layers[0]))
     products = sum(at.matmul(linear).num_ops for linear in facts.layers[0].linears)
-    saved_ops = products - recomputed_products(facts.layers[0], at).num_ops
+    saved_ops = products - recomputed_products(at, facts.layers[0]).num_ops
     saved_ops += passes.forward.num_ops - passes.recompute.num_ops
     assert saved_ops == whole.total_ops - recompute.total_ops

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.plan.schedule.op import Kind, Lane
-from offload.plan.schedule.reduced import Reduced
 from offload.plan.schedule.schedule import (
     Order,
     Passes,
+    Reduced,
     Residency,
     Ring,
     Schedule,

@@ -13,7 +13,7 @@ from offload.plan.fit import MemoryNeeds
 from offload.plan.machine.machine import GIB, Machine, Rate, named_machine
 from offload.plan.memory.memory import SENT, STASH
 from offload.plan.plan import plan
-from offload.plan.request import PlanRequest, with_codec
+from offload.plan.request import PlanRequest, with_workload
 from offload.plan.schedule.op import Kind
 from offload.plan.schedule.schedule import Residency
 from offload.plan.search import Choice, fastest, search
@@ -72,7 +72,7 @@ def all_requests(draw: st.DrawFn) -> list[PlanRequest]:
         for size in range(1, num_sequences + 1)
         if num_sequences % size == 0
     ]
-    return cut + [with_codec(one, "bf16_packed") for one in cut]
+    return cut + [with_workload(one, codec="bf16_packed") for one in cut]
 
 
 def found(machine: Machine, requests: list[PlanRequest]) -> Choice | None:

@@ -7,7 +7,7 @@ from torch import nn
 
 from finetune.recipe.sections import TrainSection
 from finetune.training.ranks import Ranks
-from offload.plan.schedule.reduced import Reduced
+from offload.plan.schedule.schedule import Reduced
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -44,7 +44,7 @@ class GradientSums:
             tuple(map(_num_elements, self._layers)),
             _num_elements(self._rest),
             element_bytes=self._dtype.itemsize,
-            num_ranks=self._ranks.num,
+            world_size=self._ranks.num,
         )
 
     def reduce(self, layer: int | None) -> None:

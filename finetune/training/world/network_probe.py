@@ -9,7 +9,7 @@ from torch import nn
 from finetune.training.ranks import Ranks
 from offload.plan.facts.linears import FP32_BYTES
 from offload.plan.machine.machine import MEASURED, Network, Rate
-from offload.plan.schedule.reduced import Reduced
+from offload.plan.schedule.schedule import Reduced
 
 NETWORK_S = 0.5  # of a run's start, and of `sluice probe`
 NUM_ELEMENTS = 2 * 2**20  # of the largest sum, if no layer says: 8 MiB
@@ -42,7 +42,7 @@ def measure_network(
     while num < most and sum_s < seconds / 2:
         num = min(4 * num, most)
         sum_s = _sum_s(ranks, num, device, seconds=seconds / 4)
-    sent = Reduced.of((), num, element_bytes=FP32_BYTES, num_ranks=ranks.num).rest
+    sent = Reduced.of((), num, element_bytes=FP32_BYTES, world_size=ranks.num).rest
     bytes_s = max(sum_s - latency_s, LEAST_FRAC * sum_s)
     return Network(
         num_ranks=ranks.num,

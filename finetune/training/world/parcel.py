@@ -29,7 +29,7 @@ from finetune.run.run_files import Evaluation, Evaluations
 from offload.engine.host.slab import SlabHandle
 from offload.plan.machine.machine import Machine
 from offload.plan.memory.memory import TracedBytes
-from offload.plan.other_rank import OtherRank
+from offload.plan.plan import OtherRank
 from offload.probe.energy import Taken
 
 # With all that is in their fields.

@@ -38,8 +38,7 @@ from offload.errors import OffloadError, UnsupportedModelError
 from offload.plan.facts.workload import WeightPlace
 from offload.plan.memory.memory import HEAD
 from offload.plan.schedule.op import Kind, Op
-from offload.plan.schedule.reduced import Reduced
-from offload.plan.schedule.schedule import Passes, Schedule, numbered
+from offload.plan.schedule.schedule import Passes, Reduced, Schedule, numbered
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -58,7 +58,7 @@ class MethodCounts:
     """An adapter on one linear layer.
 
     Attributes:
-        shapes: Of its tensors that train.
+        shapes: The shapes of its tensors that train.
         forward: What a forward adds.
         backward: What a backward adds.
         saved: Bytes of what is saved for the backward, but for the layer's own input.
@@ -79,9 +79,9 @@ class PeftMethod:
     """The counts of a method on all kinds of linear layers of a model.
 
     Attributes:
-        name: Of the method, such as "loha".
+        name: The name of the method, such as "loha".
         linears: (name, d_in, d_out) -> counts.
-        frozen_bytes: Of the adapter's tensors that do not train, of the whole model.
+        frozen_bytes: Bytes of the adapter's tensors that do not train, of the whole model.
     """
 
     name: str
@@ -324,7 +324,7 @@ class ModelFacts(HashedOnce):
     """A causal language model: embedding, layers, norm, head.
 
     Attributes:
-        model_type: As its config names it.
+        model_type: The type that its config names.
         hidden_size: Features of a hidden state.
         vocab_size: Size of the vocabulary.
         max_position_embeddings: Tokens of the longest supported sequence.
@@ -334,7 +334,7 @@ class ModelFacts(HashedOnce):
         final_norm_parameters: Weights of the norm before the head.
         num_others: Other parameters before and after the layers: positions, inputs of layers.
         layer_input_features: Features that each layer gets in addition to the hidden state.
-        layers: In forward order.
+        layers: The layers in forward order.
         num_classes: Outputs of a head that does not predict tokens: 1 of a reward model, of a
             classifier one for each class; 0 if the head predicts tokens.
         grade: Whether the facts come from the config or from the model, built without weights.
@@ -416,10 +416,10 @@ class WholeWeights:
     """How many of the model's own weights train, where no adapter does.
 
     Attributes:
-        layers: In each layer, in forward order.
-        outer: Before and after the layers, by name.
-        low_bytes: Of each, what makes up its fp32 master with it: all of one in float16; None for
-            the bytes by which its type is shorter.
+        layers: The number in each layer, in forward order.
+        outer: The numbers before and after the layers, by name.
+        low_bytes: Bytes that make up the fp32 master of each with it: all of one in float16; None
+            for the bytes by which its type is shorter.
     """
 
     layers: tuple[int, ...]

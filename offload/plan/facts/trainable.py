@@ -139,7 +139,11 @@ def adapter_parameters(facts: ModelFacts, spec: AdapterSpec) -> int:
         return 0
     known = linear_names(facts)
     if not known and (spec.targets or not (spec.experts or SCORE in spec.modules)):
-        raise _unadaptable(facts)
+        raise UnsupportedModelError(
+            f"nothing in a {facts.model_type} model can get an adapter",
+            limit="adapters are put on linear layers inside `layers`",
+            hint="train this model with another tool",
+        )
     for target in spec.targets:
         if target not in known:
             raise UnsupportedModelError(
@@ -174,14 +178,6 @@ def adapter_parameters(facts: ModelFacts, spec: AdapterSpec) -> int:
                     hint=f"`adapter.{field}: {{{nearest(name, adapted)}: ...}}`",
                 )
     return sum(adapter_tensor_sizes(facts, spec))
-
-
-def _unadaptable(facts: ModelFacts) -> UnsupportedModelError:
-    return UnsupportedModelError(
-        f"nothing in a {facts.model_type} model can get an adapter",
-        limit="adapters are put on linear layers inside `layers`",
-        hint="train this model with another tool",
-    )
 
 
 def module_parameters(facts: ModelFacts, spec: AdapterSpec) -> int:

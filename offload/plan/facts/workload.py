@@ -182,8 +182,8 @@ class Workload:
         has_router_loss: Whether there is a router loss, over the step.
         leaves_out: Whether recomputes leave out products whose values nothing reads.
         layer_code: What computes norms, rotary embedding and gated activations.
-        plain_parts: Of these and the loss, what the model's own code computes although others are
-            fused.
+        plain_parts: The parts of these, or the loss, that the model's own code computes although
+            others are fused.
         mlp_chunk_tokens: Tokens that an MLP computes at a time; None for the whole micro-batch.
         packed_tokens: Tokens of a micro-batch whose rows are packed; None where they are not.
         embeddings: Where the input embedding's weight is; on the host, a step brings rows of it.

@@ -41,7 +41,7 @@ class Card:
         memory_gib: Device memory, as the card is sold.
         half_tflops: Dense products of 16-bit numbers, accumulated in fp32.
         fp32_tflops: Arithmetic in fp32, without tensor cores.
-        memory_gb_per_s: Of device memory.
+        memory_gb_per_s: The bandwidth of device memory.
         pcie: Generation and lanes of its link.
         line: The product line, which implies the kind of host.
         sheet: The source of the figures.
@@ -52,8 +52,10 @@ class Card:
             the kernel times of a profile in tests/bench/results.
         measured_attention_tflops: Causal attention, forward and backward, by the same profile.
         measured_memory_gb_per_s: Large copies within device memory; of the H200 by `sluice probe`.
-        measured_fp32_tflops: Likewise.
-        measured_link_gb_per_s: Likewise.
+        measured_fp32_tflops: Arithmetic in fp32, as measured by others; of the H200 by `sluice
+            probe`.
+        measured_link_gb_per_s: Copies to the device, as measured by others; of the H200 by `sluice
+            probe`.
     """
 
     memory_gib: float

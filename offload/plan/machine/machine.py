@@ -5,6 +5,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from reprlib import repr as shown
+from types import UnionType
 from typing import Any, Literal, get_args
 
 from offload.errors import MachineError
@@ -63,9 +64,9 @@ class Network:
     """What connects the ranks of a run.
 
     Attributes:
-        num_ranks: That it was measured between.
-        latency_s: Of adding up a few gradients, words about them included.
-        bytes_per_s: That each rank sends while it adds up many, and receives as many.
+        num_ranks: The ranks that it was measured between.
+        latency_s: Seconds of adding up a few gradients, words about them included.
+        bytes_per_s: Bytes that each rank sends while it adds up many, and receives as many.
     """
 
     num_ranks: int
@@ -94,7 +95,8 @@ class Machine:
             expert kernels.
         tall_gemm_flops_per_s: Products with 16 columns or rows on one side, as in low-rank
             branches, forward and backward.
-        tall_fp32_flops_per_s: The same in fp32, the dtype of adapters.
+        tall_fp32_flops_per_s: Products with 16 columns or rows on one side in fp32, the dtype of
+            adapters.
         attention_flops_per_s: Causal attention, forward and backward. On a GPU the lower triangle
             is counted, on a CPU the blocks that its kernel computes.
         vector_flops_per_s: Arithmetic and large products in fp32.
@@ -107,7 +109,7 @@ class Machine:
         disk_bytes_per_s: Reads of a file that bypass the page cache, as stores are read; None if
             not measured.
         nodes: The host's NUMA nodes; empty if not measured.
-        network: Between the ranks that measured it; None if there was one.
+        network: The network between the ranks that measured it; None if there was one.
     """
 
     name: str
@@ -165,11 +167,10 @@ class Machine:
             values = json.loads(text)
         except (ValueError, RecursionError) as error:  # not JSON, a number too long, or too deep
             raise _bad_file(f"it is not JSON that can be read: {error}") from None
-        types = {field.name: field.type for field in fields(cls)}
-        if not isinstance(values, dict) or "network" not in values:
-            del types["network"]
-        _check_keys(values, types, "machine")
-        return cls(**{key: _parsed(key, value, types[key]) for key, value in values.items()})
+        if isinstance(values, dict):
+            values = {"network": None} | values
+        machine: Machine = _parsed("machine", values, cls)
+        return machine
 
 
 def _bad_file(why: str) -> MachineError:
@@ -192,58 +193,33 @@ def _check_keys(values: object, known: Mapping[str, object], what: str) -> None:
             raise _bad_file(f"{what} has no key '{key}'")
 
 
-def _parsed(key: str, value: object, kind: object) -> Any:
-    if kind == Rate | None:
-        return None if value is None else _parsed(key, value, Rate)
+def _parsed(label: str, value: Any, kind: Any) -> Any:
+    """Return a value of a machine's file as a type of its fields; the label names it in errors."""
     if kind == tuple[Node, ...]:
-        return _parsed_nodes(key, value)
-    if kind == Network | None:
-        return _parsed_network(key, value)
-    if kind in (Rate, Implementation):
-        _check_keys(value, {"value": float, "source": str}, f"'{key}'")
+        if not isinstance(value, list):
+            raise _bad_file(f"{label} is {shown(value)}, not a list")
+        return tuple(_parsed(f"one of {label}", node, Node) for node in value)
+    if isinstance(kind, UnionType):
+        kind, _ = get_args(kind)
+        if value is None:
+            return None
+    if kind in (Machine, Rate, Implementation, Node, Network):
+        types = {field.name: field.type for field in fields(kind)}
+        _check_keys(value, types, label)
         assert isinstance(value, dict)
-        found, source = value["value"], value["source"]
-        if not isinstance(source, str):
-            raise _bad_file(f"the source of '{key}' is {shown(source)}, not text")
-        if kind is Implementation:
-            return Implementation(value=_chosen(key, found, ExpertsImplementation), source=source)
-        is_number = isinstance(found, int | float) and not isinstance(found, bool)
-        if not is_number or not MIN_RATE < found < MAX_RATE:
-            raise _bad_file(f"the value of '{key}' is {shown(found)}, not a number above 0")
-        return Rate(value=float(found), source=source)
-    if key == "device":
-        return _chosen(key, value, kind)
-    assert kind in (int, bool, str)
-    is_far = kind is int and isinstance(value, int) and not 0 <= value <= MAX_BYTES
-    if type(value) is not kind or is_far:
+        labels = {n: f"'{n}'" if kind is Machine else f"the {n} of {label}" for n in types}
+        return kind(**{name: _parsed(labels[name], x, types[name]) for name, x in value.items()})
+    if names := get_args(kind):
+        is_right, wanted = value in names, f"{', '.join(names[:-1])} or {names[-1]}"
+    elif kind is float:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        is_right, wanted = is_number and MIN_RATE < value < MAX_RATE, "a number above 0"
+    else:
+        is_right = type(value) is kind and (kind is not int or 0 <= value <= MAX_BYTES)
         wanted = {int: "a whole number of bytes", bool: "true or false", str: "text"}[kind]
-        raise _bad_file(f"'{key}' is {shown(value)}, not {wanted}")
-    return value
-
-
-def _parsed_nodes(key: str, value: object) -> tuple[Node, ...]:
-    if not isinstance(value, list):
-        raise _bad_file(f"'{key}' is {shown(value)}, not a list")
-    types = {field.name: field.type for field in fields(Node)}
-    nodes = []
-    for one in value:
-        _check_keys(one, types, f"one of '{key}'")
-        nodes.append(Node(**{name: _parsed(name, of, types[name]) for name, of in one.items()}))
-    return tuple(nodes)
-
-
-def _parsed_network(key: str, value: object) -> Network:
-    types = {field.name: field.type for field in fields(Network)}
-    _check_keys(value, types, f"'{key}'")
-    assert isinstance(value, dict)
-    return Network(**{name: _parsed(name, of, types[name]) for name, of in value.items()})
-
-
-def _chosen(key: str, value: object, choices: object) -> Any:
-    names = get_args(choices)
-    if value not in names:
-        raise _bad_file(f"'{key}' is {shown(value)}, not {', '.join(names[:-1])} or {names[-1]}")
-    return value
+    if not is_right:
+        raise _bad_file(f"{label} is {shown(value)}, not {wanted}")
+    return float(value) if kind is float else value
 
 
 # ---------------------------------------------------------------------------------------------

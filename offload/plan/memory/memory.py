@@ -72,9 +72,10 @@ class TracedBytes:
     """Peak device memory of each part, in addition to what was allocated before it.
 
     Attributes:
-        visits: Of each layer's backward visit, for one micro-batch.
-        head_chunk: Of one chunk's norm, head, loss and backward.
-        recorded: Of what the model passes to all layers besides their inputs, for one micro-batch.
+        visits: Bytes of each layer's backward visit, for one micro-batch.
+        head_chunk: Bytes of one chunk's norm, head, loss and backward.
+        recorded: Bytes of what the model passes to all layers besides their inputs, for one
+            micro-batch.
     """
 
     visits: tuple[int, ...]
@@ -219,28 +220,30 @@ class DeviceNeeds:
     A search asks for the peak of thousands of residencies, and for the terms of a few.
 
     Attributes:
-        always: Live at every instant, with one slot.
+        slot_bytes: The size of a slot.
+        always: Terms that are live at every instant, but for slots.
         kept: Live from the forward to the backward, without kept graphs.
         graph_bytes: What kept graphs add to it, by their number.
         visit: A visit that recomputes its layer, without kept graphs.
         instants: A head chunk, a visit whose graph was kept, a layer's update on the device: what
             is live in addition to all kept graphs.
         forward: A visit without a graph, at most.
-        scored: Of passes that only score, until all rows are scored: live with a head chunk or a
-            visit without a graph. None where there are no such passes.
+        scored: Memory of passes that only score, until all rows are scored: live with a head chunk
+            or a visit without a graph. None where there are no such passes.
         update: The optimizer.
         fixed: Independent of all settings.
-        output_bytes: Of the output and log-sum-exp of each layer's attention for one micro-batch;
-            0 where it is computed again.
-        sent_graph_bytes: Of all that autograd saves of each layer for one micro-batch.
-        router_bytes: Of each layer's router logits for one micro-batch, if they wait with its graph
-            for a router loss over the step.
-        num_micro_batches: Of a rank's that pass the layers together, if all were as large as the
-            largest.
-        head_bytes: Of an output head that is copied over the slots, with its gradient there; 0 if
-            the device has it.
+        output_bytes: Bytes of the output and log-sum-exp of each layer's attention for one
+            micro-batch; 0 where it is computed again.
+        sent_graph_bytes: Bytes of all that autograd saves of each layer for one micro-batch.
+        router_bytes: Bytes of each layer's router logits for one micro-batch, if they wait with its
+            graph for a router loss over the step.
+        num_micro_batches: The micro-batches of a rank that pass the layers together, if all were as
+            large as the largest.
+        head_bytes: Bytes of an output head that is copied over the slots, with its gradient there;
+            0 if the device has it.
     """
 
+    slot_bytes: int
     always: tuple[MemoryTerm, ...]
     kept: tuple[MemoryTerm, ...]
     graph_bytes: tuple[int, ...]
@@ -255,11 +258,6 @@ class DeviceNeeds:
     num_micro_batches: float
     scored: tuple[MemoryTerm, ...] = ()
     head_bytes: int = 0
-
-    @property
-    def num_outputs(self) -> int:
-        """Layers whose attention could be kept or sent."""
-        return sum(size > 0 for size in self.output_bytes)
 
     @cached_property
     def _saved(self) -> Callable[[Residency], Saved]:
@@ -311,10 +309,8 @@ class DeviceNeeds:
         return kept + total_bytes(self.visit), *with_graphs, self.update.num_bytes
 
     @cached_property
-    def _slot_and_other_bytes(self) -> tuple[int, int]:
-        """Of one slot, and of everything else that is live at every instant."""
-        slot = sum(term.num_bytes for term in self.always if term.name == SLOTS)
-        return slot, total_bytes(self.always) - slot
+    def _always_bytes(self) -> int:
+        return total_bytes(self.always)
 
     def _worst(self, residency: Residency) -> tuple[int, int]:
         """Return which instant is the worst, as in `_instant_bytes`, and all bytes live then."""
@@ -323,9 +319,8 @@ class DeviceNeeds:
         graphs = self.graph_bytes[residency.num_kept_graphs]
         sizes = [visit + saved, *(size + saved + graphs for size in with_graphs), update]
         worst = max(sizes)
-        slot, others = self._slot_and_other_bytes
-        slots = slots_bytes(residency.num_slots, slot, self.head_bytes)
-        return sizes.index(worst), slots + others + worst
+        slots = slots_bytes(residency.num_slots, self.slot_bytes, self.head_bytes)
+        return sizes.index(worst), slots + self._always_bytes + worst
 
     def peak_bytes(self, residency: Residency) -> int:
         """Return the sum of `terms`."""
@@ -334,14 +329,8 @@ class DeviceNeeds:
 
     def terms(self, residency: Residency) -> tuple[MemoryTerm, ...]:
         """List the terms of the worst instant; more slots or graphs never need less memory."""
-        always = tuple(
-            replace(
-                term, num_bytes=slots_bytes(residency.num_slots, term.num_bytes, self.head_bytes)
-            )
-            if term.name == SLOTS
-            else term
-            for term in self.always
-        )
+        slots_size = slots_bytes(residency.num_slots, self.slot_bytes, self.head_bytes)
+        slots = MemoryTerm(name=SLOTS, num_bytes=slots_size)
         graphs = MemoryTerm(name=KEPT_GRAPHS, num_bytes=self.graph_bytes[residency.num_kept_graphs])
         routers, outputs, carriers = self._saved_bytes(residency)
         kept = (
@@ -354,7 +343,7 @@ class DeviceNeeds:
         number, used = self._worst(residency)
         worst = ((*kept, *self.visit), *with_graphs, (self.update,))[number]
         fragmentation = MemoryTerm(name=FRAGMENTATION, num_bytes=int(used * FRAGMENTATION_FRAC))
-        terms = (*always, *worst, fragmentation, *self.fixed)
+        terms = (slots, *self.always, *worst, fragmentation, *self.fixed)
         return tuple(term for term in terms if term.num_bytes)
 
     def with_objective(
@@ -396,7 +385,7 @@ def device_terms(  # noqa: PLR0913 - everything that uses memory
     *,
     num_slots: int,
     num_micro_batches: float,
-    num_ranks: int,
+    is_reduced: bool,
     is_padded: bool,
     is_stashed: bool,
     traced: TracedBytes | None = None,
@@ -410,7 +399,7 @@ def device_terms(  # noqa: PLR0913 - everything that uses memory
         num_slots: Layer slots, at most one per layer.
         num_micro_batches: Micro-batches of a rank's step, whose layer inputs are all kept; a
             fraction where not all of them are as large as the largest.
-        num_ranks: Processes that share the step, each with a device.
+        is_reduced: Whether gradients are added up over ranks.
         is_padded: Whether batches contain padding, so that masks have to be materialized.
         is_stashed: Whether layer inputs are kept in host memory until the backward.
         traced: What a trace of this micro-batch measured, in place of formulas.
@@ -420,7 +409,7 @@ def device_terms(  # noqa: PLR0913 - everything that uses memory
         machine,
         workload,
         num_micro_batches=num_micro_batches,
-        num_ranks=num_ranks,
+        is_reduced=is_reduced,
         is_padded=is_padded,
         is_stashed=is_stashed,
         traced=traced,
@@ -434,7 +423,7 @@ def device_needs(
     workload: Workload,
     *,
     num_micro_batches: float,
-    num_ranks: int,
+    is_reduced: bool,
     is_padded: bool,
     is_stashed: bool,
     traced: TracedBytes | None,
@@ -479,10 +468,13 @@ def device_needs(
         graph = max(traced.visits) if traced else visits[layer].graph + routers[layer]
         one_bytes = graph + num_hidden * input_bytes(facts, workload)
         graph_bytes.append(graph_bytes[-1] + int(num_micro_batches * one_bytes))
+    gradient_bytes = FP32_BYTES * trained_parameters(facts, workload.adapter)
+    bucket_bytes = min(GRADIENT_BUCKET_BYTES, 2 * gradient_bytes)
     return DeviceNeeds(
+        slot_bytes=max(workload.cargo_bytes(layer) for layer in kinds),
         always=(
-            *_standing_terms(facts, workload, 1, is_traced=traced is not None),
-            _bucket_term(facts, workload, num_ranks),
+            *_standing_terms(facts, workload, is_traced=traced is not None),
+            MemoryTerm(name="gradient bucket", num_bytes=bucket_bytes if is_reduced else 0),
         ),
         kept=kept,
         graph_bytes=tuple(graph_bytes),
@@ -510,17 +502,10 @@ def _update_bytes(facts: ModelFacts, workload: Workload) -> int:
     return FP32_BYTES * sum(rounded) + max(temporary_bytes(shapes, workload.optimizer), in_rounding)
 
 
-def _bucket_term(facts: ModelFacts, workload: Workload, num_ranks: int) -> MemoryTerm:
-    all_bytes = FP32_BYTES * trained_parameters(facts, workload.adapter)
-    num_bytes = 0 if num_ranks == 1 else min(GRADIENT_BUCKET_BYTES, 2 * all_bytes)
-    return MemoryTerm(name="gradient bucket", num_bytes=num_bytes)
-
-
 def _standing_terms(
-    facts: ModelFacts, workload: Workload, num_slots: int, *, is_traced: bool
+    facts: ModelFacts, workload: Workload, *, is_traced: bool
 ) -> tuple[MemoryTerm, ...]:
-    b, kinds = workload.dtype_bytes, set(facts.layers)
-    slot_bytes = max(workload.cargo_bytes(layer) for layer in kinds)
+    b = workload.dtype_bytes
     gradients = FP32_BYTES * trained_parameters(facts, workload.adapter)
     modules = module_tensor_sizes(facts, workload.adapter)
     # traced visits and head chunks include those of their own modules; the front is not traced
@@ -539,7 +524,6 @@ def _standing_terms(
         decoded = max(layer_weight_bytes(facts, dtype_bytes=b))
         workspace = decode_workspace_bytes(workload.codec)
     return (
-        MemoryTerm(name=SLOTS, num_bytes=num_slots * slot_bytes),
         MemoryTerm(name="decoded layer", num_bytes=decoded),
         MemoryTerm(name="decode workspace", num_bytes=workspace),
         MemoryTerm(name=OUTER, num_bytes=facts.outer_parameters * b - on_host),
@@ -757,7 +741,7 @@ def host_terms(
     machine: Machine,
     runs: Sequence[HostLoad],
     *,
-    num_ranks: int,
+    local_ranks: int,
     num_slabs: int,
     rank_device_bytes: int,
 ) -> tuple[MemoryTerm, ...]:
@@ -769,7 +753,7 @@ def host_terms(
         facts: The model.
         machine: The machine that they run on.
         runs: What each run of the step has there; layers are the same for all.
-        num_ranks: Processes that share the step on this machine.
+        local_ranks: Processes that share the step on this machine.
         num_slabs: Slabs of all of them together; 0 if layers are on disk.
         rank_device_bytes: Device memory of each rank, which on a CPU is host memory too.
     """
@@ -784,7 +768,7 @@ def host_terms(
     rows = max(row_buffers_bytes(facts, run.workload) for run in runs)
     head = head_bytes(facts, workload)
     locked = stash + rows + head + locked_update_bytes(workload)
-    is_short = num_slabs * slab + num_ranks * locked > machine.pinned_bytes
+    is_short = num_slabs * slab + local_ranks * locked > machine.pinned_bytes
     staging = 0
     if is_cuda and (is_short or not num_slabs):  # loads pass through a page-locked ring
         staging = NUM_STAGING * min(max(map(workload.cargo_bytes, kinds)), PIECE_BYTES)
@@ -812,8 +796,10 @@ def host_terms(
         MemoryTerm(name="process", num_bytes=CUDA_PROCESS_BYTES if is_cuda else 0),
     )
     rank_bytes = total_bytes(terms) + (0 if is_cuda else rank_device_bytes)
-    others_bytes = (num_ranks - 1) * rank_bytes - (num_ranks - num_slabs) * slab
-    others_bytes -= (num_ranks - max(1, num_slabs)) * embedding  # with layers on disk it is shared
+    others_bytes = (local_ranks - 1) * rank_bytes - (local_ranks - num_slabs) * slab
+    others_bytes -= (
+        local_ranks - max(1, num_slabs)
+    ) * embedding  # with layers on disk it is shared
     others = MemoryTerm(name=OTHER_RANKS, num_bytes=others_bytes)
     return tuple(term for term in (*terms, others) if term.num_bytes)
 

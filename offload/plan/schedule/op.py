@@ -78,15 +78,14 @@ class Op(NamedTuple):
     Attributes:
         lane: Where it runs, after the lane's earlier ops.
         kind: What it does.
-        layer: Which layer, counted from 0; for GATHER and REDUCE none if it is of what no layer has
+        layer: The layer, counted from 0; for GATHER and REDUCE none if it is of what no layer has
             alone.
-        micro_batch: Which micro-batch of the step; with an objective, which of its passes.
+        micro_batch: The micro-batch of the step; with an objective, one of its passes.
         slot: The slot that a load or a piece of the head fills, and that a visit or the decoding
             before it reads.
         buffer: For READ and LOAD the staging buffer, for FETCH and BACKWARD the buffer of the
-            fetched layer input, for GRADIENT the buffer that is copied to the host, for STATES,
-            UPDATE and UPDATED that of gradients and states, for LOOK_UP, ROWS and FRONT that of the
-            embedding's rows.
+            fetched layer input, for GRADIENT the buffer that is copied to the host, for LOOK_UP,
+            ROWS and FRONT that of the embedding's rows.
         offset: First byte of a piece within its layer or the head.
         num_bytes: Bytes that are moved; for DECODE, bytes that are written; for GATHER and
             REDUCE, bytes that this rank sends.

@@ -22,8 +22,7 @@ and waits from it. Other transfers are lines too: layer inputs that are kept in 
 
 Weights that train on the host. Clipping needs the norm of all gradients, so a layer's update cannot
 start before the backward has ended. It need not end before the next forward either, but only before
-the layer's next load: the update is a line ahead of that load, on the lane of the host; or it
-follows the load on the device, see `offload.plan.schedule.schedule`.
+the layer's next load: the update is a line ahead of that load, on the lane of the host.
 
 Kept graphs. The last K layers are not checkpointed: they keep the graph of their forward visit. The
 saved graph aliases the slot, which other layers overwrite in between if K > C (the decoding buffer,
@@ -44,7 +43,7 @@ a graph, then the loss, then the gradient of each micro-batch. Rows that are onl
 rows as the reference computes them, are further passes through the same visits: they add no load.
 
 Head. The output head may wait in host memory too, and is then one more visit at the turn; see
-`offload.plan.schedule.schedule`.
+below.
 
 Ranks. Several processes may share a step, each with its own micro-batches. In layer-major order a
 layer's gradients are final for the whole step once its backward visit ends, so they are added up
@@ -70,26 +69,6 @@ from typing import NamedTuple
 
 from offload.plan.schedule.hazards import Line, Resource, parallel
 from offload.plan.schedule.op import Kind, Lane, Op
-from offload.plan.schedule.reduced import Reduced
-
-
-def stashed(layer: int, m: int, num_bytes: int, kept: tuple[Resource, ...]) -> Line:
-    """Return the copy of a micro-batch's layer input to host memory, from where it is kept."""
-    op = Op(lane=Lane.D2H, kind=Kind.STASH, layer=layer, micro_batch=m, num_bytes=num_bytes)
-    return Line(ops=(op,), reads=kept, writes=(("stash", layer, m),))
-
-
-def fetched(layer: int, m: int, num_bytes: int, buffer: int) -> Line:
-    """Return the copy of a micro-batch's layer input back to a buffer on the device."""
-    op = Op(lane=Lane.H2D, kind=Kind.FETCH, layer=layer, micro_batch=m, buffer=buffer)
-    ops = (op._replace(num_bytes=num_bytes),)
-    return Line(ops=ops, reads=(("stash", layer, m),), writes=(in_buffer(buffer),))
-
-
-def in_buffer(buffer: int) -> Resource:
-    """Return a buffer on the device that layer inputs come back to."""
-    return ("fetched", buffer, 0)
-
 
 # ---------------------------------------------------------------------------------------------
 # The input embedding in host memory: how the rows of a micro-batch's tokens come to the device.
@@ -130,38 +109,10 @@ def looked_up(front: Line, num_bytes: int) -> tuple[Line, Line, Line]:
 NUM_GRADIENT_BUFFERS = 2  # layers whose gradients are on the device: one fills, one leaves
 
 
-def leaving_gradients(layer: int, sizes: "TransferSizes") -> Iterator[Line]:
-    """Yield the copies of a layer's gradients to the host, if its own weights train.
-
-    Args:
-        layer: Which layer.
-        sizes: Of all layers.
-    """
-    num_bytes, buffered = sizes.gradient_bytes[layer], gradients_of(layer, sizes)
-    if num_bytes:
-        buffer = layer % NUM_GRADIENT_BUFFERS
-        op = Op(lane=Lane.D2H, kind=Kind.GRADIENT, layer=layer, buffer=buffer)
-        pieces = op.pieces(num_bytes, sizes.piece_bytes)
-        yield Line(ops=pieces, reads=buffered, writes=(gradients_on_host(layer),))
-
-
-def gradients_of(layer: int | None, sizes: "TransferSizes") -> tuple[Resource, ...]:
+def gradients_of(layer: int, sizes: "TransferSizes") -> tuple[Resource, ...]:
     """Return the device buffer of a layer's gradients; none if its own weights are frozen."""
-    if layer is None or not sizes.gradient_bytes[layer]:
-        return ()
-    return (gradients_on_device(layer % NUM_GRADIENT_BUFFERS),)
-
-
-def host_update(layer: int, sizes: "TransferSizes") -> Line:
-    """Return the update of a layer in host memory.
-
-    Args:
-        layer: Which layer.
-        sizes: Of all layers.
-    """
-    num_bytes = sizes.gradient_bytes[layer]
-    op = Op(lane=Lane.HOST, kind=Kind.UPDATE, layer=layer, num_bytes=num_bytes)
-    return Line(ops=(op,), reads=(gradients_on_host(layer),), writes=(weights_on_host(layer),))
+    buffer: Resource = ("gradient", layer % NUM_GRADIENT_BUFFERS, 0)
+    return (buffer,) if sizes.gradient_bytes[layer] else ()
 
 
 def slot_of(slot: int) -> Resource:
@@ -177,11 +128,6 @@ def weights_on_host(layer: int) -> Resource:
 def gradients_on_host(layer: int) -> Resource:
     """Return the sums of a layer's gradients in host memory."""
     return ("gradients on the host", layer, 0)
-
-
-def gradients_on_device(buffer: int) -> Resource:
-    """Return a buffer of a layer's gradients."""
-    return ("gradient", buffer, 0)
 
 
 def rank_gradients(layer: int | None, run: int) -> Resource:
@@ -406,8 +352,8 @@ class Saved:
         sent: Layers whose outputs of attention leave for host memory and come back.
         graphs: Layers of which all that autograd saved leaves and comes back; they are not
             computed again.
-        output_bytes: Of an attention's output and log-sum-exp, by layer and micro-batch.
-        graph_bytes: Of what autograd saves, by layer and micro-batch.
+        output_bytes: Bytes of an attention's output and log-sum-exp, by layer and micro-batch.
+        graph_bytes: Bytes of what autograd saves, by layer and micro-batch.
     """
 
     kept: frozenset[int] = frozenset()
@@ -469,6 +415,38 @@ Ring = tuple[int | None, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Reduced:
+    """Bytes that each rank sends so that the gradients of all ranks are added up.
+
+    Attributes:
+        layers: Bytes of what each layer has alone, in forward order: final once its backward has
+            ended.
+        rest: Bytes of all else: final once the whole backward has.
+    """
+
+    layers: tuple[int, ...]
+    rest: int
+
+    @classmethod
+    def of(
+        cls, layers: tuple[int, ...], rest: int, *, element_bytes: int, world_size: int
+    ) -> "Reduced":
+        """Return what an all-reduce sends that no other can undercut: 2 (N - 1) / N of its data.
+
+        Args:
+            layers: Elements that each layer has alone.
+            rest: All others.
+            element_bytes: Of an element on the network.
+            world_size: N.
+        """
+
+        def sent(num_elements: int) -> int:
+            return 2 * (world_size - 1) * -(-num_elements // world_size) * element_bytes
+
+        return cls(layers=tuple(map(sent, layers)), rest=sent(rest))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TransferSizes:
     """What crosses the link and the network, and in which portions.
 
@@ -482,8 +460,9 @@ class TransferSizes:
         updated: Layers that are updated by the gradients of the step before, each where it is first
             loaded.
         reduced: What of each run's gradients crosses the network; none with a single rank.
-        row_bytes: Of the input embedding's rows, by pass; empty if the device has all of them.
-        head_bytes: Of the output head, if it is copied over slots; 0 if the device has it.
+        row_bytes: Bytes of the input embedding's rows, by pass; empty if the device has all of
+            them.
+        head_bytes: Bytes of the output head, if it is copied over slots; 0 if the device has it.
     """
 
     layer_bytes: tuple[int, ...]
@@ -654,7 +633,7 @@ def step_schedule(
                 program.backward(layer, group)
             if group is groups[-1]:
                 program.reduce(layer)
-                program.lines += leaving_gradients(layer, sizes) if trained else ()
+                program.gradients(layer, is_trained=bool(trained))
         if trained and trains_front:
             program.outside(Kind.FRONT_BACKWARD, group)
     program.reduce(None)
@@ -779,9 +758,9 @@ class _Program:
             reads, writes = (weights, *self._kept(layer, m)), self._kept(layer + 1, m)
             self.lines.append(Line(ops=(op,), reads=reads, writes=(*writes, *carried)))
             if is_kept and self._is_stashed(layer):
-                self.lines.append(stashed(layer, m, self.input_bytes[m], self._kept(layer, m)))
+                self._moved(Kind.STASH, layer, m, self._kept(layer, m))
             if carrier is not None:
-                self.lines.append(self._moved(Kind.SEND, layer, m, carrier))
+                self._moved(Kind.SEND, layer, m, carried, carrier=carrier)
 
     def backward(self, layer: int, group: Sequence[int]) -> None:
         """Write a backward visit."""
@@ -792,12 +771,12 @@ class _Program:
             buffer, source = None, () if has_graph else self._kept(layer, m)
             if self._is_stashed(layer):
                 buffer = self.num_fetches % (NUM_FETCHED * len(group))
-                source = (in_buffer(buffer),)
+                source = (("fetched", buffer, 0),)
                 self.num_fetches += 1
-                self.lines.append(fetched(layer, m, self.input_bytes[m], buffer))
+                self._moved(Kind.FETCH, layer, m, source, buffer=buffer)
             carrier, carried = self._carrier(layer, group)
             if carrier is not None:
-                self.lines.append(self._moved(Kind.RETURN, layer, m, carrier))
+                self._moved(Kind.RETURN, layer, m, carried, carrier=carrier)
             op = Op(
                 lane=Lane.COMPUTE,
                 kind=Kind.BACKWARD,
@@ -825,6 +804,14 @@ class _Program:
                 read = (*own, *(rank_gradients(i, run) for i in layers))
                 self.lines.append(Line(ops=(op,), reads=read, writes=own))
 
+    def gradients(self, layer: int, *, is_trained: bool) -> None:
+        """Write the copy of a layer's gradients to the host, if its own weights train."""
+        if is_trained and (buffered := gradients_of(layer, self.sizes)):
+            buffer = layer % NUM_GRADIENT_BUFFERS
+            op = Op(lane=Lane.D2H, kind=Kind.GRADIENT, layer=layer, buffer=buffer)
+            pieces = op.pieces(self.sizes.gradient_bytes[layer], self.sizes.piece_bytes)
+            self.lines.append(Line(ops=pieces, reads=buffered, writes=(gradients_on_host(layer),)))
+
     def _added_up(self, layer: int | None, m: int) -> tuple[Resource, ...]:
         """Return the gradients that an op adds to, if they are added up over ranks later."""
         return (rank_gradients(layer, self.run_of[m]),) if m in self.run_of else ()
@@ -844,7 +831,10 @@ class _Program:
             self.ring[slot], self.has_head = layer, False
             is_due = layer in self.sizes.updated and layer not in self.are_updated
             if is_due:
-                self.lines.append(host_update(layer, self.sizes))
+                num_bytes = self.sizes.gradient_bytes[layer]
+                op = Op(lane=Lane.HOST, kind=Kind.UPDATE, layer=layer, num_bytes=num_bytes)
+                gradients, weights = (gradients_on_host(layer),), (weights_on_host(layer),)
+                self.lines.append(Line(ops=(op,), reads=gradients, writes=weights))
             self.lines += self._copies(layer, slot)
             self.are_updated.add(layer)
         if not self.sizes.decoded_bytes[layer]:
@@ -885,20 +875,30 @@ class _Program:
         self.num_carried += 1
         return carrier, (("carried", carrier, 0),)
 
-    def _moved(self, kind: Kind, layer: int, m: int, carrier: int) -> Line:
-        """Write the copy of a graph or an attention output to host memory, or back."""
-        is_sent = kind is Kind.SEND
+    def _moved(
+        self,
+        kind: Kind,
+        layer: int,
+        m: int,
+        device: tuple[Resource, ...],
+        *,
+        buffer: int | None = None,
+        carrier: int | None = None,
+    ) -> None:
+        """Write the copy of a layer's input, graph or attention output to the host, or back."""
+        is_input, is_leaving = kind in (Kind.STASH, Kind.FETCH), kind in (Kind.STASH, Kind.SEND)
         op = Op(
-            lane=Lane.D2H if is_sent else Lane.H2D,
+            lane=Lane.D2H if is_leaving else Lane.H2D,
             kind=kind,
             layer=layer,
             micro_batch=m,
+            buffer=buffer,
             carrier=carrier,
-            num_bytes=self.saved.sent_bytes(layer)[m],
+            num_bytes=self.input_bytes[m] if is_input else self.saved.sent_bytes(layer)[m],
         )
-        device, host = ("carried", carrier, 0), ("sent", layer, m)
-        source, target = (device, host) if is_sent else (host, device)
-        return Line(ops=(op,), reads=(source,), writes=(target,))
+        host: tuple[Resource, ...] = (("stash" if is_input else "sent", layer, m),)
+        reads, writes = (device, host) if is_leaving else (host, device)
+        self.lines.append(Line(ops=(op,), reads=reads, writes=writes))
 
     def _is_stashed(self, layer: int) -> bool:
         """Return whether a layer's inputs leave the device.

@@ -23,10 +23,10 @@ class ShardedSizes:
     """What each rank sends of a layer, and of all else.
 
     Attributes:
-        layers: To gather each layer, in forward order.
-        rest: To gather what is around the layers.
-        gradients: To add up the gradients of each layer; 0 where it is frozen.
-        rest_gradients: The same of what is around the layers.
+        layers: Bytes to gather each layer, in forward order.
+        rest: Bytes to gather what is around the layers.
+        gradients: Bytes to add up the gradients of each layer; 0 where it is frozen.
+        rest_gradients: Bytes to add up the gradients of what is around the layers.
     """
 
     layers: tuple[int, ...]

@@ -7,7 +7,6 @@ weights' dtype.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from offload.plan.facts.facts import (
     AdapterSpec,
@@ -22,30 +21,14 @@ from offload.plan.facts.linears import FP32_BYTES, Linear
 from offload.plan.machine.machine import TALL_COLUMNS, Rate
 from offload.plan.time.expert_passes import BranchPasses
 from offload.plan.time.pricer import SUM_PASSES, Pricer
-from offload.plan.time.roofline import Work
+from offload.plan.time.roofline import VisitWork, Work
 
 LORA_OPS, LORA_BACKWARD_OPS = 6, 11
 # Of peft's DoRA: fp32 passes over a merged weight, for its norm, and over each branch's output.
 DORA_WEIGHT_PASSES, DORA_OUTPUT_PASSES, DORA_OPS = 9, 8, 14
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Passes:
-    """What a branch adds to a forward, to a recompute and to a backward."""
-
-    forward: Work
-    recompute: Work
-    backward: Work
-
-    def __add__(self, other: "Passes") -> "Passes":
-        return Passes(
-            forward=self.forward + other.forward,
-            recompute=self.recompute + other.recompute,
-            backward=self.backward + other.backward,
-        )
-
-
-def branches(at: Pricer, adapted: Sequence[Linear], *, left_out: Sequence[Linear]) -> Passes:
+def branches(at: Pricer, adapted: Sequence[Linear], *, left_out: Sequence[Linear]) -> VisitWork:
     """Price all branches of a layer.
 
     Args:
@@ -54,7 +37,7 @@ def branches(at: Pricer, adapted: Sequence[Linear], *, left_out: Sequence[Linear
         left_out: Its linears whose outputs a recompute leaves out.
     """
     spec, linears = at.workload.adapter, [x for x in adapted if x.group != "experts"]
-    total = Passes(forward=Work(), recompute=Work(), backward=Work())
+    total = VisitWork()
     if spec.has_dropout and spec.method is None:
         total = sum((_dropout(at, linear) for linear in linears), start=total)
     if spec.are_branches_grouped:
@@ -69,11 +52,11 @@ def branches(at: Pricer, adapted: Sequence[Linear], *, left_out: Sequence[Linear
     return sum((expert_branch(at, linear, left_out) for linear in experts), start=total)
 
 
-def _by_peft(at: Pricer, counts: MethodCounts | None) -> Passes:
+def _by_peft(at: Pricer, counts: MethodCounts | None) -> VisitWork:
     """Price an adapter of another method than LoRA, from counts of its module's operations."""
     assert counts is not None
     forward, backward = _counted(at, counts.forward), _counted(at, counts.backward)
-    return Passes(forward=forward, recompute=forward, backward=backward)
+    return VisitWork(forward=forward, recompute=forward, backward=backward)
 
 
 def _counted(at: Pricer, counts: PassCounts) -> Work:
@@ -87,7 +70,7 @@ def _counted(at: Pricer, counts: PassCounts) -> Work:
     )
 
 
-def _dropout(at: Pricer, linear: Linear) -> Passes:
+def _dropout(at: Pricer, linear: Linear) -> VisitWork:
     """Price the dropout before a branch, and the sum of the gradients by its input.
 
     On a GPU one kernel reads the input, and writes its result and a byte of mask per element; on a
@@ -103,7 +86,7 @@ def _dropout(at: Pricer, linear: Linear) -> Passes:
     # the frozen product's gradient does not start from the branch's: both are added up afterwards
     summed = SUM_PASSES * b - b
     back = at.traffic(elements * (backward + summed), num_ops=2)
-    return Passes(forward=once, recompute=once, backward=back)
+    return VisitWork(forward=once, recompute=once, backward=back)
 
 
 def _groups(linears: Sequence[Linear], spec: AdapterSpec) -> list[list[Linear]]:
@@ -115,7 +98,7 @@ def _groups(linears: Sequence[Linear], spec: AdapterSpec) -> list[list[Linear]]:
     return list(groups.values())
 
 
-def _grouped(at: Pricer, group: Sequence[Linear], left_out: Sequence[Linear]) -> Passes:
+def _grouped(at: Pricer, group: Sequence[Linear], left_out: Sequence[Linear]) -> VisitWork:
     """Price the branches of linears that read one input, in the base's dtype.
 
     Forward: one narrow product reads the input; the product of each B is written, and read by the
@@ -155,14 +138,14 @@ def _grouped(at: Pricer, group: Sequence[Linear], left_out: Sequence[Linear]) ->
     backward = sum((work.times(2) for work in (inputs, *outputs)), start=backward)
     backward = sum((one.backward for one in scaled), start=backward)
     call = Work(num_calls=1)
-    return Passes(
+    return VisitWork(
         forward=sum(added, start=shared) + call,
         recompute=sum(computed, start=shared) + call,
         backward=backward + call,
     )
 
 
-def _scaled(at: Pricer, linear: Linear, rank: int) -> Passes:
+def _scaled(at: Pricer, linear: Linear, rank: int) -> VisitWork:
     """Price what DoRA does with the output of a linear in each micro-batch.
 
     Forward: a pass scales the frozen product as it is added to the branch's. Backward: a pass
@@ -170,7 +153,7 @@ def _scaled(at: Pricer, linear: Linear, rank: int) -> Passes:
     gradient of B is multiplied with B, and scaled.
     """
     if not at.workload.adapter.is_dora:
-        return Passes(forward=Work(), recompute=Work(), backward=Work())
+        return VisitWork()
     tokens, b, d_out = at.workload.num_tokens, at.workload.dtype_bytes, linear.d_out
     device, elements = at.machine.device, tokens * d_out
     scaled, sums = num_scaled(tokens, d_out, device), num_sums(tokens, d_out, device)
@@ -179,7 +162,7 @@ def _scaled(at: Pricer, linear: Linear, rank: int) -> Passes:
     num_bytes = (2 * b + 2 * FP32_BYTES) * elements + 2 * FP32_BYTES * rows * d_out
     num_bytes += d_out * (12 * FP32_BYTES + rank * (5 * FP32_BYTES + b))
     summed = at.traffic(num_bytes, num_ops=sums + 8)  # with that of the magnitudes, to those before
-    return Passes(forward=once, recompute=once, backward=once + summed)
+    return VisitWork(forward=once, recompute=once, backward=once + summed)
 
 
 def _narrow(at: Pricer, num_elements: float, rank: int) -> Work:
@@ -203,7 +186,7 @@ def long_sides(num_elements: float, rank: int, *, tall: Rate, large: Rate) -> Wo
     return Work(memory_s=2 * num_elements * max(0.0, whole_s - rank / large.value))
 
 
-def linear_branch(at: Pricer, linear: Linear) -> Passes:
+def linear_branch(at: Pricer, linear: Linear) -> VisitWork:
     """Price the branch of one linear layer as peft computes it; operations include its products.
 
     Forward: the input is cast, the branch's output scaled, added to that of the frozen product, and
@@ -224,7 +207,7 @@ def linear_branch(at: Pricer, linear: Linear) -> Passes:
     products = _fp32_products(at, linear)
     forward = products + at.traffic(tokens * there, num_ops=LORA_OPS)
     backward = products.times(2) + at.traffic(tokens * back, num_ops=LORA_BACKWARD_OPS)
-    return Passes(forward=forward, recompute=forward, backward=backward)
+    return VisitWork(forward=forward, recompute=forward, backward=backward)
 
 
 def _fp32_products(at: Pricer, linear: Linear) -> Work:
@@ -285,7 +268,7 @@ def visit_scale(at: Pricer, linear: Linear) -> Work:
     return at.traffic(num_bytes, num_ops=3 + is_cast)
 
 
-def expert_branch(at: Pricer, linear: Linear, left_out: Sequence[Linear] = ()) -> Passes:
+def expert_branch(at: Pricer, linear: Linear, left_out: Sequence[Linear] = ()) -> VisitWork:
     """Price its products; A and B are read in fp32, cast to the weights' dtype and reread.
 
     A recompute that leaves out the projection still computes A x, which the gradient of B reads.
@@ -314,7 +297,7 @@ def expert_branch(at: Pricer, linear: Linear, left_out: Sequence[Linear] = ()) -
     gradient_bytes = way.factor_passes * b + way.factor_fp32_passes * FP32_BYTES
     whole = both + passed(way.branch_forward, cast_bytes)
     inner = products(linear.d_in) + passed(way.branch_inner, cast_bytes)
-    return Passes(
+    return VisitWork(
         forward=whole,
         recompute=inner if linear in left_out else whole,
         backward=both.times(2) + passed(way.branch_backward, gradient_bytes),

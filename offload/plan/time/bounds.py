@@ -17,7 +17,6 @@ from offload.plan.schedule.schedule import (
     Saved,
     head_slots,
     held_at_turn,
-    warm_ring,
 )
 from offload.plan.time.costs import Costs
 
@@ -47,8 +46,7 @@ def r3_bound_s(
     individually: it waits for its slot and for the load before it. A step of equal layers takes
     exactly this long, whatever the rates.
 
-    Layers that are updated on the host are so one after the other, each before its load. If states
-    wait in a file, an update also waits for its states, and the drive for buffers.
+    Layers that are updated on the host are so one after the other, each before its load.
     A head in host memory is copied after the loads of the way up, over each slot as soon as that is
     free; the layers under it are loaded again on the way down.
 
@@ -83,18 +81,18 @@ class StepBound:
     A search asks for thousands of bounds at the same costs, so what they share is computed once.
 
     Attributes:
-        costs: Of the ops.
+        costs: The prices of the ops.
         num_micro_batches: Micro-batches of the step.
-        stashed_bytes: Of one micro-batch's layer input, if inputs are stashed in host memory.
+        stashed_bytes: Bytes of one micro-batch's layer input, if inputs are stashed in host memory.
         is_staged: Whether loads pass through staging buffers.
         loads_s: Seconds on the link, by layer.
-        forth_s: Of one micro-batch on the way up, by layer, where nothing is sent; with its share
-            of what only scores.
-        back_s: Of one micro-batch on the way down, by layer, with its recompute.
-        graph_back_s: The same without the recompute.
-        decodes_s: Of decoding each layer.
-        host_updates_s: Of updating them on the host.
-        fetch_s: Of copying one micro-batch's input back to the device.
+        forth_s: Seconds of one micro-batch on the way up, by layer, where nothing is sent; with its
+            share of what only scores.
+        back_s: Seconds of one micro-batch on the way down, by layer, with its recompute.
+        graph_back_s: Seconds of one micro-batch on the way down, by layer, without its recompute.
+        decodes_s: Seconds of decoding each layer.
+        host_updates_s: Seconds of updating each layer on the host.
+        fetch_s: Seconds of copying one micro-batch's input back to the device.
     """
 
     costs: Costs
@@ -108,11 +106,6 @@ class StepBound:
     decodes_s: tuple[float, ...]
     host_updates_s: tuple[float, ...]
     fetch_s: float
-
-    @property
-    def tails_s(self) -> float:
-        """Time between the sweeps: all that comes after the last layer."""
-        return self.num_micro_batches * self.costs.tails_s + self.costs.objective_s
 
     @classmethod
     def of(
@@ -140,14 +133,18 @@ class StepBound:
         self, num_slots: int, *, num_kept_graphs: int, saved: Saved, ring: Ring | None = None
     ) -> float:
         """Return the bound with this on the device; arguments as of `r3_bound_s`."""
-        costs = self.costs
-        sweeps = _Sweeps.of(self, first_graph=len(costs.layers) - num_kept_graphs, saved=saved)
-        up_s, loaded = sweeps.up_s(_ring_between_steps(costs, num_slots) if ring is None else ring)
-        covered = _under_head(costs, num_slots)
+        costs, num_layers = self.costs, len(self.costs.layers)
+        sweeps = _Sweeps.of(self, first_graph=num_layers - num_kept_graphs, saved=saved)
+        if ring is None:  # after a step: no layer that is updated in the next
+            updated = {layer for layer, cost in enumerate(costs.layers) if cost.update_s}
+            ring = tuple(None if layer in updated else layer for layer in range(num_slots))
+        up_s, loaded = sweeps.up_s(ring)
+        sizes = [layer.weight_bytes for layer in costs.layers]
+        slots = head_slots(sizes, num_slots, costs.head_bytes)
+        covered = [held_at_turn(num_layers, num_slots, slot) for slot in slots]
         turn_s = max(up_s, sweeps.head_s(covered, up_s, loaded))
         end_s = sweeps.end_s(up_s, turn_s, num_slots, frozenset(covered))
-        end_s += self.num_micro_batches * costs.front_backward_s
-        return end_s
+        return end_s + self.num_micro_batches * costs.front_backward_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,11 +155,12 @@ class _Sweeps:
         step: What does not depend on it.
         leaving: The layers that send anything.
         stashed: The layers whose inputs leave the device, in order.
-        send_s: Of copying what each layer sends of one micro-batch, for those that send anything.
-        return_s: Of copying it back.
-        forth_s: Of one micro-batch at each layer on the way up.
-        back_s: Of one micro-batch at each layer on the way down.
-        visits_s: Of all micro-batches at each layer on the way up, with its decoding.
+        send_s: Seconds of copying what each layer sends of one micro-batch, for those that send
+            anything.
+        return_s: Seconds of copying back what each layer sends of one micro-batch.
+        forth_s: Seconds of one micro-batch at each layer on the way up.
+        back_s: Seconds of one micro-batch at each layer on the way down.
+        visits_s: Seconds of all micro-batches at each layer on the way up, with its decoding.
     """
 
     step: StepBound
@@ -189,7 +187,8 @@ class _Sweeps:
             back_s[layer] = step.graph_back_s[layer]
         back_s[first_graph:] = step.graph_back_s[first_graph:]
         costs = step.costs
-        sent_bytes = {layer: _mean_bytes(saved.sent_bytes(layer)) for layer in leaving}
+        sizes = {layer: saved.sent_bytes(layer) for layer in leaving}
+        sent_bytes = {layer: sum(each) // len(each) for layer, each in sizes.items()}
         below = range(min(first_graph, len(layers) - 1)) if step.stashed_bytes else range(0)
         return cls(
             step=step,
@@ -320,7 +319,8 @@ class _Sweeps:
         step, num_layers, back_s = self.step, len(self.visits_s), self.back_s
         loads_s, decodes_s, num = step.loads_s, step.decodes_s, step.num_micro_batches
         stashed, leaving = frozenset(self.stashed), self.leaving
-        now_s, link_s = max(turn_s, self.leaving_s()) + step.tails_s, 0.0
+        tails_s = num * step.costs.tails_s + step.costs.objective_s
+        now_s, link_s = max(turn_s, self.leaving_s()) + tails_s, 0.0
         after_s = now_s
         free_s = [0.0] * num_layers
         done_s = [_AT_ONCE] * NUM_FETCHED
@@ -399,19 +399,6 @@ class _Sweeps:
         return copy_s, first_s, last_s
 
 
-def _ring_between_steps(costs: Costs, num_slots: int) -> Ring:
-    """Return what the slots hold after a step: no layer that is updated in the next."""
-    updated = {number for number, layer in enumerate(costs.layers) if layer.update_s}
-    return tuple(None if layer in updated else layer for layer in warm_ring(num_slots))
-
-
-def _under_head(costs: Costs, num_slots: int) -> list[int]:
-    """Return the layers in the slots that the head takes at the turn, in the order of these."""
-    sizes = [layer.weight_bytes for layer in costs.layers]
-    slots = head_slots(sizes, num_slots, costs.head_bytes)
-    return [held_at_turn(len(sizes), num_slots, slot) for slot in slots]
-
-
 @lru_cache(maxsize=2**10)
 def _missing(ring: Ring, num_layers: int) -> Sequence[int]:
     """Return the layers that a sweep up has to load."""
@@ -424,29 +411,7 @@ def _missing(ring: Ring, num_layers: int) -> Sequence[int]:
     return missing
 
 
-def _mean_bytes(sizes: Sequence[int]) -> int:
-    return sum(sizes) // len(sizes)
-
-
 def _load_s(costs: Costs, layer: int) -> float:
     """Return the time of a layer's pieces on the link."""
     num_more = max(0, math.ceil(costs.layers[layer].weight_bytes / PIECE_BYTES) - 1)
     return costs.load_s(layer) + num_more * costs.h2d_latency_s
-
-
-def usual_order_bound_s(costs: Costs, *, num_slots: int, num_micro_batches: int) -> float:
-    """Return the bound on a micro-batch-major step: each micro-batch passes through all layers."""
-    upwards_s, downwards_s = _sweep_load_s(costs, num_slots)
-    return num_micro_batches * (
-        max(sum(c.forward_s + c.decode_s for c in costs.layers), upwards_s)
-        + costs.front_s
-        + costs.tail_s
-        + costs.front_backward_s
-        + max(sum(c.backward_s + c.decode_s for c in costs.layers), downwards_s)
-    )
-
-
-def _sweep_load_s(costs: Costs, num_slots: int) -> tuple[float, float]:
-    num_loads = max(0, len(costs.layers) - num_slots)
-    loads = [_load_s(costs, i) for i in range(len(costs.layers))]
-    return sum(loads[len(loads) - num_loads :]), sum(loads[:num_loads])

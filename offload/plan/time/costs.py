@@ -45,7 +45,7 @@ from offload.plan.time.expert_passes import Launches, RowPasses
 from offload.plan.time.optimizer import host_update_s, outer_update_s, rounding_work, update_work
 from offload.plan.time.pointwise import NORM, NORM_WEIGHT, mlp_work, pointwise_work
 from offload.plan.time.pricer import SUM_PASSES, Pricer
-from offload.plan.time.roofline import Bound, Work, gemm
+from offload.plan.time.roofline import Bound, VisitWork, Work, gemm
 
 # ---------------------------------------------------------------------------------------------
 # The predicted work of what comes after the layers: norm, head and loss, in chunks of tokens.
@@ -218,28 +218,14 @@ def _between(at: Pricer, num_passes: int) -> Work:
 _COPY_PASSES = 2
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Tiling:
-    """What tiles add: to a forward, to a recompute, and to the backward of a kept graph.
+def tiling(at: Pricer, layer: LayerFacts) -> VisitWork:
+    """Price what the tiles of a layer's MLP add.
 
-    Attributes:
-        forward: To a forward.
-        recompute: To a recompute: of the MLP's value, if something reads it.
-        again: The MLP in a backward whose graph was kept; with a recompute, it is part of that.
-        backward: To a backward, besides.
+    With a recompute, the MLP that a backward computes again is part of that.
     """
-
-    forward: Work
-    recompute: Work
-    again: Work
-    backward: Work
-
-
-def tiling(at: Pricer, layer: LayerFacts) -> Tiling:
-    """Price the tiles of a layer's MLP."""
     mlp = at.workload.tiled(layer)
     if not mlp:
-        return Tiling(forward=Work(), recompute=Work(), again=Work(), backward=Work())
+        return VisitWork()
     adapted = [x for x in adapted_linears(layer, at.workload.adapter) if x in mlp]
     empty = replace(at, workload=replace(at.workload, micro_batch_size=0, packed_tokens=None))
     more = at.workload.num_tiles - 1
@@ -254,7 +240,7 @@ def tiling(at: Pricer, layer: LayerFacts) -> Tiling:
     backward = mlp_work(empty, mlp).backward + _products(empty, mlp)
     backward = backward + branches(empty, adapted, left_out=()).backward
     is_read = at.workload.reads_output(mlp)
-    return Tiling(
+    return VisitWork(
         forward=launched + copied,
         recompute=inside + (whole + copied if is_read else Work()),
         again=whole + down.times(-1) + inside,
@@ -296,15 +282,15 @@ class LayerCost:
         recompute_frac: What a recompute takes of a forward's time: it leaves out what is not read.
         attention_s: What of `recompute_s` its attention's output saves; 0 without a fused kernel.
         pack_s: Copying that output to the buffer that it is sent from.
-        output_bytes: Of that output and its log-sum-exp.
-        graph_bytes: Of all that autograd saves of a visit; 0 if no graph is to be sent.
+        output_bytes: Bytes of an attention's output and log-sum-exp.
+        graph_bytes: Bytes of all that autograd saves of a visit; 0 if no graph is to be sent.
         graph_pack_s: Copying that to the buffer that it is sent from.
         reference_s: Forward without adapters, as a reference computes it.
         update_s: Updating its weights, once per step; 0 if they are frozen.
         decode_s: Decoding: once per visit, whatever the number of micro-batches.
         weight_bytes: What one load moves.
-        forward_flops: Of the forward.
-        backward_flops: Of recompute and backward.
+        forward_flops: Arithmetic of the forward.
+        backward_flops: Arithmetic of recompute and backward.
         bound: What the forward spends most of its time on.
     """
 
@@ -343,7 +329,7 @@ class Costs:
 
     Attributes:
         grade: How the numbers were obtained.
-        layers: In forward order.
+        layers: The prices of the layers, in forward order.
         front_s: Embeddings and masks of one micro-batch.
         front_backward_s: Gradient of the embeddings for one micro-batch, if they train.
         tail_s: Norm, head and loss of one micro-batch, forward and backward.
@@ -353,17 +339,19 @@ class Costs:
         d2h_bytes_per_s: Rate of a copy to the host while the device computes.
         fetch_bytes_per_s: Rate of the copy back.
         read_bytes_per_s: Rate at which staging buffers are filled, from memory or from a file.
-        head_bytes: Of an output head that is copied over slots; 0 if the device has it.
+        head_bytes: Bytes of an output head that is copied over slots; 0 if the device has it.
         look_up_bytes_per_s: Rate at which rows of the embedding are gathered in host memory.
-        duplex_frac: Of the rates to the device, what is left if copies leave it meanwhile.
-        top_s: Of it, what log-probabilities of several tokens at each label add to a cross-entropy.
+        duplex_frac: The part of the rates to the device that is left if copies leave it meanwhile.
+        top_s: Seconds of the tail that log-probabilities of several tokens at each label add to a
+            cross-entropy.
         score_s: Norm, head and log-probabilities of one micro-batch; 0 without an objective.
         objective_s: Its loss and the gradient by the log-probabilities, once per step.
         num_scored: Micro-batches that are only scored, for each that is trained on.
         num_references: Micro-batches that a reference scores, for each that is trained on.
         network_latency_s: Fixed time of adding up gradients over ranks.
         network_bytes_per_s: Rate at which each rank sends meanwhile.
-        runs: Of each run of a shared step, of which the rest is then the mean; none for one run.
+        runs: The costs of each run of a shared step, of which the rest is then the mean; none for
+            one run.
     """
 
     grade: Grade
@@ -515,7 +503,7 @@ def _module_gradients(at: Pricer, layer: LayerFacts) -> Work:
     sizes = layer_module_sizes(layer, spec)
     normed = layer.normed_features if NORMS in spec.modules else 0
     sums = at.traffic(2 * normed * tokens * FP32_BYTES, num_ops=0)
-    return _sum([*products, sums, at.added_up(sum(sizes), num_tensors=len(sizes))])
+    return sum((*products, sums, at.added_up(sum(sizes), num_tensors=len(sizes))), start=Work())
 
 
 def _whole_gradients(at: Pricer, layer: LayerFacts) -> Work:
@@ -524,7 +512,7 @@ def _whole_gradients(at: Pricer, layer: LayerFacts) -> Work:
     sums = at.traffic(2 * layer.normed_features * at.workload.num_tokens * FP32_BYTES, num_ops=0)
     gradient_bytes = GRADIENT_PASSES * at.workload.dtype_bytes * layer.num_parameters
     num_tensors = len(layer.linears) + len(layer.norms)
-    return _sum([*products, sums, at.traffic(gradient_bytes, num_ops=num_tensors)])
+    return sum((*products, sums, at.traffic(gradient_bytes, num_ops=num_tensors)), start=Work())
 
 
 def _attention(at: Pricer, layer: LayerFacts) -> Work:
@@ -536,19 +524,10 @@ def _attention(at: Pricer, layer: LayerFacts) -> Work:
     return replace(work, num_ops=work.num_ops * num_calls)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RoutingWork:
-    """Passes over routed rows: of a forward, of a recompute, and of the backward after it."""
-
-    forward: Work
-    recompute: Work
-    backward: Work
-
-
-def routing_work(at: Pricer, layer: LayerFacts, left_out: Sequence[Linear] = ()) -> RoutingWork:
+def routing_work(at: Pricer, layer: LayerFacts, left_out: Sequence[Linear] = ()) -> VisitWork:
     """Gathering of routed rows from tokens, their activation, and the sum back into tokens."""
     if not layer.num_experts:
-        return RoutingWork(forward=Work(), recompute=Work(), backward=Work())
+        return VisitWork()
     way = at.way
     downs = [x for x in layer.linears if x.group == "experts" and x.is_down]
     width, hidden = sum(x.d_in for x in downs), at.facts.hidden_size
@@ -572,24 +551,25 @@ def routing_work(at: Pricer, layer: LayerFacts, left_out: Sequence[Linear] = ())
     if any(down in left_out for down in downs):
         recompute = recompute + counted(way.down, way.down_launches, 0, sign=-1)
     calls = Work(num_calls=way.num_calls)
-    return RoutingWork(
+    return VisitWork(
         forward=counted(way.forward, way.forward_launches, ROUTER_OPS) + calls,
         recompute=recompute + calls,
         backward=counted(way.backward, way.backward_launches, ROUTER_BACKWARD_OPS) + calls,
     )
 
 
-def _sum(works: list[Work]) -> Work:
-    return sum(works, start=Work())
+def frozen_products(at: Pricer, layer: LayerFacts) -> Work:
+    """Products of a forward."""
+    return _products(at, layer.linears)
 
 
-def recomputed_products(layer: LayerFacts, at: Pricer) -> Work:
+def recomputed_products(at: Pricer, layer: LayerFacts) -> Work:
     """Products of a recompute; for those left out also less the sum with the hidden state."""
     left_out = at.workload.left_out(layer)
     products = [at.matmul(linear) for linear in layer.linears if linear not in left_out]
     features = sum(3 * x.d_out for x in left_out)  # a sum reads two and writes one
     num_bytes = at.workload.num_tokens * features * at.workload.dtype_bytes
-    return _sum([*products, at.traffic(-num_bytes, num_ops=-len(left_out))])
+    return sum((*products, at.traffic(-num_bytes, num_ops=-len(left_out))), start=Work())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -597,49 +577,43 @@ class _LayerWork:
     """The operations of a layer, for one micro-batch.
 
     Attributes:
-        first: A forward without adapters.
-        forward: A forward without a graph.
-        recompute: A forward with one.
-        given: A recompute that is given the output of its attention.
-        backward: The backward after it.
-        again: What a backward computes again for tiles of an MLP.
+        visits: Operations of its visits.
+        first: Operations of a forward without adapters.
+        given: Operations of a recompute that is given the output of its attention.
     """
 
+    visits: VisitWork
     first: Work
-    forward: Work
-    recompute: Work
     given: Work
-    backward: Work
-    again: Work
 
 
 def layer_work(at: Pricer, layer: LayerFacts) -> _LayerWork:
     """Count what a layer computes and moves, and the operations that it launches."""
     adapted, left_out = adapted_linears(layer, at.workload.adapter), at.workload.left_out(layer)
-    products = _sum([at.matmul(linear) for linear in layer.linears])
-    attention = _attention(at, layer)
-    pointwise, routing = pointwise_work(at, layer), routing_work(at, layer, left_out)
-    added = branches(at, adapted, left_out=left_out)
-    norms = _sum([dora_norm(at, linear) for linear in adapted])
-    others, tiles = attention + pointwise.forward + norms, tiling(at, layer)
-    first = products + others + routing.forward + tiles.forward
-    recompute = recomputed_products(layer, at) + others + routing.recompute
-    backward = products + attention_backward(layer.attention, attention)
-    backward += _module_gradients(at, layer)
-    given = recomputed_products(layer, at) + pointwise.forward + routing.recompute + norms
+    products, attention = frozen_products(at, layer), _attention(at, layer)
+    norms = sum((dora_norm(at, linear) for linear in adapted), start=Work())
+    added, tiles = branches(at, adapted, left_out=left_out), tiling(at, layer)
+    others = pointwise_work(at, layer) + routing_work(at, layer, left_out)
+    others += VisitWork(
+        forward=products + norms,
+        recompute=recomputed_products(at, layer) + norms,
+        backward=products + _module_gradients(at, layer),
+    )
+    mixing = VisitWork(
+        forward=attention,
+        recompute=attention,
+        backward=attention_backward(layer.attention, attention),
+    )
+    base = others + mixing + tiles
     return _LayerWork(
-        first=first,
-        forward=first + added.forward,
-        recompute=recompute + added.recompute + tiles.recompute,
-        given=given + added.recompute,
-        backward=backward + pointwise.backward + routing.backward + added.backward + tiles.backward,
-        again=tiles.again,
+        visits=base + added, first=base.forward, given=others.recompute + added.recompute
     )
 
 
 def _layer_cost(layer: LayerFacts, at: Pricer, graph_bytes: int) -> LayerCost:
     work, machine = layer_work(at, layer), at.machine
-    forward, recompute, backward = work.forward, work.recompute, work.backward
+    visits, forward, recompute = work.visits, work.visits.forward, work.visits.recompute
+    backward = visits.backward
     cargo_bytes = at.workload.cargo_bytes(layer)
     decoded_bytes = cargo_bytes + layer.num_parameters * at.workload.dtype_bytes
     decode = at.traffic(decoded_bytes, num_ops=len(layer.linears), is_fused=True)
@@ -649,7 +623,7 @@ def _layer_cost(layer: LayerFacts, at: Pricer, graph_bytes: int) -> LayerCost:
     return LayerCost(
         forward_s=forward.seconds(machine),
         backward_s=backward_s,
-        recompute_s=backward_s - (backward + work.again).seconds(machine),
+        recompute_s=backward_s - (backward + visits.again).seconds(machine),
         decode_s=decode.seconds(machine) if at.workload.is_encoded else 0.0,
         weight_bytes=cargo_bytes,
         reference_s=work.first.seconds(machine),
@@ -699,12 +673,6 @@ def with_objective(
         num_scored=num_scored,
         num_references=num_references,
     )
-
-
-def _front_backward(at: Pricer) -> Work:
-    """The gradient of a trained embedding, which is as large as the embedding for any batch."""
-    trained = outer_module_sizes(at.facts, at.workload.adapter)
-    return at.added_up(trained.get(EMBEDDING, 0), num_tensors=1) if trained else Work()
 
 
 def _optimizer(at: Pricer) -> Work:
@@ -762,6 +730,9 @@ def price(
     if num_disk_readers and disk is not None:
         read_bytes_per_s = disk.value / num_disk_readers
         load_bytes_per_s = load_bytes_per_s if is_cuda else read_bytes_per_s
+    trained = outer_module_sizes(facts, workload.adapter)
+    # the gradient of a trained embedding is as large as the embedding for any batch
+    embedding = at.added_up(trained.get(EMBEDDING, 0), num_tensors=1) if trained else Work()
     return Costs(
         grade="probed" if is_measured else "spec",
         layers=tuple(shapes[layer] for layer in facts.layers),
@@ -769,9 +740,9 @@ def price(
             at.traffic(embedded_bytes, num_ops=front_ops)
             + encoder_forward(at).times(workload.num_rows)
         ).seconds(machine),
-        front_backward_s=(
-            _front_backward(at) + encoder_backward(at).times(workload.num_rows)
-        ).seconds(machine),
+        front_backward_s=(embedding + encoder_backward(at).times(workload.num_rows)).seconds(
+            machine
+        ),
         tail_s=tail_work(at, is_fused=has_fused_loss(at)).awaited_s(machine),
         optimizer_s=_optimizer(at).seconds(machine),
         h2d_bytes_per_s=load_bytes_per_s,
@@ -901,27 +872,24 @@ def with_norms(
         return costs
     at = Pricer(machine=machine, facts=facts, workload=workload)
     num, kinds = max(1, num_micro_batches), set(facts.layers)
-    norms_s = {layer: _seconds(at, layer, visit_norm) / num for layer in kinds}
-    scales_s = {layer: _seconds(at, layer, visit_scale) / num for layer in kinds}
+
+    def seconds(layer: LayerFacts, work: Callable[[Pricer, Linear], Work]) -> float:
+        adapted = adapted_linears(layer, adapter)
+        total = sum((work(at, linear) for linear in adapted), start=Work())
+        return total.seconds(machine) / num
+
+    norms_s = {layer: seconds(layer, visit_norm) for layer in kinds}
+    scales_s = {layer: seconds(layer, visit_scale) for layer in kinds}
     layers = (
-        _later(cost, norm_s=norms_s[layer], scale_s=scales_s[layer])
+        replace(
+            cost,
+            forward_s=cost.forward_s + norms_s[layer] + scales_s[layer],
+            backward_s=cost.backward_s + scales_s[layer],
+            recompute_s=cost.recompute_s + scales_s[layer],
+        )
         for cost, layer in zip(costs.layers, facts.layers, strict=True)
     )
     return replace(costs, layers=tuple(layers))
-
-
-def _seconds(at: Pricer, layer: LayerFacts, work: Callable[[Pricer, Linear], Work]) -> float:
-    adapted = adapted_linears(layer, at.workload.adapter)
-    return sum((work(at, linear) for linear in adapted), start=Work()).seconds(at.machine)
-
-
-def _later(cost: LayerCost, *, norm_s: float, scale_s: float) -> LayerCost:
-    return replace(
-        cost,
-        forward_s=cost.forward_s + norm_s + scale_s,
-        backward_s=cost.backward_s + scale_s,
-        recompute_s=cost.recompute_s + scale_s,
-    )
 
 
 def with_measured_experts(

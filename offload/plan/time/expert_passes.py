@@ -20,7 +20,7 @@ class RowPasses:
         width: Over the input of the projection down.
         hidden: Over hidden features.
         tokens: Over hidden features of each token.
-        tokens_per_expert: Likewise, for each expert that has rows.
+        tokens_per_expert: Passes over hidden features of each token, for each expert that has rows.
     """
 
     width: float
@@ -56,7 +56,7 @@ class BranchPasses:
         d_in: Passes over the rows that its projection takes.
         d_out: Over those that it gives.
         num_products: Products that are kernels of their own.
-        launches: In addition to these.
+        launches: Launches in addition to these products.
     """
 
     d_in: float
@@ -70,20 +70,21 @@ class Way:
     """Passes and launches of an expert kernel backend.
 
     Attributes:
-        forward: Of a forward without a graph.
-        recompute: Of one with a graph.
-        backward: Of the backward after it.
-        down: Of a forward's, those that come after the projection down.
-        forward_launches: Of a forward or a recompute.
-        backward_launches: Of the backward.
-        down_launches: Of a forward's, those that come after the projection down.
-        branch_forward: Of a branch, in a forward.
-        branch_inner: Of one whose projection is left out of a recompute.
-        branch_backward: Of a branch, in a backward.
-        branch_sides: Over both sides of a branch, by products that are separate kernels.
-        factor_passes: Of a backward over A and B, in the weights' dtype: they are read, and unless
-            the kernels fuse it, their gradients are written and cast.
-        factor_fp32_passes: Likewise in fp32: gradients are cast, put in order, and added up.
+        forward: Passes of a forward without a graph.
+        recompute: Passes of a forward with a graph.
+        backward: Passes of the backward after it.
+        down: Passes of a forward that come after the projection down.
+        forward_launches: Launches of a forward or a recompute.
+        backward_launches: Launches of the backward.
+        down_launches: Launches of a forward that come after the projection down.
+        branch_forward: Passes of a branch in a forward.
+        branch_inner: Passes of a branch whose projection is left out of a recompute.
+        branch_backward: Passes of a branch in a backward.
+        branch_sides: Passes over both sides of a branch, by products that are separate kernels.
+        factor_passes: Passes of a backward over A and B, in the weights' dtype: they are read, and
+            unless the kernels fuse it, their gradients are written and cast.
+        factor_fp32_passes: Passes of a backward over A and B in fp32: gradients are cast, put in
+            order, and added up.
         num_calls: Functions of our own, forward as well as backward.
         is_fused: Whether its kernels fuse these passes.
         is_tiled: Whether its kernels multiply tiles of rows, some of them empty; see `tile_rows`.

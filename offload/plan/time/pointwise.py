@@ -14,7 +14,7 @@ from offload.plan.facts.facts import LayerFacts, adapted_linears
 from offload.plan.facts.linears import FP32_BYTES, Linear, SoftmaxAttention
 from offload.plan.facts.workload import FusedParts
 from offload.plan.time.pricer import SUM_PASSES, Pricer
-from offload.plan.time.roofline import Work
+from offload.plan.time.roofline import VisitWork, Work
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,19 +60,11 @@ FUSED_NORMS_AND_ROTARY = PassCounts(forward=2, backward=3, forward_ops=1, backwa
 FUSED_GATED = PassCounts(forward=3, backward=5, forward_ops=1, backward_ops=1)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PointwiseWork:
-    """The passes of a forward, and those of the backward after it."""
-
-    forward: Work
-    backward: Work
-
-
 # Bytes per token of one pass, how often the operators run, and their passes.
 Part = tuple[float, int, PassCounts]
 
 
-def pointwise_work(at: Pricer, layer: LayerFacts) -> PointwiseWork:
+def pointwise_work(at: Pricer, layer: LayerFacts) -> VisitWork:
     """Price norms, rotary embedding, residuals, and activations except those of routed experts."""
     fused = at.workload.fused(at.facts, layer, at.machine.device)
     forward, backward = Work(), _summed_gradients(at, layer)
@@ -92,7 +84,7 @@ def pointwise_work(at: Pricer, layer: LayerFacts) -> PointwiseWork:
             backward = backward + at.traffic(
                 all_bytes * counts.backward, num_ops=times * counts.backward_ops, is_fused=is_fused
             )
-    return PointwiseWork(forward=forward, backward=backward)
+    return VisitWork(forward=forward, recompute=forward, backward=backward)
 
 
 def _fused(at: Pricer, layer: LayerFacts, fused: FusedParts) -> Iterator[Part]:
@@ -139,14 +131,14 @@ def _around_softmax(
         yield joined.d_out * dtype_bytes, 1, FUSED_QKV
 
 
-def mlp_work(at: Pricer, linears: Sequence[Linear]) -> PointwiseWork:
+def mlp_work(at: Pricer, linears: Sequence[Linear]) -> VisitWork:
     """Price the activations of MLPs as their own code, except those of routed experts."""
     forward, backward = Work(), Work()
     for num_bytes, _, counts in _mlp(linears, at.workload.dtype_bytes):
         all_bytes = at.workload.num_tokens * num_bytes
         forward = forward + at.traffic(all_bytes * counts.forward, num_ops=counts.forward_ops)
         backward = backward + at.traffic(all_bytes * counts.backward, num_ops=counts.backward_ops)
-    return PointwiseWork(forward=forward, backward=backward)
+    return VisitWork(forward=forward, recompute=forward, backward=backward)
 
 
 def _mlp(linears: Sequence[Linear], dtype_bytes: int) -> Iterator[Part]:

@@ -77,8 +77,32 @@ class Work:
         return "compute" if self.compute_s == larger_s else "memory"
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VisitWork:
+    """Operations of a layer's visits, for one micro-batch.
+
+    Attributes:
+        forward: Operations of a forward without a graph.
+        recompute: Operations of a forward with one.
+        backward: Operations of the backward after it.
+        again: Operations that a backward repeats if the graph was kept.
+    """
+
+    forward: Work = Work()
+    recompute: Work = Work()
+    backward: Work = Work()
+    again: Work = Work()
+
+    def __add__(self, other: "VisitWork") -> "VisitWork":
+        return VisitWork(
+            forward=self.forward + other.forward,
+            recompute=self.recompute + other.recompute,
+            backward=self.backward + other.backward,
+            again=self.again + other.again,
+        )
+
+
 Count = Literal["causal", "lecture", "lecture_full"]
-BALANCED_FRAC = 0.1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,13 +116,6 @@ class Roofline:
     def time_s(self) -> float:
         """The longer of the two."""
         return max(self.memory_s, self.compute_s)
-
-    @property
-    def verdict(self) -> Literal["memory", "compute", "balanced"]:
-        """What bounds the operation; balanced if the two are within a tenth."""
-        if abs(self.memory_s - self.compute_s) <= BALANCED_FRAC * self.time_s:
-            return "balanced"
-        return "memory" if self.memory_s > self.compute_s else "compute"
 
 
 def elementwise(

@@ -24,7 +24,7 @@ from finetune.training.prepare import with_chosen
 from offload.errors import DoesNotFitError
 from offload.plan.facts.facts import ModelFacts, model_facts
 from offload.plan.machine.machine import GIB, Machine, named_machine
-from offload.plan.request import PlanRequest, with_embeddings, with_head
+from offload.plan.request import PlanRequest, with_workload
 from offload.plan.schedule.schedule import Order
 from tests.builders import recipe_values
 
@@ -309,7 +309,7 @@ def test_the_other_place_does_not_change_the_requests_before_it() -> None:
     fixed = model_subject("qwen3-8b", ["offload.head=device", "offload.embeddings=device"])
     found, plain = (full_requests(x.recipe, x.facts, num_ranks=1) for x in (asked, fixed))
     assert found[: len(plain)] == plain
-    assert found[len(plain) :] == [with_embeddings(one, "host") for one in plain]
+    assert found[len(plain) :] == [with_workload(one, embeddings="host") for one in plain]
     # where layers compute in RAM, an embedding there saves nothing
     forms = in_forms(found, replace(CARD, device="cpu"))
     assert {one.typical.embeddings for form in forms for one in form} == {"device"}
@@ -385,7 +385,7 @@ def test_the_other_place_of_the_head_does_not_change_the_requests_before_it() ->
     found, plain = (full_requests(x.recipe, x.facts, num_ranks=1) for x in (asked, fixed))
     assert found[: len(plain)] == plain
     moved = [one for one in plain if one.typical.embeddings == "host"]
-    assert found[len(plain) :] == [with_head(one, "host") for one in moved]
+    assert found[len(plain) :] == [with_workload(one, head="host") for one in moved]
     # where layers compute in RAM, a head there saves nothing
     forms = in_forms(found, replace(CARD, device="cpu"))
     assert {one.typical.head for form in forms for one in form} == {"device"}

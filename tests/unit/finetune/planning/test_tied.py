@@ -15,7 +15,7 @@ from finetune.run.run_dir import RunDir, as_begun
 from finetune.training.prepare import with_chosen
 from offload.errors import DoesNotFitError
 from offload.plan.machine.machine import GIB, Machine, named_machine
-from offload.plan.request import PlanRequest, with_tied
+from offload.plan.request import PlanRequest, with_workload
 from tests.builders import recipe_values
 
 CARD = named_machine("rtx4090")
@@ -118,7 +118,9 @@ def test_weights_of_layers_may_train_with_it_in_ram(what: str) -> None:
 def test_the_other_place_comes_last_and_does_not_change_the_requests_before_it() -> None:
     found, plain = requests(), requests("offload.head=device")
     assert found[: len(plain)] == plain
-    assert found[len(plain) :] == [with_tied(one, "host") for one in plain]
+    assert found[len(plain) :] == [
+        with_workload(one, embeddings="host", head="host") for one in plain
+    ]
     # where layers compute in RAM, nothing is saved there
     forms = in_forms(found, replace(CARD, device="cpu"))
     assert {one.typical.head for form in forms for one in form} == {"device"}

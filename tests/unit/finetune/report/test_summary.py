@@ -8,7 +8,7 @@ from finetune.report.format import shown_time
 from finetune.report.plan import plan_json
 from finetune.report.summary import plan_summary
 from offload.plan.machine.machine import GIB, Rate, named_machine
-from offload.plan.request import ObjectiveCost, with_embeddings, with_head
+from offload.plan.request import ObjectiveCost, with_workload
 from offload.plan.search import Choice, search
 from tests.builders import qwen3_8b, request, slow_link, ways_of, workload
 
@@ -148,7 +148,7 @@ def test_what_an_embedding_in_ram_saves_and_costs_is_shown_and_written() -> None
     device = search(FACTS, CARD, [replace(REQUEST, num_slots=4)], rounding=())
     assert "embeddings" not in rows(device)
     assert "embeddings" not in plan_json(device.plan)
-    host = search(FACTS, CARD, [with_embeddings(device.plan.request, "host")], rounding=())
+    host = search(FACTS, CARD, [with_workload(device.plan.request, embeddings="host")], rounding=())
     (line,) = rows(host)["embeddings"]
     rows_bytes = 2048 * 8 + 2049 * 4096 * 2  # of a micro-batch
     saved = 151936 * 4096 * 2 - 2 * rows_bytes
@@ -172,7 +172,7 @@ def test_what_a_head_in_ram_saves_and_costs_is_shown_and_written() -> None:
     device = search(FACTS, CARD, [replace(REQUEST, num_slots=4)], rounding=())
     assert "head" not in rows(device)
     assert "head" not in plan_json(device.plan)
-    host = search(FACTS, CARD, [with_head(device.plan.request, "host")], rounding=())
+    host = search(FACTS, CARD, [with_workload(device.plan.request, head="host")], rounding=())
     (line,) = rows(host)["head"]
     size, added_s = 151936 * 4096 * 2, host.plan.step_s - device.plan.step_s
     assert line == (

@@ -8,7 +8,7 @@ from finetune.recipe.shared_rules import require_shared
 from finetune.sweep.plan_wave import with_common_places
 from finetune.sweep.sweep import _with_begun
 from finetune.sweep.variants import Variant, waves_of
-from offload.plan.request import PlanRequest, with_embeddings, with_head
+from offload.plan.request import PlanRequest, with_workload
 from tests.builders import lora, qwen3_8b, request, workload
 
 
@@ -73,7 +73,10 @@ def test_a_run_takes_the_places_of_those_that_have_begun_unless_it_trains_a_copy
 
 
 def test_runs_that_share_a_step_have_the_head_where_all_may_have_it() -> None:
-    facts, chosen = qwen3_8b(), with_head(with_embeddings(request(), "host"), "host")
+    facts, chosen = (
+        qwen3_8b(),
+        with_workload(with_workload(request(), embeddings="host"), head="host"),
+    )
     plain, headed, embedded = (
         request(workload(adapter=lora(modules=modules)))
         for modules in ((), ("lm_head",), ("embed_tokens",))

@@ -284,7 +284,7 @@ def test_what_trains_takes_the_bytes_that_the_plan_says(
         micro_batch,
         num_slots=2,
         num_micro_batches=2,
-        num_ranks=1,
+        is_reduced=False,
         is_padded=True,
         is_stashed=False,
     )

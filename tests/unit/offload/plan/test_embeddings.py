@@ -20,10 +20,10 @@ from offload.plan.memory.memory import (
     MemoryTerm,
 )
 from offload.plan.plan import Plan, plan
-from offload.plan.request import ObjectiveCost, sharing, with_embeddings
+from offload.plan.request import ObjectiveCost, sharing, with_workload
 from offload.plan.schedule.op import Kind, Lane
 from offload.plan.split import draft_step_s
-from offload.plan.what_if.what_if import what_if
+from offload.plan.what_if import what_if
 from tests.builders import lora, qwen3_8b, request, workload
 from tests.parity.steps import MODELS
 
@@ -40,7 +40,7 @@ OF_2048 = 2048 * 8 + 2049 * ROW  # tokens, int64; their rows, and one of a token
 def both(**changes: Any) -> tuple[Plan, Plan]:
     """Return a plan with the embedding on the device, and on the host, with as many slots."""
     asked = request(**{"num_slots": 4, **changes})
-    host = with_embeddings(asked, "host")
+    host = with_workload(asked, embeddings="host")
     return plan(FACTS, CARD, asked), plan(FACTS, CARD, host)
 
 
@@ -63,7 +63,7 @@ def test_the_device_has_two_buffers_of_rows_in_place_of_the_table() -> None:
 
 def test_a_small_vocabulary_has_no_more_rows_than_tokens() -> None:
     facts = qwen3_8b(vocab_size=1000)
-    found = plan(facts, CARD, with_embeddings(request(num_slots=4), "host"))
+    found = plan(facts, CARD, with_workload(request(num_slots=4), embeddings="host"))
     assert sizes(found.device_memory)[ROWS] == 2 * (8192 - 8192 % 256 + 1001 * ROW)
     assert rows_bytes(1000, ROW) == 32 * 256 + 1001 * ROW  # 8,000 bytes of tokens, aligned
 
@@ -104,7 +104,7 @@ def test_rows_take_the_time_of_their_bytes_in_memory_and_on_the_link() -> None:
 def test_the_step_that_a_search_compares_is_the_one_that_is_planned(
     objective: ObjectiveCost | None,
 ) -> None:
-    asked = with_embeddings(request(num_slots=4, objective=objective), "host")
+    asked = with_workload(request(num_slots=4, objective=objective), embeddings="host")
     found, needs = plan(FACTS, CARD, asked), MemoryNeeds.of(FACTS, CARD, asked)
     drafted_s = draft_step_s(needs, found.costs, found.residency)
     assert drafted_s == pytest.approx(found.step_s, rel=1e-9)
@@ -149,7 +149,7 @@ def test_what_needs_it_on_the_device_is_named(
 
 def test_an_engine_leaves_room_to_page_lock_rows_and_layer_inputs_after_the_layers() -> None:
     """Bytes by hand: inputs of all layers but the last, of 8 micro-batches, and the buffers."""
-    asked = with_embeddings(request(num_slots=4, is_stashed=True), "host")
+    asked = with_workload(request(num_slots=4, is_stashed=True), embeddings="host")
     options = EngineOptions.planned(plan(FACTS, LARGE, asked))
     locked = 35 * 8 * 2048 * ROW + 2 * OF_2048
     model = MODELS["qwen3"]().requires_grad_(requires_grad=False)
@@ -161,11 +161,11 @@ def test_an_engine_leaves_room_to_page_lock_rows_and_layer_inputs_after_the_laye
 
 
 def test_runs_that_share_a_step_have_it_in_one_place() -> None:
-    runs = [request(workload(seq_len=1024)), with_embeddings(request(), "host")]
+    runs = [request(workload(seq_len=1024)), with_workload(request(), embeddings="host")]
     with pytest.raises(OffloadError, match="one has its embedding on the host") as refused:
         sharing(runs)
     assert refused.value.limit == "the first has it on the device"
-    shared = sharing([with_embeddings(one, "host") for one in runs])
+    shared = sharing([with_workload(one, embeddings="host") for one in runs])
     found = plan(FACTS, CARD, shared)
     # both runs use the same buffers
     assert sizes(found.device_memory)[ROWS] == 2 * OF_2048
@@ -179,7 +179,7 @@ def test_a_refusal_names_the_setting_where_it_helps() -> None:
         refused.value.limit
     )
     with pytest.raises(DoesNotFitError, match=r"36 layers, the embedding in RAM, the plan needs"):
-        plan(FACTS, replace(CARD, vram_bytes=2 * GIB), with_embeddings(request(), "host"))
+        plan(FACTS, replace(CARD, vram_bytes=2 * GIB), with_workload(request(), embeddings="host"))
 
 
 def test_the_other_place_is_priced_with_the_slots_as_they_are() -> None:

@@ -22,10 +22,10 @@ from offload.plan.memory.memory import (
     MemoryTerm,
 )
 from offload.plan.plan import Plan, plan
-from offload.plan.request import ObjectiveCost, sharing, with_embeddings, with_head
+from offload.plan.request import ObjectiveCost, sharing, with_workload
 from offload.plan.schedule.op import Kind, Lane
 from offload.plan.split import draft_step_s
-from offload.plan.what_if.what_if import what_if
+from offload.plan.what_if import what_if
 from tests.builders import lora, qwen3_8b, request, workload
 
 CARD = named_machine("rtx4090")
@@ -41,7 +41,7 @@ LARGE = replace(CARD, ram_bytes=512 * GIB, pinned_bytes=256 * GIB)
 def both(**changes: Any) -> tuple[Plan, Plan]:
     """Return a plan with the head on the device, and on the host, with as many slots."""
     asked = request(**{"num_slots": 8, **changes})
-    return plan(FACTS, CARD, asked), plan(FACTS, CARD, with_head(asked, "host"))
+    return plan(FACTS, CARD, asked), plan(FACTS, CARD, with_workload(asked, head="host"))
 
 
 def sizes(terms: tuple[MemoryTerm, ...]) -> dict[str, int]:
@@ -107,7 +107,7 @@ def test_the_copy_runs_while_the_last_layers_compute_and_ends_before_the_head_do
 def test_the_step_that_a_search_compares_is_the_one_that_is_planned(
     objective: ObjectiveCost | None, num_slots: int
 ) -> None:
-    asked = with_head(request(num_slots=num_slots, objective=objective), "host")
+    asked = with_workload(request(num_slots=num_slots, objective=objective), head="host")
     found, needs = plan(FACTS, CARD, asked), MemoryNeeds.of(FACTS, CARD, asked)
     drafted_s = draft_step_s(needs, found.costs, found.residency)
     assert drafted_s == pytest.approx(found.step_s, rel=1e-9)
@@ -123,11 +123,11 @@ def test_each_rank_of_a_machine_has_its_own_copy() -> None:
 def test_it_is_page_locked_before_the_slab_is() -> None:
     slab = 36 * to_pages(LAYER)
     tight = replace(CARD, pinned_bytes=slab + TABLE - 1)
-    host = plan(FACTS, tight, with_head(request(num_slots=8), "host"))
+    host = plan(FACTS, tight, with_workload(request(num_slots=8), head="host"))
     assert STAGING in sizes(host.host_memory)
     assert STAGING not in sizes(plan(FACTS, tight, request(num_slots=8)).host_memory)
     with pytest.raises(DoesNotFitError, match=r"1\.16 GiB of page-locked memory for the head"):
-        plan(FACTS, replace(CARD, pinned_bytes=TABLE - 1), with_head(request(), "host"))
+        plan(FACTS, replace(CARD, pinned_bytes=TABLE - 1), with_workload(request(), head="host"))
 
 
 @pytest.mark.parametrize(
@@ -166,25 +166,28 @@ def test_the_head_of_a_classifier_stays_on_the_device() -> None:
 
 
 def test_runs_that_share_a_step_have_it_in_one_place() -> None:
-    runs = [request(workload(seq_len=1024)), with_head(request(), "host")]
+    runs = [request(workload(seq_len=1024)), with_workload(request(), head="host")]
     with pytest.raises(OffloadError, match="one has its head on the host") as refused:
         sharing(runs)
     assert refused.value.limit == "the first has it on the device"
-    found = plan(FACTS, CARD, sharing([with_head(one, "host") for one in runs]))
+    found = plan(FACTS, CARD, sharing([with_workload(one, head="host") for one in runs]))
     copied = [op for op in found.schedule.ops if op.kind is Kind.HEAD]
     assert sum(op.num_bytes for op in copied) == TABLE
 
 
 def test_a_refusal_names_the_setting_where_it_helps() -> None:
-    asked, small = with_embeddings(request(), "host"), replace(CARD, vram_bytes=int(4.2 * GIB))
+    asked, small = (
+        with_workload(request(), embeddings="host"),
+        replace(CARD, vram_bytes=int(4.2 * GIB)),
+    )
     with pytest.raises(DoesNotFitError) as refused:
         plan(FACTS, small, asked)
     assert "1.16 GiB  embeddings, norm and head; less with `offload.head: host`" in str(
         refused.value.limit
     )
     with pytest.raises(DoesNotFitError, match=r"36 layers, the head in RAM, the plan") as refused:
-        plan(FACTS, replace(CARD, vram_bytes=2 * GIB), with_head(request(), "host"))
-    few = with_head(request(workload(head_chunk_tokens=64), is_stashed=True), "host")
+        plan(FACTS, replace(CARD, vram_bytes=2 * GIB), with_workload(request(), head="host"))
+    few = with_workload(request(workload(head_chunk_tokens=64), is_stashed=True), head="host")
     with pytest.raises(DoesNotFitError) as refused:
         plan(FACTS, replace(CARD, vram_bytes=2 * GIB), few)
     limit = str(refused.value.limit)

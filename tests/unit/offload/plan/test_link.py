@@ -43,5 +43,5 @@ def test_the_needed_link_is_the_slowest_that_makes_the_step_no_longer() -> None:
         return simulate(made.schedule, duration_of(costs)).step_s
 
     allowed_s = (1 + FREE_FRAC) * step_s(1e18)
-    assert step_s(needed) == pytest.approx(allowed_s)
+    assert step_s(needed) <= allowed_s
     assert step_s(0.97 * needed) > allowed_s

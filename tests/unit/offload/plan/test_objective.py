@@ -13,7 +13,7 @@ from offload.plan.schedule.op import Kind
 from offload.plan.search import search
 from offload.plan.split import draft_step_s
 from offload.plan.step import Draft
-from offload.plan.what_if.what_if import what_if
+from offload.plan.what_if import what_if
 from tests.builders import qwen3_8b, request, slow_link
 
 FACTS = qwen3_8b()

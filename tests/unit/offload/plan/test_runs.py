@@ -14,7 +14,7 @@ from offload.plan.fit import MemoryNeeds
 from offload.plan.machine.machine import named_machine
 from offload.plan.memory.memory import FRAGMENTATION, MemoryTerm
 from offload.plan.plan import Plan, calibrate, costs_of, laid_out, plan, with_costs
-from offload.plan.request import ObjectiveCost, PlanRequest, sharing, with_codec, with_head_chunk
+from offload.plan.request import ObjectiveCost, PlanRequest, sharing, with_workload
 from offload.plan.runs import RunsPlan, plan_runs, wave_s
 from offload.plan.schedule.op import Kind
 from offload.plan.schedule.schedule import (
@@ -74,7 +74,7 @@ def test_a_step_has_the_same_loads_and_ops_as_the_engine_lists(num_runs: int) ->
 def test_equal_runs_take_as_long_as_one_with_all_their_micro_batches(
     codec: CodecName, objective: ObjectiveCost | None, *, is_stashed: bool
 ) -> None:
-    one = replace(with_codec(SMALL, codec), is_stashed=is_stashed, objective=objective)
+    one = replace(with_workload(SMALL, codec=codec), is_stashed=is_stashed, objective=objective)
     many = plan(FACTS, CARD, replace(one, num_micro_batches=3))
     shared = plan(FACTS, CARD, sharing([one] * 3))
     objectives_s = 2 * many.costs.objective_s
@@ -165,7 +165,7 @@ def test_a_measured_step_replaces_the_prices_of_each_run_by_its_own_times(
 
 def test_each_run_has_its_own_adapter_states_and_inputs_and_the_largest_visit_counts() -> None:
     runs = [adapted(rank=4), adapted(rank=64, is_dora=True), replace(SMALL, num_micro_batches=3)]
-    runs = [with_head_chunk(run, 64) for run in runs]
+    runs = [with_workload(run, head_chunk_tokens=64) for run in runs]
     found, alone = together(*runs), [together(run) for run in runs]
     each = [sizes(one.device_memory) for one in alone]
     joint = sizes(found.device_memory)
@@ -205,9 +205,9 @@ def test_runs_that_train_the_model_or_differ_in_form_are_refused() -> None:
     with pytest.raises(OffloadError, match="share no weight that trains"):
         sharing([SMALL, whole])
     with pytest.raises(OffloadError, match="layers in nf4"):
-        sharing([SMALL, with_codec(SMALL, "nf4")])
+        sharing([SMALL, with_workload(SMALL, codec="nf4")])
     with pytest.raises(OffloadError, match="64 tokens per head chunk"):
-        sharing([SMALL, with_head_chunk(SMALL, 64)])
+        sharing([SMALL, with_workload(SMALL, head_chunk_tokens=64)])
 
 
 # ---------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from offload.plan.fit import MemoryNeeds
 from offload.plan.machine.machine import GIB, named_machine
 from offload.plan.memory.memory import device_terms
 from offload.plan.plan import plan
-from offload.plan.request import with_codec, with_embeddings
+from offload.plan.request import with_workload
 from offload.plan.schedule.schedule import Order, Residency
 from offload.plan.search import search
 from offload.plan.split import draft_step_s
@@ -34,7 +34,7 @@ def test_a_draft_takes_as_long_as_the_whole_schedule(
 ) -> None:
     asked = replace(REQUEST, typical=workload, largest=WORKLOAD, num_micro_batches=8)
     asked = replace(asked, num_slots=4, num_kept_graphs=kept)
-    request = replace(with_codec(asked, codec), is_stashed=is_stashed)
+    request = replace(with_workload(asked, codec=codec), is_stashed=is_stashed)
     machine = replace(SLOW, vram_bytes=64 * GIB, pinned_bytes=pinned_gib * GIB)
     costs = price(FACTS, machine, request.typical, is_duplex=is_stashed)
     needs = MemoryNeeds.of(FACTS, machine, request)
@@ -51,7 +51,7 @@ def test_a_draft_takes_as_long_as_the_whole_schedule(
 @pytest.mark.parametrize("num_slots", [4, 36])
 def test_a_step_in_rounds_takes_as_long_as_its_whole_schedule(codec, kept, num_slots) -> None:
     asked = replace(REQUEST, num_micro_batches=5, num_slots=num_slots, num_kept_graphs=kept)
-    asked = replace(with_codec(asked, codec), order=Order.MICRO_BATCH_MAJOR)
+    asked = replace(with_workload(asked, codec=codec), order=Order.MICRO_BATCH_MAJOR)
     machine = replace(SLOW, vram_bytes=192 * GIB)
     whole = plan(FACTS, machine, asked)
     needs = MemoryNeeds.of(FACTS, machine, asked)
@@ -93,7 +93,7 @@ def test_memory_by_slots_is_what_the_memory_model_says(machine, num_slots) -> No
         REQUEST.largest,
         num_slots=num_slots,
         num_micro_batches=REQUEST.num_micro_batches,
-        num_ranks=1,
+        is_reduced=False,
         is_padded=False,
         is_stashed=False,
     )
@@ -198,9 +198,9 @@ def test_where_nothing_fits_the_nearest_is_named_with_what_would_fit() -> None:
         r" of their size\) with `offload\.stash: host`$",
     ):
         search(FACTS, small, ways_of(REQUEST), rounding=())
-    hinted = replace(with_codec(REQUEST, "nf4"), is_stashed=True)
+    hinted = replace(with_workload(REQUEST, codec="nf4"), is_stashed=True)
     search(FACTS, small, [hinted], rounding=())
-    for nearer in (with_codec(REQUEST, "nf4"), *ways_of(REQUEST)):
+    for nearer in (with_workload(REQUEST, codec="nf4"), *ways_of(REQUEST)):
         with pytest.raises(DoesNotFitError):
             search(FACTS, small, [nearer], rounding=())
 
@@ -211,7 +211,7 @@ def test_large_micro_batches_that_do_not_fit_are_told_to_be_cut() -> None:
     machine = replace(CARD, vram_bytes=9 * GIB)
     with pytest.raises(DoesNotFitError, match=r"hint: `offload\.embeddings: host`$"):
         search(FACTS, machine, [request, replace(request, is_stashed=True)], rounding=())
-    request, machine = with_embeddings(request, "host"), replace(CARD, vram_bytes=7 * GIB)
+    request, machine = with_workload(request, embeddings="host"), replace(CARD, vram_bytes=7 * GIB)
     with pytest.raises(
         DoesNotFitError, match=r"hint: `train\.micro_batch_size: (\d)` and \d times as many"
     ) as error:

@@ -10,14 +10,14 @@ from offload.errors import DoesNotFitError
 from offload.plan.facts.facts import AdapterSpec, WholeWeights, with_classifier_head
 from offload.plan.facts.workload import why_head_on_device
 from offload.plan.fit import MemoryNeeds
-from offload.plan.head_cost import HeadCost
 from offload.plan.machine.machine import GIB, named_machine
 from offload.plan.memory.memory import EMBEDDINGS, HEAD, OTHER_RANKS, OUTER, ROWS, SLOTS, MemoryTerm
+from offload.plan.place_cost import HeadCost
 from offload.plan.plan import Plan, plan
-from offload.plan.request import ObjectiveCost, with_embeddings, with_tied
+from offload.plan.request import ObjectiveCost, with_workload
 from offload.plan.schedule.op import Kind, Lane
 from offload.plan.split import draft_step_s
-from offload.plan.what_if.what_if import what_if
+from offload.plan.what_if import what_if
 from tests.builders import lora, qwen3_8b, request, workload
 
 CARD = named_machine("rtx4090")
@@ -29,7 +29,9 @@ ROWS_BYTES = 2048 * 8 + 2049 * 4096 * 2  # tokens, int64; their rows, and one of
 def both(**changes: Any) -> tuple[Plan, Plan]:
     """Return a plan with the weight on the device, and on the host, with as many slots."""
     asked = request(**{"num_slots": 8, **changes})
-    return plan(FACTS, CARD, asked), plan(FACTS, CARD, with_tied(asked, "host"))
+    return plan(FACTS, CARD, asked), plan(
+        FACTS, CARD, with_workload(asked, embeddings="host", head="host")
+    )
 
 
 def sizes(terms: tuple[MemoryTerm, ...]) -> dict[str, int]:
@@ -78,7 +80,9 @@ def test_a_step_brings_rows_for_each_pass_and_copies_it_once(
 def test_the_step_that_a_search_compares_is_the_one_that_is_planned(
     objective: ObjectiveCost | None, num_slots: int
 ) -> None:
-    asked = with_tied(request(num_slots=num_slots, objective=objective), "host")
+    asked = with_workload(
+        request(num_slots=num_slots, objective=objective), embeddings="host", head="host"
+    )
     found, needs = plan(FACTS, CARD, asked), MemoryNeeds.of(FACTS, CARD, asked)
     drafted_s = draft_step_s(needs, found.costs, found.residency)
     assert drafted_s == pytest.approx(found.step_s, rel=1e-9)
@@ -96,14 +100,14 @@ def test_each_rank_of_a_machine_has_its_own_copy() -> None:
 def test_it_is_page_locked_memory_that_may_be_too_small() -> None:
     tight = replace(CARD, pinned_bytes=TABLE - 1)
     with pytest.raises(DoesNotFitError, match=r"1\.19 GiB of page-locked memory for the head"):
-        plan(FACTS, tight, with_tied(request(), "host"))
+        plan(FACTS, tight, with_workload(request(), embeddings="host", head="host"))
 
 
 def test_a_classifier_has_a_head_of_its_own() -> None:
     """The embedding alone may be in host memory then, and is counted there."""
     facts = with_classifier_head(FACTS, 3, has_bias=False)
     assert why_head_on_device(facts, lora()).startswith("it has 3 outputs")
-    found = plan(facts, CARD, with_embeddings(request(num_slots=8), "host"))
+    found = plan(facts, CARD, with_workload(request(num_slots=8), embeddings="host"))
     assert sizes(found.host_memory)[EMBEDDINGS] == TABLE
 
 
@@ -117,7 +121,7 @@ def test_a_refusal_names_both_settings_where_they_help() -> None:
         refused.value.limit
     )
     assert refused.value.hint == both_settings
-    plan(FACTS, small, with_tied(asked, "host"))
+    plan(FACTS, small, with_workload(asked, embeddings="host", head="host"))
     trained = request(workload(adapter=lora(modules=("embed_tokens",))))
     with pytest.raises(DoesNotFitError) as refused:
         plan(FACTS, small, trained)
@@ -162,6 +166,9 @@ def test_full_training_of_layers_alone_may_have_it_there() -> None:
     frozen = AdapterSpec.none(WholeWeights(layers=layers, outer=()))
     large = named_machine("rtx4090", ram_bytes=256 * GIB)
     asked = request(workload(adapter=frozen), num_slots=4)
-    device, host = plan(FACTS, large, asked), plan(FACTS, large, with_tied(asked, "host"))
+    device, host = (
+        plan(FACTS, large, asked),
+        plan(FACTS, large, with_workload(asked, embeddings="host", head="host")),
+    )
     assert host.host_bytes - device.host_bytes == TABLE + 2 * ROWS_BYTES
     assert sizes(host.device_memory)[OUTER] == 4096 * 2

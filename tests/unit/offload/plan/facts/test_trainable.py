@@ -130,7 +130,7 @@ def terms(spec: AdapterSpec, *, dtype_bytes: int = 2) -> dict[str, int]:
         workload(adapter=spec, dtype_bytes=dtype_bytes),
         num_slots=4,
         num_micro_batches=2,
-        num_ranks=1,
+        is_reduced=False,
         is_padded=False,
         is_stashed=False,
     )

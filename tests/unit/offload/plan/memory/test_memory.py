@@ -72,7 +72,7 @@ def on_5090(workload: Workload = WORKLOAD, **changes: object) -> dict[str, int]:
         "num_micro_batches": 2,
         "is_padded": False,
         "is_stashed": False,
-        "num_ranks": 1,
+        "is_reduced": False,
     }
     settings |= changes
     terms = device_terms(QWEN_30B, workload=workload, **settings)
@@ -112,7 +112,7 @@ def test_paged_states_leave_the_card_for_the_host_and_cross_the_link_twice() -> 
         QWEN_30B,
         card,
         [HostLoad(workload=load, num_workers=0, num_stashed=0)],
-        num_ranks=1,
+        local_ranks=1,
         num_slabs=1,
         rank_device_bytes=0,
     )
@@ -197,7 +197,7 @@ def test_a_router_loss_of_each_micro_batch_keeps_the_logits_of_all_layers() -> N
             replace(WORKLOAD, has_router_loss=has_loss),
             num_slots=2,
             num_micro_batches=3,
-            num_ranks=1,
+            is_reduced=False,
             is_padded=has_loss,
             is_stashed=False,
         )
@@ -377,7 +377,7 @@ def test_saved_bytes_are_those_that_autograd_saves_within_a_tenth(
             workload,
             num_slots=1,
             num_micro_batches=1,
-            num_ranks=1,
+            is_reduced=False,
             is_padded=False,
             is_stashed=False,
         )
@@ -428,7 +428,7 @@ def test_kept_graphs_take_what_the_engine_keeps_within_a_tenth(
             dtype_bytes=dtype.itemsize,
         ),
         num_micro_batches=2,
-        num_ranks=1,
+        is_reduced=False,
         is_padded=False,
         is_stashed=False,
         traced=None,
@@ -446,8 +446,8 @@ def host(machine: Machine, **changes: int) -> tuple[MemoryTerm, ...]:
         num_workers=changes.pop("num_workers", 0),
         num_stashed=changes.pop("num_stashed", 0),
     )
-    settings = {"num_ranks": 1, "rank_device_bytes": 10**9}
-    settings |= {"num_slabs": changes.get("num_ranks", 1)} | changes
+    settings = {"local_ranks": 1, "rank_device_bytes": 10**9}
+    settings |= {"num_slabs": changes.get("local_ranks", 1)} | changes
     return host_terms(QWEN_30B, machine, [run], **settings)
 
 
@@ -466,7 +466,7 @@ def test_a_cpu_counts_its_process_once_with_the_device() -> None:
         WORKLOAD,
         num_slots=2,
         num_micro_batches=1,
-        num_ranks=1,
+        is_reduced=False,
         is_padded=False,
         is_stashed=False,
     )
@@ -484,9 +484,9 @@ def test_stashed_inputs_leave_those_of_three_layers_on_the_device() -> None:
 def test_each_further_rank_has_a_slab_workers_and_a_process_of_its_own() -> None:
     gpu = replace(named_machine("rtx5090"), pinned_bytes=10**12)
     alone = total_bytes(host(gpu, num_workers=2))
-    assert by_name(host(gpu, num_workers=2, num_ranks=3))["other ranks"] == 2 * alone
+    assert by_name(host(gpu, num_workers=2, local_ranks=3))["other ranks"] == 2 * alone
     cpu = replace(gpu, device="cpu")
-    others = by_name(host(cpu, num_ranks=2, rank_device_bytes=7 * GB))["other ranks"]
+    others = by_name(host(cpu, local_ranks=2, rank_device_bytes=7 * GB))["other ranks"]
     assert others == total_bytes(host(cpu)) + 7 * GB
 
 
@@ -494,4 +494,4 @@ def test_gradients_go_to_other_ranks_through_a_bucket() -> None:
     assert "gradient bucket" not in on_5090()
     adapter_bytes = 4 * sum(adapter_tensor_sizes(QWEN_30B, WORKLOAD.adapter))
     # what is sent, and what arrives
-    assert on_5090(num_ranks=2)["gradient bucket"] == min(2 * adapter_bytes, 64 * 2**20)
+    assert on_5090(is_reduced=True)["gradient bucket"] == min(2 * adapter_bytes, 64 * 2**20)

@@ -19,7 +19,7 @@ from offload.plan.facts.trainable import EMBEDDING, HEAD, NORMS, all_weights, tr
 from offload.plan.memory.memory import LAYER_GRADIENTS, SLAB, STAGING
 from offload.plan.plan import Plan, plan
 from offload.plan.schedule.op import Kind
-from offload.plan.what_if.what_if import what_if
+from offload.plan.what_if import what_if
 from tests.full_plans import facts_of, planned
 
 DOCS = Path(__file__).parents[5] / "docs"

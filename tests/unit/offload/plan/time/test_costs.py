@@ -14,7 +14,7 @@ from offload.plan.machine.machine import (
     named_machine,
 )
 from offload.plan.time.adapters import linear_branch
-from offload.plan.time.bounds import r3_bound_s, usual_order_bound_s
+from offload.plan.time.bounds import r3_bound_s
 from offload.plan.time.costs import Costs, LayerCost, layer_work, price
 from offload.plan.time.pricer import Pricer
 from offload.plan.time.roofline import OPS_PER_CALL, Work, attention_flops
@@ -93,12 +93,6 @@ def test_r3_of_encoded_layers_counts_a_decoding_per_visit_but_for_the_turn() -> 
     assert bound_s == pytest.approx(10 * 2.5 + 2 * 3.25 + 10 * 4.5 - 0.5)
 
 
-def test_the_usual_order_pays_the_loads_for_every_micro_batch() -> None:
-    costs = uniform_costs(load_s=100.0)
-    bound_s = usual_order_bound_s(costs, num_slots=4, num_micro_batches=3)
-    assert bound_s == pytest.approx(3 * (600 + 3.25 + 600))
-
-
 @pytest.mark.parametrize("num_slots", [10, 12])
 def test_nothing_is_loaded_when_every_layer_has_a_slot(num_slots: int) -> None:
     bound_s = r3_bound_s(uniform_costs(load_s=1e6), num_slots=num_slots, num_micro_batches=1)
@@ -151,7 +145,7 @@ def test_a_loop_over_experts_launches_more_than_a_grouped_product() -> None:
     def launches(way: ExpertsImplementation, *, has_kernel: bool) -> float:
         machine = multiplying_by(at, way, has_kernel=has_kernel)
         pricer = Pricer(machine=machine, facts=QWEN_30B, workload=load)
-        return layer_work(pricer, QWEN_30B.layers[0]).forward.num_ops
+        return layer_work(pricer, QWEN_30B.layers[0]).visits.forward.num_ops
 
     grouped = launches("grouped_mm", has_kernel=True)
     assert launches("triton", has_kernel=False) < grouped

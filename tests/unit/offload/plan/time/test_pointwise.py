@@ -12,9 +12,9 @@ from transformers import AutoConfig, AutoModel
 from offload.engine.pointwise.layers import FusedLayers
 from offload.plan.facts.facts import AdapterSpec, model_facts
 from offload.plan.facts.workload import LayerCode
-from offload.plan.time.pointwise import PointwiseWork, pointwise_work
+from offload.plan.time.pointwise import pointwise_work
 from offload.plan.time.pricer import Pricer
-from offload.plan.time.roofline import Work
+from offload.plan.time.roofline import VisitWork, Work
 from tests.builders import byte_machine, workload
 from tests.counted import SMALL, Counted
 from tests.tiers import each_value, mostly_slow, tiered
@@ -74,7 +74,7 @@ def moved(found: Counted) -> int:
     )
 
 
-def priced(config: dict[str, Any], dtype: torch.dtype, code: LayerCode) -> PointwiseWork:
+def priced(config: dict[str, Any], dtype: torch.dtype, code: LayerCode) -> VisitWork:
     facts, b = model_facts(config), dtype.itemsize
     load = replace(
         workload(),

@@ -1,4 +1,11 @@
-"""Options for several cards: copy the step, shard, split or stage the model, spread experts.
+"""The effect of other options for storing and moving a model on a step, compared with the plan.
+
+Training a large model on a small card is logistics, and the options are few: recompute instead of
+keeping, send, shard, split, stage, store in fewer bits. Each is priced by the functions that make
+the plan itself. An option that is a setting is planned again with that setting and everything else
+unchanged, including the number of slots: memory that an option frees is not spent. An option that
+this tool does not offer is priced at its best: transfers that can overlap with compute cost no
+time.
 
 Cards of one workstation communicate over the links that also load their weights, at the rate of a
 load while the other direction is busy. Through each link, a ring over N cards moves (N - 1) / N of
@@ -6,20 +13,21 @@ the bytes of an all-gather, and twice that share of the bytes of an all-reduce.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Literal
 
 from offload.errors import DoesNotFitError
+from offload.plan.facts.codec import CodecName
 from offload.plan.facts.facts import LayerFacts, ModelFacts
 from offload.plan.facts.linears import FP32_BYTES, SoftmaxAttention
-from offload.plan.facts.optimizer import state_bytes
+from offload.plan.facts.optimizer import Optimizer, state_bytes
 from offload.plan.facts.trainable import (
     trained_parameters,
     trained_tensor_shapes,
 )
-from offload.plan.fit import MemoryNeeds, has_plan
+from offload.plan.facts.workload import WeightPlace, why_head_on_device, why_on_device
+from offload.plan.fit import MemoryNeeds, fits
 from offload.plan.machine.machine import Machine
 from offload.plan.memory.memory import (
     CONTEXT,
@@ -32,10 +40,10 @@ from offload.plan.memory.memory import (
     total_bytes,
 )
 from offload.plan.plan import Plan, plan, with_costs
-from offload.plan.request import PlanRequest
+from offload.plan.request import PlanRequest, over_cards, with_workload
 from offload.plan.schedule.schedule import MIN_SLOTS
 from offload.plan.sharded import as_sharded, sharded_plan, shortages
-from offload.plan.time.costs import LayerCost, recomputed_products
+from offload.plan.time.costs import LayerCost, frozen_products, recomputed_products
 from offload.plan.time.optimizer import BYTES_PER_WEIGHT
 from offload.plan.time.pointwise import pointwise_work
 from offload.plan.time.pricer import Pricer
@@ -78,7 +86,8 @@ class Option:
         standing: Whether the plan uses it, a setting enables it, or this tool only prices it.
         how: The setting, how the price is computed, or why there is none.
         source: The source of the idea or the formula.
-        figures: Of the same step with the option; if the plan uses it, of the step without it.
+        figures: The figures of the same step with the option; if the plan uses it, of the step
+            without it.
         fits: Whether the figures are within the machine's memory.
     """
 
@@ -156,7 +165,7 @@ def plan_anyway(
     Returns:
         The plan, and the names of the memories that are too small for it.
     """
-    if has_plan(facts, machine, request):  # a refusal searches for what would fit, which is slow
+    if fits(facts, machine, request):  # a refusal searches for what would fit, which is slow
         return plan(facts, machine, request), ()
     num_slots = MIN_SLOTS if request.num_slots is None else request.num_slots
     num_graphs = request.num_kept_graphs or 0
@@ -253,11 +262,7 @@ def recompute_all(plan: Plan) -> Option:
 
 def recompute_cheap(plan: Plan) -> Option:
     """Keep the outputs of products, and recompute what is between them, attention included."""
-    at = Pricer(machine=plan.machine, facts=plan.facts, workload=plan.request.typical)
-    products_s = {
-        layer: recomputed_products(layer, at).seconds(plan.machine)
-        for layer in set(plan.facts.layers)
-    }
+    products_s = _seconds(plan, recomputed_products)
     largest = plan.request.largest
     features = sum(x.active * x.d_out for layer in plan.facts.layers for x in layer.linears)
     kept_bytes = features * largest.num_tokens * largest.dtype_bytes
@@ -292,7 +297,7 @@ def offload_optimizer(plan: Plan) -> Option:
     shapes = trained_tensor_shapes(plan.facts, largest.adapter)
     update_s = (
         copy_bytes / at.d2h_bytes_per_s.value
-        + CPU_ADAMW_BYTES * sum(map(prod, shapes)) / at.host_memory_bytes_per_s.value
+        + CPU_ADAMW_BYTES * sum(map(math.prod, shapes)) / at.host_memory_bytes_per_s.value
         + copy_bytes / at.h2d_bytes_per_s.value
     )
     states_bytes = state_bytes(shapes, largest.optimizer)
@@ -382,7 +387,8 @@ def train_all(plan: Plan) -> Option:
 
     Of activations only layer inputs are counted: everything else is recomputed.
     """
-    facts, typical, products_s = plan.facts, plan.request.typical, _products_s(plan)
+    facts, typical = plan.facts, plan.request.typical
+    products_s = _seconds(plan, frozen_products)
     request = replace(plan.request, num_slots=facts.num_layers, num_kept_graphs=0, is_stashed=False)
     resident, _ = plan_anyway(facts, plan.machine, request)
     layers_s = step_at_prices(
@@ -426,15 +432,10 @@ def _fused_heads(layer: LayerFacts) -> int:
     return kind.num_heads if isinstance(kind, SoftmaxAttention) and kind.scores == "fused" else 0
 
 
-def _products_s(plan: Plan) -> dict[LayerFacts, float]:
-    """Return the seconds of the frozen products of a layer's forward, for one micro-batch."""
+def _seconds(plan: Plan, work: Callable[[Pricer, LayerFacts], Work]) -> dict[LayerFacts, float]:
+    """Return the seconds of some work of each kind of layer, for one micro-batch."""
     at = Pricer(machine=plan.machine, facts=plan.facts, workload=plan.request.typical)
-    return {
-        layer: sum((at.matmul(linear) for linear in layer.linears), start=Work()).seconds(
-            plan.machine
-        )
-        for layer in set(plan.facts.layers)
-    }
+    return {layer: work(at, layer).seconds(plan.machine) for layer in set(plan.facts.layers)}
 
 
 def _with_fragments(num_bytes: int) -> int:
@@ -509,9 +510,7 @@ class _Cards:
 def _copy(cards: _Cards) -> Option:
     """Data parallelism, which this tool offers: each card takes its share of the micro-batches."""
     name, plan = "copy (data parallel)", cards.plan
-    request = replace(
-        plan.request, num_slots=plan.num_slots, num_ranks=cards.num, is_slab_shared=True
-    )
+    request = over_cards(_held(plan), cards.num)
     made, short = plan_anyway(plan.facts, plan.machine, request)
     needed = 8e-9 * made.network_needed_bytes_per_s
     how = (
@@ -533,7 +532,7 @@ def _shard(cards: _Cards) -> Option:
     name, plan = "shard (FSDP)", cards.plan
     if plan.request.objective is not None or plan.request.others:
         return without_price(name, "for one run with a cross-entropy", SOURCES[name])
-    request = replace(plan.request, num_ranks=cards.num, is_slab_shared=True)
+    request = over_cards(plan.request, cards.num)
     made = sharded_plan(plan.facts, plan.machine, as_sharded(request))
     return Option(
         name=name,
@@ -626,7 +625,7 @@ def _stage(cards: _Cards) -> Option:
         request.largest,
         num_slots=num_layers,
         num_micro_batches=min(num, micro_batches),
-        num_ranks=1,
+        is_reduced=False,
         is_padded=request.is_masked,
         is_stashed=False,
     )
@@ -702,3 +701,137 @@ def _routed_bytes(cards: _Cards, layer: LayerFacts) -> float:
 
 def _scaled(terms: tuple[MemoryTerm, ...], shares: Mapping[str, float]) -> int:
     return sum(int(term.num_bytes * shares.get(term.name, 1.0)) for term in terms)
+
+
+# ---------------------------------------------------------------------------------------------
+# All options of a plan
+
+NUM_CARDS = 2  # what fits a workstation
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OtherWays:
+    """A plan's figures, and those of the other options."""
+
+    plan: Figures
+    options: tuple[Option, ...]
+
+
+def what_if(plan: Plan, *, num_cards: int) -> OtherWays:
+    """Price every option against a plan.
+
+    Args:
+        plan: Of one process, at the planner's own costs.
+        num_cards: Cards of the options that use several.
+    """
+    assert not plan.request.has_other_ranks
+    if plan.request.typical.adapter.whole is not None:  # on one card
+        fewer = recompute_cheap(plan), _send_activations(plan), _offload_weights(plan)
+        return OtherWays(plan=figures_of(plan), options=(*fewer, unfused_attention(plan)))
+    return OtherWays(
+        plan=figures_of(plan),
+        options=(
+            recompute_all(plan),
+            recompute_cheap(plan),
+            _send_activations(plan),
+            _offload_weights(plan),
+            *_elsewhere(plan),
+            offload_optimizer(plan),
+            _codec(plan, "fp8 weights", "fp8", "arXiv:2209.05433"),
+            _codec(plan, "4-bit weights", "nf4", "arXiv:2305.14314"),
+            _optimizer(plan, "8-bit optimizer", "adamw_8bit", "arXiv:2110.02861"),
+            _optimizer(plan, "factored optimizer", "adafactor", "arXiv:1804.04235"),
+            one_kernel_each(plan),
+            unfused_attention(plan),
+            train_all(plan),
+            *second_cards(plan, num_cards=num_cards),
+        ),
+    )
+
+
+def _held(plan: Plan) -> PlanRequest:
+    """Return the plan's request with the number of slots that it chose."""
+    return replace(plan.request, num_slots=plan.num_slots)
+
+
+def _send_activations(plan: Plan) -> Option:
+    is_done = plan.request.is_stashed
+    return replanned(
+        "send activations",
+        f"`offload.stash: {'device' if is_done else 'host'}`",
+        "arXiv:1602.08124",
+        plan=plan,
+        request=replace(_held(plan), is_stashed=not is_done),
+        is_in_plan=is_done,
+    )
+
+
+def _offload_weights(plan: Plan) -> Option:
+    is_done = plan.num_slots < plan.facts.num_layers
+    return replanned(
+        "offload weights",
+        f"`offload.num_slots: {'all' if is_done else MIN_SLOTS}`",
+        "arXiv:2104.07857",
+        plan=plan,
+        request=replace(plan.request, num_slots=plan.facts.num_layers if is_done else MIN_SLOTS),
+        is_in_plan=is_done,
+    )
+
+
+def _elsewhere(plan: Plan) -> Iterator[Option]:
+    """Price the embedding and the head in the other place, if a device has memory of its own."""
+    facts, typical = plan.facts, plan.request.typical
+    places = {"embeddings": typical.embeddings, "head": typical.head}
+    rows, copied = "rows of a step's tokens are gathered in RAM", "copied over slots once per step"
+    why = why_on_device(facts, typical.adapter)
+    ways: list[tuple[str, tuple[str, ...], str, str]] = [
+        ("offload embeddings", ("embeddings",), rows, why),
+        (
+            "offload the head",
+            ("head",),
+            f"it is {copied}",
+            why_head_on_device(facts, typical.adapter),
+        ),
+    ]
+    if facts.tie_word_embeddings:
+        both, source = ("embeddings", "head"), f"{rows}, and all are {copied}"
+        ways = [("offload embeddings and head", both, source, why)]
+    for name, settings, source, why_not in ways:
+        if why_not or plan.machine.device == "cpu":
+            continue
+        is_done = places[settings[0]] == "host"
+        wanted: WeightPlace = "device" if is_done else "host"
+        yield replanned(
+            name,
+            " and ".join(f"`offload.{setting}: {wanted}`" for setting in settings),
+            source,
+            plan=plan,
+            request=with_workload(_held(plan), **dict.fromkeys(settings, wanted)),
+            is_in_plan=is_done,
+        )
+
+
+def _codec(plan: Plan, name: str, codec: CodecName, source: str) -> Option:
+    held, is_done = _held(plan), plan.request.typical.codec == codec
+    wanted: CodecName = "native" if is_done else codec
+    return replanned(
+        name,
+        f"`offload.codec: {wanted}`",
+        source,
+        plan=plan,
+        request=with_workload(held, codec=wanted),
+        is_in_plan=is_done,
+    )
+
+
+def _optimizer(plan: Plan, name: str, optimizer: Optimizer, source: str) -> Option:
+    held, is_done = _held(plan), plan.request.typical.optimizer == optimizer
+    wanted: Optimizer = "adamw" if is_done else optimizer
+    return replanned(
+        name,
+        f"`train.optimizer: {wanted}`",
+        source,
+        plan=plan,
+        request=with_workload(held, optimizer=wanted),
+        is_in_plan=is_done,
+    )

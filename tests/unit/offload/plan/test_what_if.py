@@ -7,8 +7,7 @@ from offload.plan.facts.trainable import trained_parameters
 from offload.plan.machine.machine import GIB, named_machine
 from offload.plan.plan import Plan, plan
 from offload.plan.time.roofline import tensor_parallel_bytes
-from offload.plan.what_if.cards import Figures, Option, figures_of, plan_anyway
-from offload.plan.what_if.what_if import what_if
+from offload.plan.what_if import Figures, Option, figures_of, plan_anyway, what_if
 from tests.builders import lora, qwen3_8b, qwen3_30b, request, workload
 
 DENSE = qwen3_8b(num_hidden_layers=6)

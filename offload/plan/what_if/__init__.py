@@ -1,1 +1,0 @@
-"""The same model on other cards, on several, or trained in full."""
