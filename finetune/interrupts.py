@@ -35,12 +35,12 @@ def exit_code(number: int) -> int:
     return _EXIT_BASE + number
 
 
-def shown_signal(number: int, ranks: Sequence[int], *, num_ranks: int) -> str:
+def shown_signal(number: int, ranks: Sequence[int], *, of: int) -> str:
     """Return which signal ended a run and which of its ranks got one; nothing of a lone process."""
-    if num_ranks == 1:
+    if of == 1:
         return ""
     who = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-    who = "all ranks" if len(ranks) == num_ranks else who
+    who = "all ranks" if len(ranks) == of else who
     return f" by {signal.Signals(number).name} to {who}"
 
 

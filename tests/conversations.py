@@ -7,9 +7,8 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from finetune.data.dataset import Chosen, ExampleSet, Tokens, examples_of
+from finetune.data.dataset import Chosen, ExampleSet, Tokens, choice_notes, examples_of
 from finetune.data.encode_source import SourceRows, stored_tokens
-from finetune.data.remarks import choice_notes
 from finetune.data.rows import Conversation, LossOn, RowForm, bad_rows, no_rows
 from finetune.data.sources import Place, Raw, RowError, open_source
 from finetune.data.tokenize import Encoder

@@ -734,7 +734,7 @@ def finetune(
                 may_overwrite=overwrite,
             )
         if outcome.signal is not None:
-            by = shown_signal(outcome.signal, outcome.signalled, num_ranks=ranks.num)
+            by = shown_signal(outcome.signal, outcome.signalled, of=ranks.num)
             note = f"Stopped after step {outcome.num_steps}{by}; continue with `--resume`."
             if ranks.is_first_here and not ranks.is_main:
                 warn(note)  # on its machine nothing else is shown

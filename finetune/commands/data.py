@@ -84,7 +84,7 @@ def _packed_fill(recipe: Recipe, rows: ExampleSet, note: Callable[[str], None]) 
         rows, is_mismatched=recipe.objective.scores_mismatched, seq_len=train.seq_len
     )
     cost = RowCost(flops_per_token=1.0)  # it decides who share a sequence, not how many they need
-    order = PackedOrder.of(train, rows, num_ranks=1, cost=cost, comparison=comparison)
+    order = PackedOrder.of(train, rows, cost=cost, comparison=comparison)
     packing = StepSizes.of(order, rows).packing
     assert packing is not None
     return packing.fill

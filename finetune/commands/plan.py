@@ -35,7 +35,7 @@ from finetune.planning.ranks import GPUS, require_gpus
 from finetune.planning.request import find_machine, with_backend
 from finetune.planning.runs import plan_variants, variants_of
 from finetune.planning.subject import Subject, model_subject, subject_of
-from finetune.recipe.recipe import with_parallel
+from finetune.recipe.recipe import with_settings
 from finetune.recipe.sections import TrainSection
 from finetune.report import choice as choice_report
 from finetune.report.choice import host_map
@@ -209,7 +209,7 @@ def _one_plan(
     if num > 1:
         ways = compare_ways(recipe, facts, here, num_ranks=num, setting=GPUS)
     if recipe.train.parallel == "auto" and ways is not None:
-        recipe = with_parallel(recipe, ways.faster.name)
+        recipe = with_settings(recipe, {"train.parallel": ways.faster.name})
     choice = chooser(recipe)(facts, here, full_requests(recipe, facts, num_ranks=num))
     made = choice.plan
     others = what_if(made, num_cards=NUM_CARDS) if wants_ways else None
@@ -356,7 +356,7 @@ def _by_machine(
         )
     for machine in machines:
         require_gpus(subject.recipe.train, machine, num_gpus=num, setting=GPUS)
-    found = compare_on_cards(subject, machines, num_ranks=num)
+    found = compare_on_cards(replace(subject, num_ranks=num), machines)
     first = found[0]
     title = (
         f"{subject.name}: {first.tokens_per_step:,} tokens per step in sequences of"
@@ -427,10 +427,10 @@ def models_that_fit(
             f" {shown_gib(CARDS[card.name].memory_gib * GIB)}; `--machine NAME` takes another's"
         )
     num = host.num_gpus or 1
-    subjects = [model_subject(one, []) for one in trained_models(model)]
+    subjects = [replace(model_subject(x, []), num_ranks=num) for x in trained_models(model)]
     for subject in subjects:
         require_gpus(subject.recipe.train, here, num_gpus=num, setting=GPUS)
-    found = fitting(compare_within_memory(subjects, here, num_ranks=num), here)
+    found = fitting(compare_within_memory(subjects, here), here)
     notes += shared_by(num)
     title = (
         f"LoRA in {shown_gib(here.vram_bytes)} of VRAM and {shown_gib(here.ram_bytes)} of RAM, at"

@@ -98,7 +98,7 @@ class Prepared:
             tokenizer=load_tokenizer(recipe.model.tokenizer_source),
             facts=facts,
             machine=machine,
-            plan=plan(facts, machine, full_request(recipe, facts, num_ranks=1)),
+            plan=plan(facts, machine, full_request(recipe, facts)),
         )
 
     def ids_of(self, messages: Sequence[Message], *, source: str) -> Sequence[int]:

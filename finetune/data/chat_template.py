@@ -442,11 +442,6 @@ def eos_ids(fields: Mapping[str, Any], *, source: Path | str) -> tuple[int, ...]
     return tuple(ids)
 
 
-def with_eos(fields: Mapping[str, Any], ids: tuple[int, ...]) -> dict[str, Any]:
-    """Return the fields of a generation config that stops at these tokens."""
-    return {**fields, "eos_token_id": ids[0] if len(ids) == 1 else list(ids)}
-
-
 def read_generation_config(folder: Path) -> dict[str, Any] | None:
     """Return the fields of a folder's generation config, None if it has none.
 
@@ -479,7 +474,8 @@ def template_kwargs_in(folder: Path) -> dict[str, bool]:
 
 def write_generation_config(folder: Path, fields: Mapping[str, Any], stops: Stops) -> None:
     """Write a folder's generation config, with where to stop and what the template is given."""
-    written = with_eos(fields, stops.ids)
+    ids = stops.ids
+    written = {**fields, "eos_token_id": ids[0] if len(ids) == 1 else list(ids)}
     if stops.template_kwargs:
         written[TEMPLATE_KWARGS] = dict(stops.template_kwargs)
     text = json.dumps(written, indent=2) + "\n"

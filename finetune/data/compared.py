@@ -8,106 +8,17 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import torch
 
-from finetune.data.rows import Compared, TopTokens
-from finetune.data.sources import RowError
-from finetune.data.tokenize import IGNORE_INDEX, Encoder, Example, Fate
+from finetune.data.dataset import Groups
+from finetune.data.tokenize import IGNORE_INDEX, Example, require_known_ids
 from finetune.errors import DataError
 from finetune.objective.step_rows import StepRows
 from finetune.recipe.sections import ObjectiveSection
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+    from transformers import PreTrainedTokenizerBase
 
     from finetune.data.dataset import Chosen, ExampleSet, Rows
-
-
-_COLUMNS = {
-    "references": "log-probabilities of the reference",
-    "logprobs": "log-probabilities of the sampler",
-}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Groups:
-    """The groups of examples; those of a group are next to each other.
-
-    Attributes:
-        offsets: (groups + 1): group g has the examples from `offsets[g]` to `offsets[g + 1]`.
-        values: (examples): see `Example.value`.
-        references: (examples) in nats; see `Example.reference`; none where rows have none.
-    """
-
-    offsets: "NDArray[np.int64]"
-    values: "NDArray[np.float64]"
-    references: "NDArray[np.float64]"
-
-    @classmethod
-    def of(cls, rows: "ExampleSet") -> Self | None:
-        """Return the groups of examples; None where no answers are compared.
-
-        Raises:
-            DataError: Some rows have log-probabilities, and others do not.
-        """
-        stores = [part.tokens.store for part in rows.parts]
-        if not any(len(store.values) for store in stores):
-            return None
-        for name in ("references", "logprobs"):
-            given = [len(getattr(store, name)) for store in stores]
-            full = [len(s.values if name == "references" else s.input_ids) for s in stores]
-            if any(given) and given != full:
-                raise DataError(
-                    f"some rows have {_COLUMNS[name]}, and others have none",
-                    limit="they are compared over the rows of a step: all rows have them, or none",
-                    hint="add them to all rows, or `data.ignored_columns` with their columns",
-                )
-        return cls(
-            offsets=offsets(np.concatenate([is_first(part) for part in rows.parts])),
-            values=np.concatenate([p.tokens.store.values[p.examples] for p in rows.parts]),
-            references=np.concatenate(
-                [np.empty(0, np.float64)]
-                + [
-                    p.tokens.store.references[p.examples]
-                    for p in rows.parts
-                    if stores[0].references.size
-                ]
-            ),
-        )
-
-    @property
-    def sizes(self) -> "NDArray[np.int64]":
-        """Examples of each group."""
-        return np.diff(self.offsets)
-
-    def __len__(self) -> int:
-        return len(self.offsets) - 1
-
-    def numbers(self, rows: "NDArray[np.int64]") -> "NDArray[np.int64]":
-        """Return the group of each of some rows, which are whole groups one after the other."""
-        is_start = np.zeros(self.offsets[-1], dtype=np.bool_)
-        is_start[self.offsets[:-1]] = True
-        return np.asarray(is_start[rows].cumsum() - 1)
-
-    def size_in(self, rows_per_step: int) -> int:
-        """Return the rows of each group, where all have as many and fill steps without a rest.
-
-        Raises:
-            DataError: They do not.
-        """
-        sizes = np.unique(self.sizes).tolist()
-        if len(sizes) > 1 or rows_per_step % sizes[0]:
-            answers = (
-                " or ".join(map(str, sizes)) if len(sizes) < 4 else f"{sizes[0]} to {sizes[-1]}"
-            )
-            raise DataError(
-                f"a row has {answers} answers, and a step {rows_per_step} sequences",
-                limit="unpacked steps have equal numbers of sequences, and the answers of a row are"
-                " in one step",
-                hint="`data.packing: on`"
-                if len(sizes) > 1
-                else "make `train.micro_batch_size` x `train.grad_accum_steps` a multiple of"
-                f" {sizes[0]}",
-            )
-        return int(sizes[0])
 
 
 def require_comparable(rows: "Rows", objective: ObjectiveSection) -> None:
@@ -181,6 +92,23 @@ def require_classes(rows: "Rows", num_classes: int, *, of_words: bool) -> None:
         )
 
 
+def require_known_rows(rows: "Rows", tokenizer: "PreTrainedTokenizerBase", num_tokens: int) -> None:
+    """Check that a model has the tokens of rows, and the one that fills them up.
+
+    Args:
+        rows: That are trained on, and held out.
+        tokenizer: Their tokenizer.
+        num_tokens: Rows of the model's embedding.
+
+    Raises:
+        DataError: It lacks one.
+    """
+    require_known_ids([[tokenizer.pad_token_id]], tokenizer, num_tokens, where="what pads rows")
+    for part in (*rows.train.parts, *(rows.held_out.parts if rows.held_out else ())):
+        where = str(part.tokens.rows.source.path)
+        require_known_ids(part.blocks("input_ids"), tokenizer, num_tokens, where=where)
+
+
 def require_known_tokens(rows: "Rows", num_tokens: int) -> None:
     """Check that a teacher's tokens are tokens of the model.
 
@@ -202,20 +130,6 @@ def require_known_tokens(rows: "Rows", num_tokens: int) -> None:
                 limit="a teacher's tokens mean the same to it and to the model",
                 hint="take a teacher with the same tokenizer",
             )
-
-
-def is_first(part: "Chosen") -> "NDArray[np.bool_]":
-    """Return which of the examples begin a group; where none are compared, each is its own."""
-    store = part.tokens.store
-    if not len(store.values):
-        return np.ones(len(part.examples), dtype=np.bool_)
-    begins = np.concatenate([[True], store.rows[1:] != store.rows[:-1]])
-    return np.asarray(begins[part.examples])
-
-
-def offsets(begins: "NDArray[np.bool_]") -> "NDArray[np.int64]":
-    """Return where groups begin, and where the last one ends."""
-    return np.append(np.flatnonzero(begins), len(begins)).astype(np.int64)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -535,97 +449,3 @@ def _most_top(part: "Chosen") -> int:
         if len(part.tokens.store.top_ids)
         else 0
     )
-
-
-def encode_answers(row: Compared, encoder: Encoder) -> tuple[Fate, list[Example]]:
-    """Tokenise a row; what befalls one of its answers befalls the row.
-
-    Raises:
-        RowError: The template writes the turns of an answer apart from each other.
-        DataError: As `Encoder.encode`.
-    """
-    fates, examples = list[Fate](), list[Example]()
-    nothing = (None,) * len(row.values)
-    known = zip(
-        row.values,
-        row.references or nothing,
-        row.logprobs or nothing,
-        row.teacher or nothing,
-        strict=True,
-    )
-    for conversation, (value, reference, drawn, top) in zip(row.conversations, known, strict=True):
-        fate, parts = encoder.encode(conversation)
-        if len(parts) > 1:
-            raise RowError(
-                "the template writes earlier turns of an answer otherwise once later ones follow:"
-                " leave one turn in each answer, and make the others the prompt"
-            )
-        if fate is Fate.CUT and reference is not None:
-            raise RowError(
-                f"an answer has the reference's log-probability, and is cut to {encoder.seq_len}"
-                " tokens"
-            )
-        fates.append(fate)
-        for one in parts:
-            is_cut = fate is Fate.CUT
-            logprobs = None if drawn is None else _at_labels(drawn, one, is_cut=is_cut)
-            if row.is_rated:
-                one = replace(one, labels=_last_alone(one.labels))
-            teacher = None if top is None else _top_at_labels(top, one, is_cut=is_cut)
-            examples.append(
-                replace(one, value=value, reference=reference, logprobs=logprobs, top=teacher)
-            )
-    worst = max(fates)
-    if worst not in (Fate.WHOLE, Fate.CUT):
-        return worst, []
-    if worst is Fate.CUT and len(examples) > 1 and _are_alike(examples):
-        return Fate.ALIKE, []
-    return worst, examples
-
-
-def _last_alone(labels: "NDArray[np.int32]") -> "NDArray[np.int32]":
-    """Return labels of which only that of the last token is left, which ends an answer."""
-    assert labels[-1] != IGNORE_INDEX, "a row ends with the answer, and was not cut"
-    last = np.full_like(labels, IGNORE_INDEX)
-    last[-1] = labels[-1]
-    return last
-
-
-def _at_labels(drawn: Sequence[float], example: Example, *, is_cut: bool) -> "NDArray[np.float32]":
-    """Put the log-probabilities of an answer's tokens where the tokens are.
-
-    Raises:
-        RowError: Their numbers differ.
-    """
-    places = _places(example, len(drawn), "`logprobs`", is_cut=is_cut)
-    found = np.zeros(len(example.labels), dtype=np.float32)
-    found[places] = drawn[: len(places)]
-    return found
-
-
-def _top_at_labels(top: TopTokens, example: Example, *, is_cut: bool) -> TopTokens:
-    """Put a teacher's likeliest tokens where the tokens of an answer are.
-
-    Raises:
-        RowError: Their numbers differ.
-    """
-    places = _places(example, len(top.counts), "lists of `top_ids`", is_cut=is_cut)
-    return top.at(places, len(example.labels))
-
-
-def _places(example: Example, num: int, what: str, *, is_cut: bool) -> "NDArray[np.int64]":
-    """Return the places of an answer's tokens, of which a row has so many.
-
-    Raises:
-        RowError: The answer has another number of them.
-    """
-    places = np.flatnonzero(example.labels != IGNORE_INDEX)
-    if num != len(places) and not (is_cut and num > len(places)):
-        raise RowError(
-            f"it has {num} {what} for an answer of {len(places)} tokens, its end included"
-        )
-    return places
-
-
-def _are_alike(examples: list[Example]) -> bool:
-    return len({one.input_ids.tobytes() for one in examples}) == 1

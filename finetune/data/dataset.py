@@ -9,20 +9,18 @@ import hashlib
 import math
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
 from finetune.data.chat_template import Prompted
-from finetune.data.compared import Groups, is_first, offsets
-from finetune.data.encode_source import SourceRows, TokenStore, stored_tokens
-from finetune.data.remarks import choice_notes, overlap_notes, remark_notes, source_notes
+from finetune.data.encode_source import NUM_NAMED, SourceRows, TokenStore, stored_tokens
 from finetune.data.rows import (
     FORMATS,
     Compared,
@@ -266,7 +264,7 @@ def _gathered(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class ExampleSet(Sequence[Example]):
+class ExampleSet:
     """Examples of one or several sources, in the order of the sources.
 
     Attributes:
@@ -380,15 +378,10 @@ class ExampleSet(Sequence[Example]):
     def __len__(self) -> int:
         return sum(len(part.examples) for part in self.parts)
 
-    @overload
-    def __getitem__(self, index: int) -> Example: ...
+    def __iter__(self) -> Iterator[Example]:
+        return (self[index] for index in range(len(self)))
 
-    @overload
-    def __getitem__(self, index: slice) -> list[Example]: ...
-
-    def __getitem__(self, index: int | slice) -> Example | list[Example]:
-        if isinstance(index, slice):
-            return [self[one] for one in range(len(self))[index]]
+    def __getitem__(self, index: int) -> Example:
         number = range(len(self))[index]
         ends = list(accumulate(len(part.examples) for part in self.parts))
         which = bisect_right(ends, number)
@@ -434,8 +427,264 @@ def _first_counts(tokens: "NDArray[np.int32]") -> "tuple[NDArray[Any], NDArray[A
     return found[order], counts[order]
 
 
+_COLUMNS = {
+    "references": "log-probabilities of the reference",
+    "logprobs": "log-probabilities of the sampler",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Groups:
+    """The groups of examples; those of a group are next to each other.
+
+    Attributes:
+        offsets: (groups + 1): group g has the examples from `offsets[g]` to `offsets[g + 1]`.
+        values: (examples): see `Example.value`.
+        references: (examples) in nats; see `Example.reference`; none where rows have none.
+    """
+
+    offsets: "NDArray[np.int64]"
+    values: "NDArray[np.float64]"
+    references: "NDArray[np.float64]"
+
+    @classmethod
+    def of(cls, rows: "ExampleSet") -> Self | None:
+        """Return the groups of examples; None where no answers are compared.
+
+        Raises:
+            DataError: Some rows have log-probabilities, and others do not.
+        """
+        stores = [part.tokens.store for part in rows.parts]
+        if not any(len(store.values) for store in stores):
+            return None
+        for name in ("references", "logprobs"):
+            given = [len(getattr(store, name)) for store in stores]
+            full = [len(s.values if name == "references" else s.input_ids) for s in stores]
+            if any(given) and given != full:
+                raise DataError(
+                    f"some rows have {_COLUMNS[name]}, and others have none",
+                    limit="they are compared over the rows of a step: all rows have them, or none",
+                    hint="add them to all rows, or `data.ignored_columns` with their columns",
+                )
+        return cls(
+            offsets=offsets(np.concatenate([is_first(part) for part in rows.parts])),
+            values=np.concatenate([p.tokens.store.values[p.examples] for p in rows.parts]),
+            references=np.concatenate(
+                [np.empty(0, np.float64)]
+                + [
+                    p.tokens.store.references[p.examples]
+                    for p in rows.parts
+                    if stores[0].references.size
+                ]
+            ),
+        )
+
+    @property
+    def sizes(self) -> "NDArray[np.int64]":
+        """Examples of each group."""
+        return np.diff(self.offsets)
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def numbers(self, rows: "NDArray[np.int64]") -> "NDArray[np.int64]":
+        """Return the group of each of some rows, which are whole groups one after the other."""
+        is_start = np.zeros(self.offsets[-1], dtype=np.bool_)
+        is_start[self.offsets[:-1]] = True
+        return np.asarray(is_start[rows].cumsum() - 1)
+
+    def size_in(self, rows_per_step: int) -> int:
+        """Return the rows of each group, where all have as many and fill steps without a rest.
+
+        Raises:
+            DataError: They do not.
+        """
+        sizes = np.unique(self.sizes).tolist()
+        if len(sizes) > 1 or rows_per_step % sizes[0]:
+            answers = (
+                " or ".join(map(str, sizes)) if len(sizes) < 4 else f"{sizes[0]} to {sizes[-1]}"
+            )
+            raise DataError(
+                f"a row has {answers} answers, and a step {rows_per_step} sequences",
+                limit="unpacked steps have equal numbers of sequences, and the answers of a row are"
+                " in one step",
+                hint="`data.packing: on`"
+                if len(sizes) > 1
+                else "make `train.micro_batch_size` x `train.grad_accum_steps` a multiple of"
+                f" {sizes[0]}",
+            )
+        return int(sizes[0])
+
+
+def is_first(part: "Chosen") -> "NDArray[np.bool_]":
+    """Return which of the examples begin a group; where none are compared, each is its own."""
+    store = part.tokens.store
+    if not len(store.values):
+        return np.ones(len(part.examples), dtype=np.bool_)
+    begins = np.concatenate([[True], store.rows[1:] != store.rows[:-1]])
+    return np.asarray(begins[part.examples])
+
+
+def offsets(begins: "NDArray[np.bool_]") -> "NDArray[np.int64]":
+    """Return where groups begin, and where the last one ends."""
+    return np.append(np.flatnonzero(begins), len(begins)).astype(np.int64)
+
+
+# ---------------------------------------------------------------------------------------------
+# What a user should know about the rows: what was joined, skipped, cut and dropped.
+#
+# Held-out rows that are training rows too: the loss on them does not show what was learned. Rows
+# are equal if their tokens are. Few rows are read to find out: those that agree with a held-out one
+# in length and in some tokens spread over it.
+
+_NUM_PLACES = 8  # of the tokens that are compared first
+REMARKS = {
+    "special": "hold special tokens in their text, which are read as real ones",
+    "trailing": "end with turns after their last answer, which are left out",
+    "rating": "have ratings by which the rejected answer is the better one",
+}
+"""Kinds of remarks, in words; those on prompts are said once for all sources."""
+
+
+def source_notes(rows: "SourceRows", store: "TokenStore") -> list[str]:
+    """Say what of a source is not among its rows."""
+    path, report = rows.source.path, store.report
+    notes = [*rows.source.notes]
+    if report.num_documents:
+        notes.append(f"{path}: {report.num_documents:,} documents, joined")
+    if report.num_duplicates:
+        notes.append(f"{report.num_duplicates:,} rows of {path} were dropped as duplicates")
+    if report.skipped:
+        bad = [f"{rows.source.name((file, line))}: {what}" for file, line, what in report.skipped]
+        notes.append(f"{len(bad)} bad rows of {path} were skipped:\n  " + "\n  ".join(bad[:10]))
+    return notes
+
+
+def choice_notes(parts: Sequence["Chosen"], encoder: "Encoder") -> list[str]:
+    """Report what was cut, split and dropped.
+
+    Raises:
+        DataError: Nothing is left, or a row is too long and the recipe asks for an error.
+    """
+    seq_len = encoder.seq_len
+    num_rows = sum(len(part.row_ids) for part in parts)
+    found = {fate: _with_fate(parts, fate) for fate in Fate}
+    if encoder.too_long == "error" and found[Fate.TOO_LONG][0]:
+        num, named = found[Fate.TOO_LONG]
+        raise DataError(
+            f"{num} of {num_rows} rows have more than {seq_len} tokens: {named}",
+            limit="`data.too_long` is error",
+            hint="raise `train.seq_len`, or `data.too_long: truncate`, `drop` or `split`",
+        )
+    num_cut = found[Fate.CUT][0]
+    notes = [f"{num_cut} of {num_rows} rows were cut to {seq_len} tokens"] if num_cut else []
+    whys = {
+        Fate.SPLIT: f"were split into parts of at most {seq_len} tokens",
+        Fate.NOTHING_LEFT: f"were dropped: their answers start beyond {seq_len} tokens",
+        Fate.TOO_LONG: f"were dropped: they have more than {seq_len} tokens",
+        Fate.NOT_TRAINED: "were dropped: none of their turns is trained",
+        Fate.ALIKE: f"were dropped: within {seq_len} tokens their answers are the same",
+    }
+    for fate, why in whys.items():
+        num, named = found[fate]
+        if num:
+            notes.append(f"{num} of {num_rows} rows {why} ({named})")
+    num_apart = sum(part.num_apart for part in parts)
+    if num_apart:
+        notes.append(
+            f"{num_apart} of {num_rows} rows are learned in several texts: the template writes"
+            " earlier turns otherwise once later ones follow"
+        )
+    if not any(len(part.examples) for part in parts):
+        if found[Fate.NOT_TRAINED][0] == num_rows:
+            raise DataError(
+                f"none of the {num_rows} rows has a turn that is trained",
+                limit="at least one row must have something to learn",
+                hint="leave out `train: false` in the turns to learn",
+            )
+        raise DataError(
+            f"none of the {num_rows} rows has an answer within {seq_len} tokens",
+            limit="at least one row must have something to learn",
+            hint=f"raise `train.seq_len` above {seq_len}",
+        )
+    return notes
+
+
+def _with_fate(parts: Sequence["Chosen"], fate: Fate) -> tuple[int, str]:
+    """Count the rows with a fate, and name the first ones."""
+    found = [(part, part.with_fate(fate)) for part in parts]
+    num = sum(len(rows) for _, rows in found)
+    first = [part.tokens.name(row) for part, rows in found for row in rows[:NUM_NAMED].tolist()]
+    return num, ", ".join(first[:NUM_NAMED]) + (", ..." if num > NUM_NAMED else "")
+
+
+def overlap_notes(train: "Sequence[Chosen]", held_out: "Sequence[Chosen]") -> list[str]:
+    """Count the held-out rows that are training rows too, and name the first ones."""
+    same = dict[bytes, str]()
+    known = [_marks(part) for part in held_out]
+    if not any(map(len, known)):
+        return []
+    wanted = np.concatenate(known)
+    for part in train:
+        likely = np.flatnonzero(np.isin(_marks(part), wanted))
+        for content, name in _rows(part, likely):
+            same.setdefault(content, name)
+    found = [
+        (name, same[content])
+        for part in held_out
+        if same
+        for content, name in _rows(part, np.arange(len(part.examples)))
+        if content in same
+    ]
+    if not found:
+        return []
+    num_rows = sum(len(part.examples) for part in held_out)
+    named = ", ".join(f"{one} is {other}" for one, other in found[:NUM_NAMED])
+    return [
+        f"{len(found)} of {num_rows} held-out rows are training rows too, so that their loss does"
+        f" not measure what was learned ({named}{', ...' if len(found) > NUM_NAMED else ''})"
+    ]
+
+
+def _marks(part: "Chosen") -> "NDArray[np.uint64]":
+    """Return a number for each example, equal for equal ones."""
+    lengths, store = part.lengths, part.tokens.store
+    starts = store.offsets[part.examples]
+    marks = lengths.astype(np.uint64)
+    for number in range(_NUM_PLACES):
+        places = starts + np.maximum(lengths - 1, 0) * number // (_NUM_PLACES - 1)
+        tokens = store.input_ids[places].astype(np.uint64)
+        marks = marks * np.uint64(0x9E3779B97F4A7C15) + tokens  # wraps at 64 bits
+    return marks
+
+
+def _rows(part: "Chosen", numbers: "NDArray[np.int64]") -> "Iterator[tuple[bytes, str]]":
+    """Give the tokens and the place of some examples."""
+    store = part.tokens.store
+    for example in part.examples[numbers].tolist():
+        ids = store.input_ids[store.offsets[example] : store.offsets[example + 1]]
+        yield ids.tobytes(), part.tokens.name(int(store.rows[example]))
+
+
+def remark_notes(tokens: "Tokens") -> list[str]:
+    """Say how many rows of a source there is something to say about, and name the first ones."""
+    report, source = tokens.store.report, tokens.rows.source
+    num_rows = report.num_documents or len(tokens.store.fates)
+    return [
+        f"{num:,} of {num_rows:,} rows of {source.path} {REMARKS[kind]} ("
+        + ", ".join(f"{source.name((file, line))}: {detail}" for file, line, detail in first)
+        + (", ...)" if num > len(first) else ")")
+        for kind, (num, first) in report.remarks.items()
+        if kind in REMARKS
+    ]
+
+
+# ---------------------------------------------------------------------------------------------
+# All rows of a run.
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class HeldOutRows(Sequence[Conversation]):
+class HeldOutRows:
     """The held-out rows as conversations, read again when they are asked for.
 
     Attributes:
@@ -444,23 +693,7 @@ class HeldOutRows(Sequence[Conversation]):
 
     parts: tuple[tuple[SourceRows, frozenset[tuple[int, int]]], ...] = ()
 
-    def __len__(self) -> int:
-        return sum(len(places) for _, places in self.parts)
-
-    @overload
-    def __getitem__(self, index: int) -> Conversation: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Conversation, ...]: ...
-
-    def __getitem__(self, index: int | slice) -> Conversation | tuple[Conversation, ...]:
-        numbers = range(len(self))[index if isinstance(index, slice) else slice(index, None)]
-        wanted = numbers if isinstance(index, slice) else numbers[:1]
-        found = dict(zip(range(max(wanted, default=-1) + 1), self._read(), strict=False))
-        rows = tuple(found[number] for number in wanted)
-        return rows if isinstance(index, slice) else rows[0]
-
-    def _read(self) -> Iterator[Conversation]:
+    def __iter__(self) -> Iterator[Conversation]:
         for rows, places in self.parts:
             form, named = rows.opened()
             for place, name, raw in named:
@@ -479,15 +712,13 @@ class Rows:
         train: Tokens of the training rows.
         held_out: Tokens of the held-out rows, None if there are none.
         held_out_rows: The same as conversations, for samples.
-        unused_columns: Columns that are read from no row, except those that the recipe ignores.
         prompted: Which prompts answers are trained after.
         notes: What a user should know about the rows: unused columns, cut, dropped, cached.
     """
 
     train: ExampleSet
     held_out: ExampleSet | None
-    held_out_rows: Sequence[Conversation]
-    unused_columns: tuple[str, ...]
+    held_out_rows: Iterable[Conversation]
     prompted: Prompted
     notes: tuple[str, ...]
 
@@ -577,7 +808,6 @@ def load_rows(
         train=ExampleSet(parts=tuple(chosen)),
         held_out=ExampleSet(parts=tuple(held_out)) if held_out else None,
         held_out_rows=HeldOutRows(parts=tuple(_places(part) for part in held_out)),
-        unused_columns=unused,
         prompted=_prompted(sources, encoder),
         notes=(*first, *notes, *held_out_notes),
     )

@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import json
 import os
+import re
 import shutil
 import tempfile
 import zlib
@@ -17,16 +18,13 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, BinaryIO, Self
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
-from finetune.data.compared import encode_answers
-from finetune.data.remarks import NUM_NAMED, remarks_on, special_tokens
 from finetune.data.rows import (
     Classified,
     Compared,
@@ -40,13 +38,21 @@ from finetune.data.rows import (
     no_rows,
 )
 from finetune.data.sources import Place, Raw, RowError, Source
-from finetune.data.tokenize import Encoder, Example, Fate, check_is_fast, learned_turns
+from finetune.data.tokenize import (
+    Encoder,
+    Example,
+    Fate,
+    check_is_fast,
+    encode_answers,
+    learned_turns,
+)
 from finetune.errors import DataError
 from finetune.processes import prepare_worker, process_context
 from finetune.report.screen import Work, Working
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+    from transformers import PreTrainedTokenizerBase
 
 
 def num_cores() -> int:
@@ -145,7 +151,7 @@ class TokenStore:
 
     def __reduce__(self) -> tuple[Any, tuple[Path]]:
         """Let another process map the files again, in place of a copy of them."""
-        return _reopened, (self.folder,)
+        return _opened, (self.folder,)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -219,11 +225,7 @@ def _checksum(file: Path) -> int:
     return checksum
 
 
-def _reopened(folder: Path) -> TokenStore:
-    return _opened(folder, is_checked=False)
-
-
-def _opened(folder: Path, *, is_checked: bool) -> TokenStore:
+def _opened(folder: Path, *, is_checked: bool = False) -> TokenStore:
     listed = json.loads((folder / _LIST).read_text())
     arrays: dict[str, NDArray[Any]] = {}
     for name, dtype in _ARRAYS.items():
@@ -274,70 +276,39 @@ class Part:
     num_tops: Sequence[int] = ()
 
 
-@dataclass(kw_only=True, slots=True)
+_ENDS = {"offsets": "lengths", "end_offsets": "num_ends", "top_offsets": "num_tops"}
+"""Arrays of a store that say where parts end -> the field of a `Part` with their lengths."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StoreWriter:
     """Writes a store part by part; memory does not grow with it.
 
     Attributes:
         folder: Where the store will be.
+        draft: Where it is written meanwhile.
+        files: The file of each array.
+        sums: The checksum of each so far.
+        at: Where the next part begins: its first row, and in arrays of `_ENDS`.
     """
 
     folder: Path
-    _draft: Path = field(init=False)
-    _files: dict[str, BinaryIO] = field(init=False)
-    _sums: dict[str, int] = field(init=False)
-    _at: dict[str, int] = field(init=False)
-    _stack: ExitStack = field(init=False, default_factory=ExitStack)
-
-    def __enter__(self) -> Self:
-        """Start to write, under another name that is unique to the process.
-
-        Raises:
-            OSError: The folder cannot be written.
-        """
-        self._draft = self.folder.with_name(f".{self.folder.name}.{os.getpid()}.tmp")
-        shutil.rmtree(self._draft, ignore_errors=True)
-        self._draft.mkdir(parents=True)
-        self._files = {
-            name: self._stack.enter_context((self._draft / f"{name}.bin").open("wb"))
-            for name in _ARRAYS
-        }
-        self._sums = dict.fromkeys(_ARRAYS, 0)
-        self._at = {"offsets": 0, "end_offsets": 0, "rows": 0, "top_offsets": 0}
-        self._write("offsets", [0])
-        self._write("end_offsets", [0])
-        self._write("top_offsets", [0])
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._stack.close()
-        with suppress(OSError):
-            shutil.rmtree(self._draft, ignore_errors=True)
+    draft: Path
+    files: Mapping[str, BinaryIO]
+    sums: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_ARRAYS, 0))
+    at: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("rows", *_ENDS), 0))
 
     def add(self, part: Part) -> None:
         """Append the rows of a part."""
-        self._write("input_ids", part.input_ids)
-        self._write("labels", part.labels)
-        self._write("offsets", self._ends("offsets", part.lengths))
-        self._write("end_ids", part.end_ids)
-        self._write("end_offsets", self._ends("end_offsets", part.num_ends))
-        self._write("rows", np.asarray(part.rows, dtype=np.int64) + self._at["rows"])
-        self._at["rows"] += len(part.fates)
-        self._write("is_truncated", part.is_truncated)
-        self._write("fates", part.fates)
-        self._write("places", np.asarray(part.places, dtype=np.int64).ravel())
-        self._write("values", part.values)
-        self._write("references", part.references)
-        self._write("logprobs", part.logprobs)
-        self._write("top_counts", part.top_counts)
-        self._write("top_ids", part.top_ids)
-        self._write("top_logprobs", part.top_logprobs)
-        self._write("top_offsets", self._ends("top_offsets", part.num_tops))
+        for name in _ARRAYS:
+            values: Any = getattr(part, _ENDS.get(name, name))
+            if name in _ENDS:
+                values = np.cumsum(values, dtype=np.int64) + self.at[name]
+                self.at[name] = int(values[-1]) if len(values) else self.at[name]
+            elif name == "rows":
+                values = np.asarray(values, dtype=np.int64) + self.at["rows"]
+            self.write(name, values)
+        self.at["rows"] += len(part.fates)
 
     def close(self, report: StoreReport) -> TokenStore:
         """Finish the files and move the store into place.
@@ -348,43 +319,105 @@ class StoreWriter:
             OSError: It cannot be written.
         """
         listed = {}
-        for name, file in self._files.items():
+        for name, file in self.files.items():
             file.flush()
             os.fsync(file.fileno())
-            listed[name] = (file.tell(), self._sums[name])
-        self._stack.close()
-        content = {
-            "arrays": listed,
-            "report": {
-                "skipped": report.skipped,
-                "num_duplicates": report.num_duplicates,
-                "unused": report.unused,
-                "num_documents": report.num_documents,
-                "remarks": report.remarks,
-            },
-        }
-        (self._draft / _LIST).write_text(json.dumps(content))
+            listed[name] = (file.tell(), self.sums[name])
+        content = {"arrays": listed, "report": asdict(report)}
+        (self.draft / _LIST).write_text(json.dumps(content))
         try:
-            self._draft.rename(self.folder)
+            self.draft.rename(self.folder)
         except OSError:
             notes: list[str] = []
             found = open_store(self.folder, notes=notes)
             if found is not None:
                 return found
             shutil.rmtree(self.folder)
-            self._draft.rename(self.folder)
-        return _reopened(self.folder)
+            self.draft.rename(self.folder)
+        return _opened(self.folder)
 
-    def _ends(self, name: str, lengths: Sequence[int]) -> "NDArray[np.int64]":
-        ends = np.cumsum(lengths, dtype=np.int64) + self._at[name]
-        self._at[name] = int(ends[-1]) if len(ends) else self._at[name]
-        return ends
-
-    def _write(self, name: str, values: "Sequence[Any] | NDArray[Any]") -> None:
+    def write(self, name: str, values: "Sequence[Any] | NDArray[Any]") -> None:
+        """Append values to an array."""
         content = np.ascontiguousarray(values, dtype=_ARRAYS[name]).tobytes()
-        self._sums[name] = zlib.crc32(content, self._sums[name])
-        self._files[name].write(content)
+        self.sums[name] = zlib.crc32(content, self.sums[name])
+        self.files[name].write(content)
 
+
+@contextmanager
+def new_store(folder: Path) -> Iterator[StoreWriter]:
+    """Yield what writes a store, under another name that is unique to the process until `close`.
+
+    Raises:
+        OSError: The folder cannot be written.
+    """
+    draft = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(parents=True)
+    with ExitStack() as stack:
+        stack.callback(shutil.rmtree, draft, ignore_errors=True)
+        files = {name: stack.enter_context((draft / f"{name}.bin").open("wb")) for name in _ARRAYS}
+        writer = StoreWriter(folder=folder, draft=draft, files=files)
+        for name in _ENDS:
+            writer.write(name, [0])
+        yield writer
+
+
+# ---------------------------------------------------------------------------------------------
+# What a user should know about single rows that are used: counted, and the first ones named.
+#
+# Special tokens. A rendering is tokenised as a whole, so `<|im_end|>` in what a user said ends the
+# turn as the template's own does. Trainers leave it at that, and so it is here; but who did not
+# write it on purpose has another conversation than the file shows.
+#
+# Ratings. A pair says which answer is chosen, and ratings in the row may say the opposite. The pair
+# is learned as it is, and what contradicts it is counted: columns may have been swapped.
+#
+# Turns at the end. Nothing after the last answer is learned, so turns there are left out.
+
+NUM_NAMED = 3
+
+
+def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> re.Pattern[str] | None:
+    """Return what finds the tokenizer's special tokens in a text; None if it has none.
+
+    `<think>` and the like are tokens of their own, but not special: templates leave them to rows.
+    """
+    added = tokenizer.added_tokens_decoder.values()
+    texts = sorted((token.content for token in added if token.special), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, texts))) if texts else None
+
+
+def remarks_on(row: object, tokens: re.Pattern[str] | None) -> Iterator[tuple[str, str]]:
+    """Give the kind and the detail of each remark on a row.
+
+    Args:
+        row: As it was read.
+        tokens: What finds special tokens.
+    """
+    found = (tokens.search(text) for text in _texts(row)) if tokens is not None else ()
+    special = next((match.group() for match in found if match is not None), None)
+    if special is not None:
+        yield "special", special
+    if isinstance(row, Conversation) and row.messages[-1].role != "assistant":
+        yield "trailing", row.messages[-1].role
+    if isinstance(row, Compared) and row.contradiction is not None:
+        yield "rating", row.contradiction
+
+
+def _texts(row: object) -> Iterator[str]:
+    if isinstance(row, Document | Classified | Tagged):
+        yield row.text
+    turns = row.conversations if isinstance(row, Compared) else (row,)
+    for conversation in turns:
+        if not isinstance(conversation, Conversation):
+            continue
+        for message in conversation.messages:
+            yield message.content
+            yield message.thought or ""
+
+
+# ---------------------------------------------------------------------------------------------
+# The rows of a source, encoded in chunks.
 
 # A worker process must first import its libraries, which takes as long as some thousand rows.
 MIN_ROWS_FOR_WORKERS = 4_000
@@ -497,7 +530,7 @@ def _written(
     form, named = rows.opened()
     task = _Task(form=form, encoder=encoder, has_digests=rows.drop_duplicates)
     name = rows.source.path.rstrip("/").rpartition("/")[2]
-    with working(f"Tokenising {name}", "rows") as progress, StoreWriter(folder=folder) as writer:
+    with working(f"Tokenising {name}", "rows") as progress, new_store(folder) as writer:
         count = _Count(rows=rows, form=form, progress=progress, num_expected=rows.num())
         progress(0, count.num_expected)
         joined = _Joined(seq_len=encoder.seq_len)
@@ -700,13 +733,11 @@ class _Count:
             self.remarks[kind] = num + 1, (*first, (*place, detail))[:NUM_NAMED]
         for problem in chunk.problems:
             self.problems.append(problem)
-            if problem.refusal is not None and self.is_failed and self._are_all_refusals():
+            are_all = all(one.refusal is not None for one in self.problems)
+            if problem.refusal is not None and self.is_failed and are_all:
                 what, limit, hint = problem.refusal
                 raise DataError(what, limit=limit, hint=hint)
         self.progress(self.num_rows, self.num_expected)
-
-    def _are_all_refusals(self) -> bool:
-        return all(problem.refusal is not None for problem in self.problems)
 
     def without_duplicates(self, chunk: _Chunk) -> _Chunk:
         """Return a chunk without the rows that were there before."""

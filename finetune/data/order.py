@@ -178,7 +178,7 @@ class PackedOrder:
         train: TrainSection,
         rows: ExampleSet,
         *,
-        num_ranks: int,
+        min_parts: int = 1,
         cost: RowCost,
         comparison: Comparison | None = None,
     ) -> Self:
@@ -201,7 +201,7 @@ class PackedOrder:
             tokens_per_step=in_tokens,
             num_steps=train.steps or 0,
             seed=train.seed,
-            min_bins=num_ranks,
+            min_bins=min_parts,
             cost=cost,
             groups=None if comparison is None else comparison.groups.offsets,
         )
@@ -360,7 +360,7 @@ class BatchOrder:
         train: TrainSection,
         rows: ExampleSet,
         *,
-        num_ranks: int,
+        min_parts: int = 1,
         comparison: Comparison | None = None,
     ) -> Self:
         """Return the order that these settings make of the rows.
@@ -384,7 +384,7 @@ class BatchOrder:
             num_micro_batches=train.num_micro_batches,
             num_steps=num_steps,
             seed=train.seed,
-            min_parts=num_ranks,
+            min_parts=min_parts,
             group_size=group_size,
             end=end,
         )

@@ -417,8 +417,8 @@ def read_answers(
         _require_answer(answer, name)
     return replace(
         found,
-        prompt=tuple(_asked(turn) for turn in found.prompt),
-        answers=tuple(tuple(_learned(turn) for turn in answer) for answer in found.answers),
+        prompt=_trained(found.prompt, is_trained=False),
+        answers=tuple(_trained(answer, is_trained=True) for answer in found.answers),
     )
 
 
@@ -441,7 +441,7 @@ def read_completion(
     )
     _require_prompt(prompt)
     _require_answer(completion, names[1])
-    return [*map(_asked, prompt), *completion]
+    return [*_trained(prompt, is_trained=False), *completion]
 
 
 def recast(row: Mapping[str, object], data_format: str, *, column: Column) -> Mapping[str, object]:
@@ -534,12 +534,11 @@ def _require_answer(answer: Sequence[Message], name: str) -> None:
         raise RowError(f"{name!r} is empty")
 
 
-def _asked(turn: Message) -> Message:
-    return replace(turn, is_trained=False) if turn.role == "assistant" else turn
-
-
-def _learned(turn: Message) -> Message:
-    return replace(turn, is_trained=True) if turn.role == "assistant" else turn
+def _trained(turns: Sequence[Message], *, is_trained: bool) -> tuple[Message, ...]:
+    """Return turns of which those of the assistant are learned, or are not."""
+    return tuple(
+        replace(turn, is_trained=is_trained) if turn.role == "assistant" else turn for turn in turns
+    )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1241,9 +1240,9 @@ def _document(content: str, source: str, unused: tuple[str, ...]) -> Document:
     return Document(text=content, source=source, unused=unused)
 
 
-def _turns(row: Mapping[str, object], key: str, form: RowForm) -> list[Message]:
-    """Read the turns of a chat."""
-    key = form.column(key)
+def _parse_chat(row: Mapping[str, object], form: RowForm) -> list[Message]:
+    """Read the formats messages and sharegpt."""
+    key = form.column(_COLUMNS[form.data_format][0])
     turns = row.get(key)
     if key not in row:
         text(row, key)
@@ -1251,16 +1250,6 @@ def _turns(row: Mapping[str, object], key: str, form: RowForm) -> list[Message]:
         raise RowError(f"{key!r} must be a list of objects, this is {type(turns).__name__}")
     keys = _TURN_KEYS[form.data_format][0]
     return [read_turn(mapping(turn), keys=keys, ignored=form.ignored) for turn in turns]
-
-
-def _parse_messages(row: Mapping[str, object], form: RowForm) -> list[Message]:
-    """Read the format messages."""
-    return _turns(row, "messages", form)
-
-
-def _parse_sharegpt(row: Mapping[str, object], form: RowForm) -> list[Message]:
-    """Read the format sharegpt."""
-    return _turns(row, "conversations", form)
 
 
 def _parse_alpaca(row: Mapping[str, object], form: RowForm) -> list[Message]:
@@ -1282,8 +1271,8 @@ def _parse_prompt_completion(row: Mapping[str, object], form: RowForm) -> list[M
 
 
 _PARSERS: dict[str, "Callable[[Mapping[str, object], RowForm], list[Message]]"] = {
-    "messages": _parse_messages,
-    "sharegpt": _parse_sharegpt,
+    "messages": _parse_chat,
+    "sharegpt": _parse_chat,
     "alpaca": _parse_alpaca,
     "prompt_completion": _parse_prompt_completion,
 }

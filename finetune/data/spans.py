@@ -433,18 +433,10 @@ class _Chat:
         elif turn.thought is not None:
             self._require_thought(number, self.text[start:answer_start], marked)
         kinds = self._kinds(turn, self.text[start:answer_start], value=value)
-        if turn.calls:
-            end_token = self._end_token(self.text, self._calls_end(number), marked.num_closing)
-            return Span(
-                turn=number,
-                start=start,
-                end=end_token.end(),
-                end_token=end_token.group(),
-                kinds=kinds,
-            )
-        end_token = self._end_token(self.text, answer_end, 1)
+        place = (self._calls_end(number), marked.num_closing) if turn.calls else (answer_end, 1)
+        end_token = self._end_token(self.text, *place)
         closing = self.text[answer_end : end_token.end()]
-        if closing != marked.closing:
+        if not turn.calls and closing != marked.closing:
             raise self.refused(
                 f"ends the answer {answer[:40]!r} with {closing!r}, another with {marked.closing!r}"
             )

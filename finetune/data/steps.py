@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing import resource_tracker
 from types import TracebackType
-from typing import Self, overload
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -342,15 +342,7 @@ class InFront(ExampleSet):
         found: npt.NDArray[np.int64] = others + (np.concatenate(firsts) != IGNORE_INDEX)
         return found
 
-    @overload
-    def __getitem__(self, index: int) -> Example: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Example]: ...
-
-    def __getitem__(self, index: int | slice) -> Example | list[Example]:
-        if isinstance(index, slice):
-            return [self[one] for one in range(len(self))[index]]
+    def __getitem__(self, index: int) -> Example:
         found = ExampleSet.__getitem__(self, index)
         ids = np.arange(self.first_id, self.first_id + self.num, dtype=np.int32)
         none = np.full(self.num, IGNORE_INDEX, np.int32)

@@ -26,14 +26,22 @@ prompt + answer + end of text, with nothing in between.
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from finetune.data.chat_template import NO_SETTINGS, Switch, refused, render, switch_of
-from finetune.data.rows import Classified, Conversation, Document, LossOn, Tagged, TopTokens
+from finetune.data.rows import (
+    Classified,
+    Compared,
+    Conversation,
+    Document,
+    LossOn,
+    Tagged,
+    TopTokens,
+)
 from finetune.data.sources import RowError
 from finetune.data.spans import Rendering, Shapes, Span, render_answers
 from finetune.data.turns import Message
@@ -43,25 +51,6 @@ from finetune.recipe.sections import EmptyThink
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from transformers import PreTrainedTokenizerBase
-
-    from finetune.data.dataset import Rows
-
-
-def require_known_rows(rows: "Rows", tokenizer: "PreTrainedTokenizerBase", num_tokens: int) -> None:
-    """Check that a model has the tokens of rows, and the one that fills them up.
-
-    Args:
-        rows: That are trained on, and held out.
-        tokenizer: Their tokenizer.
-        num_tokens: Rows of the model's embedding.
-
-    Raises:
-        DataError: It lacks one.
-    """
-    require_known_ids([[tokenizer.pad_token_id]], tokenizer, num_tokens, where="what pads rows")
-    for part in (*rows.train.parts, *(rows.held_out.parts if rows.held_out else ())):
-        where = str(part.tokens.rows.source.path)
-        require_known_ids(part.blocks("input_ids"), tokenizer, num_tokens, where=where)
 
 
 def require_known_ids(
@@ -517,3 +506,101 @@ def check_is_fast(tokenizer: "PreTrainedTokenizerBase") -> None:
             limit="the loss mask needs a tokenizer with offsets (`is_fast`)",
             hint="set `model.tokenizer` to a folder that has a tokenizer.json",
         )
+
+
+# ---------------------------------------------------------------------------------------------
+# Answers of one row: what befalls one of them befalls the row.
+
+
+def encode_answers(row: Compared, encoder: Encoder) -> tuple[Fate, list[Example]]:
+    """Tokenise a row; what befalls one of its answers befalls the row.
+
+    Raises:
+        RowError: The template writes the turns of an answer apart from each other.
+        DataError: As `Encoder.encode`.
+    """
+    fates, examples = list[Fate](), list[Example]()
+    nothing = (None,) * len(row.values)
+    known = zip(
+        row.values,
+        row.references or nothing,
+        row.logprobs or nothing,
+        row.teacher or nothing,
+        strict=True,
+    )
+    for conversation, (value, reference, drawn, top) in zip(row.conversations, known, strict=True):
+        fate, parts = encoder.encode(conversation)
+        if len(parts) > 1:
+            raise RowError(
+                "the template writes earlier turns of an answer otherwise once later ones follow:"
+                " leave one turn in each answer, and make the others the prompt"
+            )
+        if fate is Fate.CUT and reference is not None:
+            raise RowError(
+                f"an answer has the reference's log-probability, and is cut to {encoder.seq_len}"
+                " tokens"
+            )
+        fates.append(fate)
+        for one in parts:
+            is_cut = fate is Fate.CUT
+            logprobs = None if drawn is None else _at_labels(drawn, one, is_cut=is_cut)
+            if row.is_rated:
+                one = replace(one, labels=_last_alone(one.labels))
+            teacher = None if top is None else _top_at_labels(top, one, is_cut=is_cut)
+            examples.append(
+                replace(one, value=value, reference=reference, logprobs=logprobs, top=teacher)
+            )
+    worst = max(fates)
+    if worst not in (Fate.WHOLE, Fate.CUT):
+        return worst, []
+    if worst is Fate.CUT and len(examples) > 1 and _are_alike(examples):
+        return Fate.ALIKE, []
+    return worst, examples
+
+
+def _last_alone(labels: "NDArray[np.int32]") -> "NDArray[np.int32]":
+    """Return labels of which only that of the last token is left, which ends an answer."""
+    assert labels[-1] != IGNORE_INDEX, "a row ends with the answer, and was not cut"
+    last = np.full_like(labels, IGNORE_INDEX)
+    last[-1] = labels[-1]
+    return last
+
+
+def _at_labels(drawn: Sequence[float], example: Example, *, is_cut: bool) -> "NDArray[np.float32]":
+    """Put the log-probabilities of an answer's tokens where the tokens are.
+
+    Raises:
+        RowError: Their numbers differ.
+    """
+    places = _places(example, len(drawn), "`logprobs`", is_cut=is_cut)
+    found = np.zeros(len(example.labels), dtype=np.float32)
+    found[places] = drawn[: len(places)]
+    return found
+
+
+def _top_at_labels(top: TopTokens, example: Example, *, is_cut: bool) -> TopTokens:
+    """Put a teacher's likeliest tokens where the tokens of an answer are.
+
+    Raises:
+        RowError: Their numbers differ.
+    """
+    places = _places(example, len(top.counts), "lists of `top_ids`", is_cut=is_cut)
+    return top.at(places, len(example.labels))
+
+
+def _places(example: Example, num: int, what: str, *, is_cut: bool) -> "NDArray[np.int64]":
+    """Return the places of an answer's tokens, of which a row has so many.
+
+    Raises:
+        RowError: The answer has another number of them.
+    """
+    places = np.flatnonzero(example.labels != IGNORE_INDEX)
+    if num != len(places) and not (is_cut and num > len(places)):
+        raise RowError(
+            f"it has {num} {what} for an answer of {len(places)} tokens, its end included"
+        )
+    return places
+
+
+def _are_alike(examples: list[Example]) -> bool:
+    return len({one.input_ids.tobytes() for one in examples}) == 1

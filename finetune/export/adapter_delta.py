@@ -139,7 +139,7 @@ class Renaming:
             for name in names:
                 converter.add_tensor(first, name, pattern, tensors[name])
         values = converter.convert(first, model=self._model, config=self._model.config)
-        return {name: _single(value) for name, value in values.items()}
+        return {name: v[0] if isinstance(v, list) else v for name, v in values.items()}
 
     def backward(
         self, group: Group, parameters: Mapping[str, torch.Tensor]
@@ -250,11 +250,6 @@ class Renaming:
                     limit="weights and config must match",
                     hint="download the model again, or give the config.json that belongs to it",
                 )
-
-
-def _single(value: Any) -> torch.Tensor:
-    tensor: torch.Tensor = value[0] if isinstance(value, list) else value
-    return tensor
 
 
 def _num_parts(group: Group, made: Mapping[str, torch.Tensor]) -> int:

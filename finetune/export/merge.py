@@ -22,7 +22,7 @@ from pydantic import BaseModel, RootModel
 from finetune.data.chat_template import merge_generation_config
 from finetune.errors import MergeError, ModelError
 from finetune.export.adapter_delta import Changes, Group, Renaming
-from finetune.export.safetensors_writer import Shards, find_packed
+from finetune.export.safetensors_writer import Shards, find_packed, new_shards
 from finetune.files.adapter import refuse_classifier
 from finetune.files.atomic import JsonFile, becoming
 from finetune.files.shards import INDEX, SINGLE, read_weight_map, weight_files
@@ -253,8 +253,10 @@ def merge(
     total_bytes = sum(spec.num_bytes for spec in specs.values())
     with becoming(out) as folder:
         _require_room(out.parent, total_bytes)
-        with Shards(folder, specs) as shards:
-            writer = _Writer(published, renaming, changes, shards, progress or _silent)
+        with new_shards(folder, specs) as shards:
+            writer = _Writer(
+                published, renaming, changes, shards, progress or (lambda _done, _total: None)
+            )
             writer.write_all(untied, total_bytes)
             shards.finish()
         copy_companions(base, tokenizer or base, folder)
@@ -361,10 +363,6 @@ class _Writer:
 
 def _num_elements(spec: Spec) -> int:
     return torch.Size(spec.shape).numel()
-
-
-def _silent(_done: int, _total: int) -> None:
-    """Show nothing."""
 
 
 def _untied(ties: Mapping[str, str], changes: Changes, renaming: Renaming) -> dict[str, str]:

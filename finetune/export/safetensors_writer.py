@@ -8,11 +8,10 @@ every piece is written to its position.
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -96,42 +95,14 @@ _ALIGNMENT = 8
 
 
 class Shards:
-    """Writes a model's weights; use as a context, and call `finish` at the end."""
+    """Writes a model's weights; see `new_shards`."""
 
-    def __init__(
-        self, folder: Path, specs: Mapping[str, Spec], *, shard_bytes: int = SHARD_BYTES
-    ) -> None:
-        """Write the headers and reserve the space.
-
-        Args:
-            folder: An empty directory.
-            specs: The tensors that will be written, in the order of the files.
-            shard_bytes: Largest file size, unless a single tensor is larger.
-        """
-        self._folder, self._specs = folder, specs
-        self._open = ExitStack()
+    def __init__(self, folder: Path, specs: Mapping[str, Spec], files: ExitStack) -> None:
+        """Write no header yet."""
+        self._folder, self._specs, self._open = folder, specs, files
         self._places: dict[str, tuple[int, int]] = {}
         self._left = {name: spec.num_bytes for name, spec in specs.items()}
         self._files: dict[str, str] = {}
-        shards = _packed(specs, shard_bytes)
-        try:
-            for number, names in enumerate(shards, 1):
-                file = f"model-{number:05}-of-{len(shards):05}.safetensors"
-                self._begin(SINGLE if len(shards) == 1 else file, names)
-        except BaseException:
-            self._open.close()
-            raise
-
-    def __enter__(self) -> "Shards":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._open.close()
 
     def write(self, name: str, values: torch.Tensor, *, first_row: int = 0) -> None:
         """Write a tensor, or its rows from `first_row` on."""
@@ -159,7 +130,8 @@ class Shards:
             (self._folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
             flush(self._folder / INDEX)
 
-    def _begin(self, file: str, names: list[str]) -> None:
+    def begin(self, file: str, names: list[str]) -> None:
+        """Write the header of a file and reserve its space."""
         offset = 0
         offsets: dict[str, int] = {}
         entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -188,6 +160,28 @@ class Shards:
         _write_at(descriptor, content, start + offset)
         self._left[name] -= len(content)
         assert self._left[name] >= 0, name
+
+
+@contextmanager
+def new_shards(
+    folder: Path, specs: Mapping[str, Spec], *, shard_bytes: int = SHARD_BYTES
+) -> Iterator[Shards]:
+    """Yield what writes a model's weights, with headers written and space reserved.
+
+    Call its `finish` at the end.
+
+    Args:
+        folder: An empty directory.
+        specs: The tensors that will be written, in the order of the files.
+        shard_bytes: Largest file size, unless a single tensor is larger.
+    """
+    shards = _packed(specs, shard_bytes)
+    with ExitStack() as files:
+        found = Shards(folder, specs, files)
+        for number, names in enumerate(shards, 1):
+            file = f"model-{number:05}-of-{len(shards):05}.safetensors"
+            found.begin(SINGLE if len(shards) == 1 else file, names)
+        yield found
 
 
 def _packed(specs: Mapping[str, Spec], shard_bytes: int) -> list[list[str]]:

@@ -228,7 +228,8 @@ class SluiceLM(TemplateLM):
             groups.setdefault(self._stops_of(dict(request.args[1])), []).append(number)
         answers = dict[int, str]()
         for (stops, max_new_tokens), numbers in groups.items():
-            prompts = [self._prompt(requests[n].args[0], max_new_tokens) for n in numbers]
+            most = self.max_length - max_new_tokens
+            prompts = [self.tok_encode(requests[n].args[0])[-most:] for n in numbers]
             texts = self._continued(prompts, stops, max_new_tokens)
             answers |= dict(zip(numbers, texts, strict=True))
         for number, request in enumerate(requests):
@@ -238,7 +239,8 @@ class SluiceLM(TemplateLM):
 
     def _stops_of(self, options: dict[str, Any]) -> tuple[tuple[str, ...], int]:
         options = dict(normalize_gen_kwargs(options, MAX_NEW_TOKENS))
-        until = handle_stop_sequences(options.pop("until", None), eos=self._end_of_text)
+        eos = str(self.tokenizer.decode([self.eot_token_id], skip_special_tokens=False))
+        until = handle_stop_sequences(options.pop("until", None), eos=eos)
         max_new_tokens = int(options.pop("max_gen_toks"))
         if options.pop("do_sample", False):
             raise ConfigError(
@@ -260,13 +262,6 @@ class SluiceLM(TemplateLM):
                 hint="a smaller `max_gen_toks` in the task's generation_kwargs",
             )
         return tuple(until), max_new_tokens
-
-    @property
-    def _end_of_text(self) -> str:
-        return str(self.tokenizer.decode([self.eot_token_id], skip_special_tokens=False))
-
-    def _prompt(self, context: str, max_new_tokens: int) -> list[int]:
-        return self.tok_encode(context)[-(self.max_length - max_new_tokens) :]
 
     def _continued(
         self, prompts: Sequence[Sequence[int]], stops: Sequence[str], max_new_tokens: int

@@ -118,7 +118,6 @@ def plan_steps(
         num_workers=args.dataloader_num_workers,
         is_stashed=False,
         is_on_disk=False,
-        num_ranks=1,
         is_slab_shared=False,
         is_masked=True,
         has_outputs=base.config._attn_implementation == "sdpa",  # no other is recorded
@@ -466,7 +465,11 @@ def require_trainer(trainer: Any) -> None:
         ("distributed_type", state.distributed_type.value.lower(), "no"),
     ):
         if value != plain:
-            _refuse_environment(name, value)
+            raise ConfigError(
+                f"accelerate is set up with {name} {value}",
+                limit=f"{_ONE}, uncompiled; {_CAST}",
+                hint="start the script with `python`, or run `accelerate config default`",
+            )
     if not trainer.model_accepts_loss_kwargs:
         raise ConfigError(
             f"{type(trainer.model).__name__} takes no `num_items_in_batch`",
@@ -498,14 +501,6 @@ def refuse_packed_logits() -> NoReturn:
         limit="the engine keeps such rows apart for their losses alone; logits are of padded rows",
         hint="leave `compute_metrics` away, or padding_free=False and packing=False;"
         " prediction_loss_only=True predicts losses",
-    )
-
-
-def _refuse_environment(name: str, value: str) -> NoReturn:
-    raise ConfigError(
-        f"accelerate is set up with {name} {value}",
-        limit=f"{_ONE}, uncompiled; {_CAST}",
-        hint="start the script with `python`, or run `accelerate config default`",
     )
 
 

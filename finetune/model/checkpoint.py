@@ -7,37 +7,37 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
+from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from finetune.env import loading_one_by_one
 from finetune.errors import ModelError, read_by_library, unmatched
 from finetune.files.shards import INDEX, SINGLE, read_weight_map, weight_files
-from finetune.files.tensors import Unread
-
-if TYPE_CHECKING:
-    import torch
-    from transformers import PreTrainedConfig, PreTrainedModel
-
-    from finetune.model.empty import Empty
-
+from finetune.files.tensors import Unread, open_tensors
+from finetune.model.empty import Empty, empty_published
 
 GENERATION_CONFIG = "generation_config.json"
 
 
-def load_published(path: str, dtype: str) -> "PreTrainedModel":
+def load_published(path: str, dtype: str) -> PreTrainedModel:
     """Load a checkpoint, tensor by tensor; quantised ones as the plain model.
 
     Raises:
         ModelError: A tensor is missing, unknown or of another shape; a file is missing or damaged;
             or the checkpoint is quantised in a way that cannot be read.
     """
-    import torch
-
-    from finetune.files.tensors import open_tensors
-    from finetune.model.empty import empty_published
-
     with _named_errors(path), loading_one_by_one():
         kind: torch.dtype = getattr(torch, dtype)
         empty = empty_published(path, kind)
@@ -56,16 +56,14 @@ def weights_folder(path: str) -> Path:
     Raises:
         ModelError: A file is missing.
     """
-    from transformers.utils.hub import cached_file
-
     with _named_errors(path):
         _weight_files(path)
         return Path(str(cached_file(path, "config.json"))).parent
 
 
 def model_around(
-    tensors: Mapping[str, "torch.Tensor"], *, path: str, dtype: str, source: str
-) -> "PreTrainedModel":
+    tensors: Mapping[str, torch.Tensor], *, path: str, dtype: str, source: str
+) -> PreTrainedModel:
     """Build a model from these tensors, which are not copied if they have its dtype.
 
     Args:
@@ -77,23 +75,18 @@ def model_around(
     Raises:
         ModelError: A tensor is missing, unknown or of another shape.
     """
-    import torch
-
-    from finetune.model.empty import empty_published
-
     kind: torch.dtype = getattr(torch, dtype)
     return _filled(empty_published(path, kind), tensors, path, kind, source=source)
 
 
-def is_loaded(parameter: "torch.nn.Parameter") -> bool:
+def is_loaded(parameter: torch.nn.Parameter) -> bool:
     """Return whether a parameter is from the weights; transformers marks these to skip init."""
     return bool(getattr(parameter, "_is_hf_initialized", False))
 
 
 def _filled(
-    empty: "Empty", tensors: Mapping[str, Any], path: str, dtype: "torch.dtype", *, source: str
-) -> "PreTrainedModel":
-    from transformers import GenerationConfig
+    empty: Empty, tensors: Mapping[str, Any], path: str, dtype: torch.dtype, *, source: str
+) -> PreTrainedModel:
 
     kind: Any = type(empty.model)
     loaded = kind.from_pretrained(
@@ -120,8 +113,6 @@ def _filled(
 
 def _has_generation_config(path: str) -> bool:
     """Return whether a model has a generation config; not every model does."""
-    from transformers.utils.hub import cached_file
-
     if Path(path).is_dir():
         return os.path.lexists(Path(path, GENERATION_CONFIG))
     with contextlib.suppress(OSError):
@@ -148,7 +139,6 @@ def _named_errors(path: str) -> Iterator[None]:
 
 
 def _weight_files(path: str) -> list[str]:
-    from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
     if Path(path).is_dir():
         return [str(file) for file in weight_files(Path(path))]
@@ -173,7 +163,7 @@ def _require_all_experts(path: str, names: Iterable[str]) -> None:
 
 
 def _require_complete(
-    source: str, model: "PreTrainedModel", report: Mapping[str, Any], *, is_composite: bool
+    source: str, model: PreTrainedModel, report: Mapping[str, Any], *, is_composite: bool
 ) -> None:
     """Refuse weights that leave part of the model random, or that do not belong to the model.
 
@@ -197,7 +187,7 @@ def _require_complete(
             raise unmatched(source, problem, names)
 
 
-def _is_in_further_layer(key: str, config: "PreTrainedConfig") -> bool:
+def _is_in_further_layer(key: str, config: PreTrainedConfig) -> bool:
     """Return whether a tensor is of one of the extra prediction layers that the config counts."""
     text = config.get_text_config(decoder=True)
     number = re.search(r"\.layers\.(\d+)\.", key)
@@ -217,7 +207,7 @@ def _is_in_further_layer(key: str, config: "PreTrainedConfig") -> bool:
 
 
 def join_experts(
-    tensors: Mapping[str, Unread], model: "PreTrainedModel", path: str
+    tensors: Mapping[str, Unread], model: PreTrainedModel, path: str
 ) -> dict[str, Unread]:
     """Return the tensors of a checkpoint with experts fused, under the model's names.
 
@@ -229,14 +219,6 @@ def join_experts(
     Raises:
         ModelError: Experts have one projection and not the other.
     """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import (
-        WeightConverter,
-        WeightRenaming,
-        dot_natural_key,
-        rename_source_key,
-    )
-
     transforms: Any = get_model_conversion_mapping(model)
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
@@ -273,8 +255,6 @@ def _require_alike(
 
 def _only_joins(converter: Any) -> bool:
     """Return whether transformers stacks experts, and at most concatenates their rows."""
-    from transformers.core_model_loading import Concatenate, MergeModulelist
-
     kinds = [type(operation) for operation in converter.operations]
     dims = [operation.dim for operation in converter.operations if hasattr(operation, "dim")]
     is_one = len(converter.source_patterns) == 1

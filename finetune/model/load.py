@@ -2,24 +2,24 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from finetune.errors import reading_config
 from finetune.model.checkpoint import is_loaded, load_published, model_around
+from finetune.model.classifier_head import with_classifier_head
+from finetune.model.empty import compute_exactly, config_of
 from finetune.model.store import layer_store
+from finetune.recipe.sections import ModelSection
+from offload.engine.experts.autotune import use
+from offload.engine.experts.products import goes_through_interface
+from offload.engine.host.slab import Record, Slab
+from offload.engine.host.store import Backing, Store
+from offload.engine.model.hooks import CaptureWeights, OnPut
+from offload.engine.model.layers import LayeredModel, find_towers
 from offload.plan.facts.codec import CodecName
 from offload.plan.machine.machine import ExpertsImplementation, Tier
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from finetune.recipe.sections import ModelSection
-    from offload.engine.host.slab import Record, Slab
-    from offload.engine.host.store import Backing, Store
-    from offload.engine.model.hooks import OnPut
-
 
 _UNSEEN = (
     "The layers were loaded at once and not one by one (this version of transformers is not known):"
@@ -37,21 +37,21 @@ class Loaded:
         notes: What the user should know about it.
     """
 
-    model: "PreTrainedModel"
-    backing: "Backing | None"
+    model: PreTrainedModel
+    backing: Backing | None
     notes: tuple[str, ...] = ()
 
 
 def load_model(  # noqa: PLR0913 - all that a run decides of its model
-    section: "ModelSection",
+    section: ModelSection,
     *,
     codec: CodecName,
     device: str,
     seed: int,
     tier: Tier,
     experts_implementation: ExpertsImplementation | None,
-    make_slab: "Callable[[Sequence[Record]], Slab] | None" = None,
-    on_put: "OnPut" = lambda _done, _all: None,
+    make_slab: Callable[[Sequence[Record]], Slab] | None = None,
+    on_put: OnPut = lambda _done, _all: None,
     on_wait: Callable[[], None] = lambda: None,
 ) -> Loaded:
     """Build the model on the host, to be run on `device`.
@@ -72,13 +72,6 @@ def load_model(  # noqa: PLR0913 - all that a run decides of its model
         CodecError: Weights cannot be written by the codec.
         UnsupportedModelError: The model's layers cannot be streamed.
     """
-    from finetune.model.empty import compute_exactly
-    from offload.engine.experts.autotune import use
-    from offload.engine.experts.products import goes_through_interface
-    from offload.engine.host.slab import Slab
-    from offload.engine.model.hooks import CaptureWeights
-    from offload.engine.model.layers import find_towers
-
     if section.init == "random":
         loaded = Loaded(model=_random_model(section, seed), backing=None)
     elif tier == "disk" or codec != "native":
@@ -97,8 +90,6 @@ def load_model(  # noqa: PLR0913 - all that a run decides of its model
             model=model, backing=captured.backing, notes=() if captured.backing else (_UNSEEN,)
         )
     if section.num_outputs:
-        from finetune.model.classifier_head import with_classifier_head
-
         classifier = with_classifier_head(
             loaded.model,
             num_outputs=section.num_outputs,
@@ -116,7 +107,7 @@ def load_model(  # noqa: PLR0913 - all that a run decides of its model
     return loaded
 
 
-def set_router_loss(model: "PreTrainedModel", coefficient: float | None) -> None:
+def set_router_loss(model: PreTrainedModel, coefficient: float | None) -> None:
     """Set the coefficient of a mixture's router loss; 0 turns it off, None changes nothing."""
     if coefficient is None:
         return
@@ -126,10 +117,7 @@ def set_router_loss(model: "PreTrainedModel", coefficient: float | None) -> None
         vars(model)["router_aux_loss_coef"] = coefficient
 
 
-def _random_model(section: "ModelSection", seed: int) -> "PreTrainedModel":
-    from transformers import AutoModelForCausalLM
-
-    from finetune.model.empty import config_of
+def _random_model(section: ModelSection, seed: int) -> PreTrainedModel:
 
     with torch.random.fork_rng(devices=[]), reading_config(str(section.config or section.path)):
         torch.manual_seed(seed)
@@ -139,7 +127,7 @@ def _random_model(section: "ModelSection", seed: int) -> "PreTrainedModel":
     return model
 
 
-def _around(store: "Store", section: "ModelSection") -> "PreTrainedModel":
+def _around(store: Store, section: ModelSection) -> PreTrainedModel:
     """Build the model on the tensors of a store."""
     assert section.path is not None
     return model_around(
@@ -147,11 +135,8 @@ def _around(store: "Store", section: "ModelSection") -> "PreTrainedModel":
     )
 
 
-def _into_memory(loaded: Loaded, make_slab: "Callable[[Sequence[Record]], Slab]") -> Loaded:
+def _into_memory(loaded: Loaded, make_slab: Callable[[Sequence[Record]], Slab]) -> Loaded:
     """Read the layers of a model that was built around a store into a slab."""
-    from offload.engine.host.store import Store
-    from offload.engine.model.layers import LayeredModel
-
     store = loaded.backing
     assert isinstance(store, Store)
     store.adopt([list(layer.parameters()) for layer in LayeredModel(loaded.model).layers])

@@ -14,23 +14,21 @@ from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from finetune.env import stores_dir
 from finetune.errors import ModelError
 from finetune.files.atomic import write_atomically
 from finetune.model.checkpoint import is_loaded, load_published, weights_folder
 from finetune.model.config import cached_file
+from finetune.model.empty import config_of
 from finetune.recipe.sections import ModelSection
+from offload.engine.host.store import Store, StoreWriter, require_store, sole_builder, unusable
+from offload.engine.model.hooks import CaptureWeights, OnPut
 from offload.errors import StoreError
 from offload.plan.facts.codec import CodecName
-
-if TYPE_CHECKING:
-    import torch
-    from transformers import PreTrainedModel
-
-    from offload.engine.host.store import Store
-    from offload.engine.model.hooks import OnPut
 
 _NUM_THREADS = 4
 
@@ -68,8 +66,6 @@ def weights_digest(section: ModelSection, codec: CodecName, *, on_file: Callable
     Raises:
         ModelError: Weights are missing, or change meanwhile.
     """
-    from finetune.model.empty import config_of
-
     path = section.path
     if section.init == "random" or path is None:
         return hashlib.sha256(config_of(section).to_json_string().encode()).hexdigest()
@@ -82,9 +78,9 @@ def layer_store(
     section: ModelSection,
     codec: CodecName,
     device: str,
-    on_put: "OnPut",
+    on_put: OnPut,
     on_wait: Callable[[], None] = lambda: None,
-) -> "tuple[Store, tuple[str, ...]]":
+) -> tuple[Store, tuple[str, ...]]:
     """Open the store of a model's weights, which is written first if necessary.
 
     Args:
@@ -102,8 +98,6 @@ def layer_store(
         TransferError: The disk is full.
         CodecError: Weights cannot be written by the codec.
     """
-    from offload.engine.host.store import Store, sole_builder
-
     path, dtype = section.path, section.dtype
     assert path is not None
     file = store_path(path, dtype, codec)
@@ -122,14 +116,12 @@ def layer_store(
 
 def _open_store(
     path: str, dtype: str, codec: CodecName, file: Path
-) -> "tuple[Store, tuple[str, ...]]":
+) -> tuple[Store, tuple[str, ...]]:
     """Open a store, after checking that the weights are still those that it was made from.
 
     Raises:
         StoreError: There is none, or it has to be built again.
     """
-    from offload.engine.host.store import Store, require_store, unusable
-
     require_store(file)  # before all weights are read for one that is not there
     config = Path(path, "config.json") if Path(path).is_dir() else cached_file(path, "config.json")
     if config is None:
@@ -144,14 +136,9 @@ def _open_store(
 
 
 def _build_store(
-    path: str, dtype: str, codec: CodecName, file: Path, device: str, on_put: "OnPut"
+    path: str, dtype: str, codec: CodecName, file: Path, device: str, on_put: OnPut
 ) -> Contents:
     """Write a store; return the contents of the files that it was made from."""
-    import torch
-
-    from offload.engine.host.store import StoreWriter
-    from offload.engine.model.hooks import CaptureWeights
-
     make_writer = partial(StoreWriter, file, encoding_device=torch.device(device))
     files = WeightFiles(weights_folder(path), file)
     with CaptureWeights(make_writer, codec=codec, is_loaded=is_loaded, on_put=on_put) as captured:
@@ -168,7 +155,7 @@ def _build_store(
     return contents
 
 
-def _all_but(model: "PreTrainedModel", names: Collection[str]) -> dict[str, "torch.Tensor"]:
+def _all_but(model: torch.nn.Module, names: Collection[str]) -> dict[str, torch.Tensor]:
     """Return the model's other parameters and buffers; tied ones once, by their first name."""
     state = model.state_dict(keep_vars=True)
     first_names = {id(tensor): name for name, tensor in reversed(state.items())}

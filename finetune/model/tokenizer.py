@@ -33,10 +33,19 @@ def load_tokenizer(source: str | None) -> "PreTrainedTokenizerBase":
             hint="`model.tokenizer: DIR` or a hub id with the same vocabulary",
         )
     folder = Path(source)
-    if folder.is_dir():
-        _require_vocabulary(folder)
-    elif cached_file(source, "tokenizer_config.json") is None:
-        _require_hub(source)
+    if folder.is_dir():  # for one without a vocabulary transformers would make up an empty one
+        if not any((folder / name).exists() for name in _VOCABULARY_FILES):
+            raise ModelError(
+                f"no tokenizer in {folder}",
+                limit=f"it must hold one of {', '.join(_VOCABULARY_FILES)}",
+                hint="`model.tokenizer: DIR` or a hub id",
+            )
+    elif cached_file(source, "tokenizer_config.json") is None and not is_hub_reachable():
+        raise ModelError(
+            f"the tokenizer {source} is no local directory and not in the cache",
+            limit="the Hugging Face hub cannot be reached",
+            hint="`model.tokenizer: DIR` with a downloaded tokenizer",
+        )
     with read_by_library(
         f"the tokenizer in {source} cannot be read",
         error=ModelError,
@@ -50,25 +59,6 @@ def load_tokenizer(source: str | None) -> "PreTrainedTokenizerBase":
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
-
-
-def _require_vocabulary(folder: Path) -> None:
-    """Refuse a folder for which transformers would make up an empty tokenizer."""
-    if not any((folder / name).exists() for name in _VOCABULARY_FILES):
-        raise ModelError(
-            f"no tokenizer in {folder}",
-            limit=f"it must hold one of {', '.join(_VOCABULARY_FILES)}",
-            hint="`model.tokenizer: DIR` or a hub id",
-        )
-
-
-def _require_hub(source: str) -> None:
-    if not is_hub_reachable():
-        raise ModelError(
-            f"the tokenizer {source} is no local directory and not in the cache",
-            limit="the Hugging Face hub cannot be reached",
-            hint="`model.tokenizer: DIR` with a downloaded tokenizer",
-        )
 
 
 Choose = Callable[[Sequence[int], torch.Tensor], list[int]]

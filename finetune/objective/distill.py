@@ -76,7 +76,8 @@ class DistillObjective:
             "student_top_k_mass": known_NK.exp().sum(1),
             "top_1_agreement": (known_NK.argmax(1) == teacher_NK.argmax(1)).double(),
         }
-        own_C = torch.stack([*(values_N.sum() for values_N in named.values()), _number(len(kl_N))])
+        num = torch.tensor(float(len(kl_N)), dtype=torch.float64)
+        own_C = torch.stack([*(values_N.sum() for values_N in named.values()), num])
         others = self.exchange(own_C[None]) if self.exchange else ()
         all_C = torch.cat((own_C[None], *others)).sum(0)
         losses_N = kl_N + self.sft_weight * nll_N if self.sft_weight else kl_N
@@ -117,7 +118,3 @@ def _of_given(
     q_NK = (student_NK / temperature).where(is_given_NK, -math.inf).log_softmax(1)
     terms_NK = p_NK.exp() * (p_NK - q_NK.where(is_given_NK, 0.0))
     return temperature**2 * terms_NK.where(is_given_NK, 0.0).sum(1)
-
-
-def _number(value: int) -> torch.Tensor:
-    return torch.tensor(float(value), dtype=torch.float64)

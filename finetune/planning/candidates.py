@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from finetune.errors import ConfigError
 from finetune.planning.request import full_request, has_router_loss, request_for
-from finetune.recipe.recipe import Recipe, with_micro_batch_size
+from finetune.recipe.recipe import Recipe, with_settings
 from finetune.recipe.rules import NEVER_ENCODED, streamed_instead
 from offload.plan.facts.codec import CodecName
 from offload.plan.facts.facts import ModelFacts
@@ -130,7 +130,7 @@ def with_each_size(recipe: Recipe, *, num_ranks: int) -> tuple[Recipe, ...]:
         return (recipe,)
     num_sequences = recipe.train.global_batch_size
     sizes = [n for n in range(1, num_sequences // num_ranks + 1) if num_sequences % n == 0]
-    return tuple(with_micro_batch_size(recipe, size) for size in sizes)
+    return tuple(with_settings(recipe, {"train.micro_batch_size": size}) for size in sizes)
 
 
 def full_requests(recipe: Recipe, facts: ModelFacts, *, num_ranks: int) -> list[PlanRequest]:

@@ -8,16 +8,15 @@ from typing import Any, Literal
 from rich.table import Table
 
 from finetune.errors import ConfigError
-from finetune.planning.candidates import chosen_plan, fits, full_requests, nearest_request
+from finetune.planning.candidates import chosen_plan, fits, nearest_request
 from finetune.planning.request import with_backend
 from finetune.planning.subject import Subject
 from finetune.recipe.load import shipped_shapes
-from finetune.recipe.recipe import Recipe, with_offload, with_seq_len
+from finetune.recipe.recipe import Recipe, with_seq_len, with_settings
 from finetune.recipe.rules import broken_rules
 from finetune.report.format import shown_break_even, shown_gib, table_of
 from offload.errors import DoesNotFitError
 from offload.plan.facts.codec import CodecName
-from offload.plan.facts.facts import ModelFacts
 from offload.plan.facts.workload import WeightPlace
 from offload.plan.fit import MemoryNeeds
 from offload.plan.machine.cards import CARDS
@@ -80,9 +79,7 @@ class Comparison:
     longest_limit: str | None = None
 
 
-def compare_on_cards(
-    subject: Subject, machines: Sequence[Machine], *, num_ranks: int
-) -> list[Comparison]:
+def compare_on_cards(subject: Subject, machines: Sequence[Machine]) -> list[Comparison]:
     """Plan one recipe or model on each machine, with its layers in each form.
 
     A form that the recipe leaves open is the one that its plan chooses. Layers that are more than
@@ -90,33 +87,29 @@ def compare_on_cards(
 
     Args:
         subject: What is planned.
-        machines: Each with so many of its card.
-        num_ranks: Cards that share a step, in one machine.
+        machines: Each with as many of its card as share a step.
     """
     return [
         compared
         for machine in machines
         for recipe in _forms(subject.recipe)
-        for compared in _comparisons(subject, machine, recipe, num_ranks=num_ranks)
+        for compared in _comparisons(subject, machine, recipe)
     ]
 
 
-def compare_within_memory(
-    subjects: Sequence[Subject], machine: Machine, *, num_ranks: int
-) -> list[Comparison]:
+def compare_within_memory(subjects: Sequence[Subject], machine: Machine) -> list[Comparison]:
     """Plan each model, in each form, with the longest sequence that fits.
 
     Args:
         subjects: What is planned.
         machine: With the memory that may be used.
-        num_ranks: Cards that share a step, in one machine.
     """
     return [
         compared
         for subject in subjects
         for recipe in _forms(subject.recipe)
-        for one in _comparisons(subject, machine, recipe, num_ranks=num_ranks)
-        for compared in [_with_longest(subject, machine, recipe, one, num_ranks=num_ranks)]
+        for one in _comparisons(subject, machine, recipe)
+        for compared in [_with_longest(subject, machine, recipe, one)]
     ]
 
 
@@ -154,25 +147,23 @@ def _forms(recipe: Recipe) -> list[Recipe]:
     asked = recipe.offload.codec
     exact: Codec = "auto" if asked == "auto" else "native"
     codecs: tuple[Codec, ...] = (exact, *COMPARED, asked)
-    forms = (with_offload(recipe, codec=codec) for codec in dict.fromkeys(codecs))
+    forms = (with_settings(recipe, {"offload.codec": codec}) for codec in dict.fromkeys(codecs))
     return [form for form in forms if not any(broken_rules(form))]
 
 
-def _comparisons(
-    subject: Subject, machine: Machine, recipe: Recipe, *, num_ranks: int
-) -> Iterator[Comparison]:
+def _comparisons(subject: Subject, machine: Machine, recipe: Recipe) -> Iterator[Comparison]:
     """Yield what a recipe gives on a machine; of layers that RAM cannot hold, from disk as well."""
-    compared = _comparison(subject, machine, recipe, num_ranks=num_ranks)
+    compared = _comparison(subject, machine, recipe)
     yield compared
-    on_disk = with_offload(recipe, tier="disk")
+    on_disk = with_settings(recipe, {"offload.tier": "disk"})
     if "RAM" in compared.short and recipe.offload.tier == "auto" and not any(broken_rules(on_disk)):
-        other = _comparison(subject, machine, on_disk, num_ranks=num_ranks)
+        other = _comparison(subject, machine, on_disk)
         if not other.short:
             yield other
 
 
 def _with_longest(
-    subject: Subject, machine: Machine, recipe: Recipe, compared: Comparison, *, num_ranks: int
+    subject: Subject, machine: Machine, recipe: Recipe, compared: Comparison
 ) -> Comparison:
     """Add the longest sequence that fits, of multiples of 1,024, and what limits it.
 
@@ -182,12 +173,12 @@ def _with_longest(
         return compared
     facts = subject.facts
     here = with_backend(recipe, facts, machine)
-    placed = with_offload(recipe, tier=compared.tier)
-    lengths, number = fitting_lengths(facts, here, placed, num_ranks=num_ranks)
+    placed = with_settings(recipe, {"offload.tier": compared.tier})
+    lengths, number = fitting_lengths(subject, here, placed)
     if number == len(lengths):
         longest = lengths[-1] if lengths else recipe.train.seq_len
         return replace(compared, longest_seq_len=longest, longest_limit="model")
-    too_long = full_requests(with_seq_len(placed, lengths[number]), facts, num_ranks=num_ranks)
+    too_long = subject.requests(with_seq_len(placed, lengths[number]))
     nearest = nearest_request(facts, here, too_long)
     needs = MemoryNeeds.of(facts, here, nearest)
     short = needs.shortages(needs.fewest)
@@ -199,29 +190,27 @@ def _with_longest(
 
 
 def fitting_lengths(
-    facts: ModelFacts, machine: Machine, recipe: Recipe, *, num_ranks: int
+    subject: Subject, machine: Machine, recipe: Recipe
 ) -> tuple[Sequence[int], int]:
     """Return the lengths of sequences that are tried, in tokens, and how many of them fit."""
 
     def is_too_long(seq_len: int) -> bool:
-        requests = full_requests(with_seq_len(recipe, seq_len), facts, num_ranks=num_ranks)
+        requests = subject.requests(with_seq_len(recipe, seq_len))
         # the last take least memory: where they fit, the others need not be tried
-        return not fits(facts, machine, requests[::-1])
+        return not fits(subject.facts, machine, requests[::-1])
 
-    limit = facts.max_position_embeddings
+    limit = subject.facts.max_position_embeddings
     lengths = [
         n for n in (SHORTEST_SEQ_LEN, *range(LENGTH_STEP, limit + 1, LENGTH_STEP)) if n <= limit
     ]
     return lengths, bisect_right(lengths, 0, key=lambda seq_len: int(is_too_long(seq_len)))
 
 
-def _comparison(
-    subject: Subject, machine: Machine, recipe: Recipe, *, num_ranks: int
-) -> Comparison:
+def _comparison(subject: Subject, machine: Machine, recipe: Recipe) -> Comparison:
     facts = subject.facts
     short: tuple[str, ...] = ()
     here = with_backend(recipe, facts, machine)
-    requests = full_requests(recipe, facts, num_ranks=num_ranks)
+    requests = subject.requests(recipe)
     made = chosen_plan(facts, here, requests)
     if made is None:
         made, short = plan_anyway(facts, here, nearest_request(facts, here, requests))
@@ -327,7 +316,7 @@ def machine_rows(comparisons: Sequence[Comparison]) -> list[list[str]]:
         [
             compared.machine,
             _layers(compared),
-            _verdict(compared),
+            f"no: {', '.join(compared.short)}" if compared.short else "yes",
             str(compared.num_slots),
             *_figures(compared),
         ]
@@ -391,10 +380,6 @@ def _inputs(compared: Comparison) -> str:
     also = f", {moved} too" if compared.stash == "host" else f", {moved} in RAM"
     place = "RAM" if compared.stash == "host" else "device"
     return place + (also if moved else "")
-
-
-def _verdict(compared: Comparison) -> str:
-    return f"no: {', '.join(compared.short)}" if compared.short else "yes"
 
 
 def _figures(compared: Comparison) -> list[str]:

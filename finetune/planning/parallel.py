@@ -12,7 +12,7 @@ from typing import Any, Literal
 from finetune.errors import ConfigError
 from finetune.planning.candidates import choose, chooser, fits, full_requests, in_forms
 from finetune.planning.ranks import LAUNCHED, require_ranks_for
-from finetune.recipe.recipe import Recipe, with_parallel
+from finetune.recipe.recipe import Recipe, with_settings
 from finetune.recipe.rules import broken_sharded_rules
 from finetune.report.format import shown_gib, shown_time
 from offload.errors import DoesNotFitError, SluiceError
@@ -242,9 +242,15 @@ def compare_ways(
     """
     return Ways(
         stream=_streamed(
-            with_parallel(recipe, STREAM), facts, machine, num_ranks=num_ranks, setting=setting
+            with_settings(recipe, {"train.parallel": STREAM}),
+            facts,
+            machine,
+            num_ranks=num_ranks,
+            setting=setting,
         ),
-        sharded=_sharded(with_parallel(recipe, FSDP2), facts, machine, num_ranks=num_ranks),
+        sharded=_sharded(
+            with_settings(recipe, {"train.parallel": FSDP2}), facts, machine, num_ranks=num_ranks
+        ),
     )
 
 

@@ -301,16 +301,12 @@ def request_for(
     )
 
 
-def full_request(recipe: Recipe, facts: ModelFacts, *, num_ranks: int) -> PlanRequest:
+def full_request(recipe: Recipe, facts: ModelFacts, *, num_ranks: int = 1) -> PlanRequest:
     """Return the request before the rows are known: all are full, every token has a loss."""
     num_labels = recipe.train.seq_len * recipe.train.sequences
-    full = _workload(recipe, facts, _longest(recipe), label_tokens=num_labels)
+    longest = recipe.train.seq_len + recipe.adapter.num_in_rows
+    full = _workload(recipe, facts, longest, label_tokens=num_labels)
     return _request(recipe, facts, typical=full, largest=full, num_ranks=num_ranks)
-
-
-def _longest(recipe: Recipe) -> int:
-    """Return the tokens of the longest row, virtual ones among them."""
-    return recipe.train.seq_len + recipe.adapter.num_in_rows
 
 
 def _workload(recipe: Recipe, facts: ModelFacts, seq_len: int, *, label_tokens: int) -> Workload:

@@ -15,6 +15,7 @@ from typing import Any
 from finetune.errors import ConfigError
 from finetune.files.atomic import expanded
 from finetune.model.config import cached_file, has_weights, is_hub_reachable
+from finetune.planning.candidates import full_requests
 from finetune.planning.request import facts_of
 from finetune.recipe.load import (
     Draft,
@@ -31,6 +32,7 @@ from finetune.recipe.load import (
 from finetune.recipe.recipe import Recipe, shipped_recipes, whole_units
 from finetune.recipe.rules import RIVALS
 from offload.plan.facts.facts import ModelFacts
+from offload.plan.request import PlanRequest
 
 TOKENS_PER_STEP = 16_384
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -46,12 +48,18 @@ class Subject:
         recipe: With all of its settings.
         facts: Of its model.
         notes: What differs from what was asked.
+        num_ranks: Processes that share a step, each with a device of its own.
     """
 
     name: str
     recipe: Recipe
     facts: ModelFacts
     notes: tuple[str, ...] = ()
+    num_ranks: int = 1
+
+    def requests(self, recipe: Recipe | None = None) -> list[PlanRequest]:
+        """Return what a plan may choose from; of another recipe for the same model, if given."""
+        return full_requests(recipe or self.recipe, self.facts, num_ranks=self.num_ranks)
 
 
 def subject_of(

@@ -13,18 +13,17 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
 from finetune.errors import ConfigError
-from finetune.planning.candidates import Goal, chosen_plan, fits, full_requests, nearest_request
+from finetune.planning.candidates import Goal, chosen_plan, fits, nearest_request
 from finetune.planning.compare import Codec, fitting_lengths, slowest_card
 from finetune.planning.ranks import GPUS, require_gpus
 from finetune.planning.request import facts_of, with_backend
-from finetune.planning.subject import WantedModel
+from finetune.planning.subject import Subject, WantedModel
 from finetune.recipe.load import Draft, Place, apply_overrides, recipe_from
-from finetune.recipe.recipe import Recipe, whole_units, with_offload
+from finetune.recipe.recipe import Recipe, whole_units, with_settings
 from finetune.recipe.rules import RIVALS, broken_rules
 from finetune.report.format import shown_gib
 from offload.errors import DoesNotFitError
 from offload.plan.facts.codec import ROUNDING
-from offload.plan.facts.facts import ModelFacts
 from offload.plan.machine.cards import CARDS
 from offload.plan.machine.machine import GIB, Machine, named_machine
 from offload.plan.plan import Plan
@@ -150,7 +149,7 @@ def suggest(
     if goal.is_longest:
         _require_open_length(overrides)
     base = _Base.of(settings, target, overrides)
-    require_gpus(base.recipe.train, target.machine, num_gpus=target.num_gpus, setting=GPUS)
+    require_gpus(base.subject.recipe.train, target.machine, num_gpus=target.num_gpus, setting=GPUS)
     planned = tuple(base.forms(target.machine, goal))
     fitting = [form for form in planned if not form.short]
     if not fitting:
@@ -191,12 +190,10 @@ def _require_open_length(overrides: Sequence[str]) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Base:
-    """A recipe whose form is open."""
+    """A recipe whose form is open, with its settings as they are written."""
 
     settings: Settings
-    recipe: Recipe
-    facts: ModelFacts
-    num_gpus: int
+    subject: Subject
 
     @classmethod
     def of(
@@ -219,7 +216,8 @@ class _Base:
         if not is_asked and recipe.train.seq_len > facts.max_position_embeddings:
             written = _with_length(written, facts.max_position_embeddings, target.num_gpus)
             recipe, written = _completed(written, ())
-        return cls(settings=written, recipe=recipe, facts=facts, num_gpus=target.num_gpus)
+        subject = Subject(name="", recipe=recipe, facts=facts, num_ranks=target.num_gpus)
+        return cls(settings=written, subject=subject)
 
     def forms(self, machine: Machine, goal: Goal) -> Iterator[Form]:
         """Yield each form: from RAM where that holds the layers, else from disk.
@@ -236,11 +234,10 @@ class _Base:
 
     def fits(self, machine: Machine) -> bool:
         """Return whether any form fits a machine, without a budget of device memory."""
-        offload = self.recipe.offload.model_copy(update={"vram_budget": "auto"})
-        free = self.recipe.model_copy(update={"offload": offload})
-        here = with_backend(free, self.facts, machine)
+        free = with_settings(self.subject.recipe, {"offload.vram_budget": "auto"})
+        here = with_backend(free, self.subject.facts, machine)
         return any(
-            fits(self.facts, here, full_requests(placed, self.facts, num_ranks=self.num_gpus)[::-1])
+            fits(self.subject.facts, here, self.subject.requests(placed)[::-1])
             for codec, tiers in reversed(self._open().items())  # the smallest first
             for placed in (_placed(free, codec, tier) for tier in reversed(tiers))
         )
@@ -248,36 +245,41 @@ class _Base:
     def _open(self) -> dict[Codec, list[Tier]]:
         """Return the codecs that the settings leave open and the rules allow, and their tiers."""
         asked = self.settings.get("offload", {})
-        codecs = CODECS if "codec" not in asked else (self.recipe.offload.codec,)
+        codecs = CODECS if "codec" not in asked else (self.subject.recipe.offload.codec,)
         tiers: tuple[Tier, ...] = ("auto",) if "tier" in asked else get_args(Tier)
         allowed = {
-            codec: [t for t in tiers if not any(broken_rules(_placed(self.recipe, codec, t)))]
+            codec: [
+                t for t in tiers if not any(broken_rules(_placed(self.subject.recipe, codec, t)))
+            ]
             for codec in codecs
         }
         return {codec: some for codec, some in allowed.items() if some}
 
     def _form(self, machine: Machine, codec: Codec, tier: Tier, goal: Goal) -> Form:
-        recipe, settings = _placed(self.recipe, codec, tier), self.settings
-        here = with_backend(recipe, self.facts, machine)
+        recipe, settings = _placed(self.subject.recipe, codec, tier), self.settings
+        here = with_backend(recipe, self.subject.facts, machine)
         changes: dict[str, Any] = {} if codec == "auto" else {"codec": codec}
         changes |= {} if tier == "auto" else {"tier": tier}
         if goal.is_longest:
-            lengths, number = fitting_lengths(self.facts, here, recipe, num_ranks=self.num_gpus)
+            lengths, number = fitting_lengths(self.subject, here, recipe)
             if number:
-                settings = _with_length(settings, lengths[number - 1], self.num_gpus)
+                settings = _with_length(settings, lengths[number - 1], self.subject.num_ranks)
         if changes:
             settings = settings | {"offload": {**settings.get("offload", {}), **changes}}
         recipe, settings = _completed(settings, ())
-        requests = full_requests(recipe, self.facts, num_ranks=self.num_gpus)
-        made = chosen_plan(self.facts, here, requests)
+        requests = self.subject.requests(recipe)
+        made = chosen_plan(self.subject.facts, here, requests)
         short: tuple[str, ...] = ()
         if made is None:
-            made, short = plan_anyway(self.facts, here, nearest_request(self.facts, here, requests))
+            made, short = plan_anyway(
+                self.subject.facts, here, nearest_request(self.subject.facts, here, requests)
+            )
         return Form(settings=settings, recipe=recipe, plan=made, short=short)
 
 
 def _placed(recipe: Recipe, codec: Codec, tier: Tier) -> Recipe:
-    return with_offload(recipe, codec=codec, tier=None if tier == "auto" else tier)
+    disk = {"offload.tier": tier} if tier == "disk" else {}
+    return with_settings(recipe, {"offload.codec": codec, **disk})
 
 
 def _with_length(settings: Settings, seq_len: int, num_gpus: int) -> Settings:
@@ -342,7 +344,7 @@ def _missing_bytes(form: Form) -> int:
 
 def _least(target: Target, base: _Base) -> str:
     """Return the smallest card with this RAM, and the least RAM with this card, that do."""
-    budget_bytes = base.recipe.offload.vram_budget_bytes or target.machine.vram_bytes
+    budget_bytes = base.subject.recipe.offload.vram_budget_bytes or target.machine.vram_bytes
     machine = replace(target.machine, vram_bytes=min(budget_bytes, target.machine.vram_bytes))
     cards = _larger_cards(machine.vram_bytes)
     ram_gib = _least_ram(base, machine)

@@ -1003,42 +1003,50 @@ def _resolve_paths(draft: Draft, recipe_dir: Path, *, check_files: bool) -> None
         value = section.get(key) if isinstance(section, dict) else None
         if not isinstance(section, dict) or not isinstance(value, str) or not value:
             continue
-        bases = _bases(draft, path_field, recipe_dir)
-        found = _find_path(value, bases)
-        if found is not None:
-            section[key] = found
-        elif check_files and _is_local(value):
-            near = _near_files(bases[-1] / expanded(value), suffix="")
-            draft.add_problem(
-                draft.place(path_field),
-                f"{path_field} is {shown(value)}, and there is no such file",
-                limit=f"it has to exist in {' or '.join(dict.fromkeys(map(str, bases)))}",
-                hint=f"`{path_field}: {near[0] if near else Path('FOLDER') / Path(value).name}`",
-            )
-    _resolve_mix(draft, recipe_dir, check_files=check_files)
-    _resolve_config(draft, recipe_dir)
-
-
-def _resolve_mix(draft: Draft, recipe_dir: Path, *, check_files: bool) -> None:
-    """Make the paths of a mix absolute if they exist."""
+        _resolve(draft, section, key, path_field, recipe_dir, check_files=check_files)
     section = draft.values.get("data")
     entries = section.get("mix") if isinstance(section, dict) else None
     for number, entry in enumerate(entries if isinstance(entries, list) else ()):
         value = entry.get("path") if isinstance(entry, dict) else None
-        if not isinstance(value, str) or not value:
-            continue
-        bases = _bases(draft, "data.mix", recipe_dir)
-        found = _find_path(value, bases)
-        if found is not None:
-            entry["path"] = found
-        elif check_files and _is_local(value):
-            near = _near_files(bases[-1] / expanded(value), suffix="")
-            draft.add_problem(
-                draft.place("data.mix"),
-                f"data.mix[{number}].path is {shown(value)}, and there is no such file",
-                limit=f"it has to exist in {' or '.join(dict.fromkeys(map(str, bases)))}",
-                hint=f"`path: {near[0] if near else Path('FOLDER') / Path(value).name}`",
-            )
+        if isinstance(value, str) and value:
+            where = f"data.mix[{number}].path"
+            _resolve(draft, entry, "path", where, recipe_dir, check_files=check_files)
+    _resolve_config(draft, recipe_dir)
+
+
+def _resolve(
+    draft: Draft,
+    holder: dict[str, Any],
+    key: str,
+    where: str,
+    recipe_dir: Path,
+    *,
+    check_files: bool,
+) -> None:
+    """Make one path absolute if it exists, else note that it does not where it is no hub id.
+
+    Args:
+        draft: The recipe.
+        holder: The section, or the entry of a mix, that has the path.
+        key: Its name there.
+        where: Its name in errors.
+        recipe_dir: Of the recipe's file.
+        check_files: Whether a path that does not exist is a problem.
+    """
+    value, of_setting = holder[key], where.partition("[")[0]
+    bases = _bases(draft, of_setting, recipe_dir)
+    found = _find_path(value, bases)
+    if found is not None:
+        holder[key] = found
+    elif check_files and _is_local(value):
+        near = _near_files(bases[-1] / expanded(value), suffix="")
+        shown_key = where if where == of_setting else key
+        draft.add_problem(
+            draft.place(of_setting),
+            f"{where} is {shown(value)}, and there is no such file",
+            limit=f"it has to exist in {' or '.join(dict.fromkeys(map(str, bases)))}",
+            hint=f"`{shown_key}: {near[0] if near else Path('FOLDER') / Path(value).name}`",
+        )
 
 
 def _resolve_config(draft: Draft, recipe_dir: Path) -> None:
@@ -1296,7 +1304,11 @@ def copy_recipe(name: str, to: Path) -> list[Path]:
     source = shipped_recipe(name)
     pairs = [(source.parent / path, to.parent / path) for path in _named_files(source)]
     missing = [(file, target) for file, target in pairs if not target.exists()]
-    changed = [target for file, target in pairs if target.exists() and not _is_same(file, target)]
+    changed = [
+        target
+        for file, target in pairs
+        if target.exists() and not (target.is_file() and cmp(file, target, shallow=False))
+    ]
     for taken in [to] if to.exists() else changed:
         raise ConfigError(f"{taken} exists", hint="name a file in a new folder")
     for file, target in missing:
@@ -1319,7 +1331,3 @@ def _named_files(recipe: Path) -> list[Path]:
         files = sorted(path.rglob("*")) if path.is_dir() else [path]
         found += [file.relative_to(recipe.parent) for file in files if file.is_file()]
     return found
-
-
-def _is_same(file: Path, target: Path) -> bool:
-    return target.is_file() and cmp(file, target, shallow=False)

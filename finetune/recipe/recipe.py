@@ -11,9 +11,9 @@ import functools
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 from pydantic import model_validator
@@ -22,10 +22,7 @@ from pydantic_core import PydanticCustomError
 from finetune.errors import ConfigError
 from finetune.recipe.rules import broken_rules
 from finetune.recipe.sections import HEADS, Settings
-from offload.plan.facts.codec import CodecName
 from offload.plan.facts.trainable import SCORE
-from offload.plan.facts.workload import FusedPart
-from offload.plan.machine.machine import Tier
 
 # ---------------------------------------------------------------------------------------------
 # The recipe and its rules
@@ -113,68 +110,21 @@ def _flat(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def with_micro_batch_size(recipe: Recipe, size: int) -> Recipe:
-    """Return the recipe with this many sequences in a micro-batch."""
-    train = recipe.train.model_copy(update={"micro_batch_size": size})
-    return recipe.model_copy(update={"train": train})
+def setting(recipe: Recipe, path: str) -> object:
+    """Return the value of a setting, by its dotted path."""
+    section, _, field = path.partition(".")
+    value: object = getattr(getattr(recipe, section), field)
+    return value
 
 
-def with_offload(
-    recipe: Recipe,
-    *,
-    codec: Literal["auto"] | CodecName | None = None,
-    tier: Tier | None = None,
-    head_chunk: Literal["auto"] | int | None = None,
-    mlp_chunk: Literal["auto", "whole"] | int | None = None,
-    states: Tier | None = None,
-    embeddings: Literal["auto", "device", "host"] | None = None,
-    head: Literal["auto", "device", "host"] | None = None,
-) -> Recipe:
-    """Return the recipe with other settings of `offload`; None keeps the recipe's own."""
-    changes = {
-        "codec": codec,
-        "tier": tier,
-        "head_chunk": head_chunk,
-        "mlp_chunk": mlp_chunk,
-        "states": states,
-        "embeddings": embeddings,
-        "head": head,
-    }
-    update = {field: value for field, value in changes.items() if value is not None}
-    offload = recipe.offload.model_copy(update=update)
-    return recipe.model_copy(update={"offload": offload})
-
-
-def with_compute_dtype(recipe: Recipe, dtype: Literal["auto", "float32"]) -> Recipe:
-    """Return the recipe with another precision of its adapters' products."""
-    adapter = recipe.adapter.model_copy(update={"compute_dtype": dtype})
-    return recipe.model_copy(update={"adapter": adapter})
-
-
-def with_layer_kernels(
-    recipe: Recipe, kernels: Literal["plain", "fused"] | tuple[FusedPart, ...]
-) -> Recipe:
-    """Return the recipe with what computes norms, rotary embedding, gates and the loss."""
-    model = recipe.model.model_copy(update={"layer_kernels": kernels})
-    return recipe.model_copy(update={"model": model})
-
-
-def with_packing(recipe: Recipe, packing: Literal["on", "off"]) -> Recipe:
-    """Return the recipe with rows packed or not."""
-    data = recipe.data.model_copy(update={"packing": packing})
-    return recipe.model_copy(update={"data": data})
-
-
-def with_shares(recipe: Recipe, shares: Literal["auto", "equal"] | tuple[int, ...]) -> Recipe:
-    """Return the recipe with other shares of several processes."""
-    train = recipe.train.model_copy(update={"shares": shares})
-    return recipe.model_copy(update={"train": train})
-
-
-def with_parallel(recipe: Recipe, way: Literal["auto", "stream", "fsdp2"]) -> Recipe:
-    """Return the recipe whose processes share a step in another way."""
-    train = recipe.train.model_copy(update={"parallel": way})
-    return recipe.model_copy(update={"train": train})
+def with_settings(recipe: Recipe, values: Mapping[str, object]) -> Recipe:
+    """Return the recipe with other values of some settings, by dotted path; no rule is checked."""
+    for path, value in values.items():
+        name, _, field = path.partition(".")
+        section = getattr(recipe, name)
+        assert field in type(section).model_fields, path
+        recipe = recipe.model_copy(update={name: section.model_copy(update={field: value})})
+    return recipe
 
 
 def with_seq_len(recipe: Recipe, seq_len: int) -> Recipe:
@@ -182,8 +132,7 @@ def with_seq_len(recipe: Recipe, seq_len: int) -> Recipe:
     asked, size = recipe.train, recipe.train.micro_batch_size
     assert asked.tokens_per_step is not None
     tokens = whole_units(asked.tokens_per_step, seq_len * (1 if size == "auto" else size))
-    train = asked.model_copy(update={"seq_len": seq_len, "tokens_per_step": tokens})
-    return recipe.model_copy(update={"train": train})
+    return with_settings(recipe, {"train.seq_len": seq_len, "train.tokens_per_step": tokens})
 
 
 def whole_units(tokens: int, unit: int) -> int:

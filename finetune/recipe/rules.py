@@ -602,26 +602,24 @@ def broken_probe_rules(recipe: Settings) -> Iterator[Breach]:
                 reads=(_STEPS,),
             )
         return
-    yield from breaches(_possible(recipe), setting=_STEPS, value=train.probe_steps, instead="null")
-
-
-def _possible(recipe: Settings) -> Iterator[Allowed]:
-    """Yield field, value, whether a probe is possible with it, the limit, and the fix."""
-    yield (
-        "objective.method",
-        recipe.objective.method,
-        recipe.objective.head != "tokens",
-        "a probe trains a new head, of classes or rewards; the head that predicts tokens is trained"
-        " already",
-        "classify",
+    rules = (
+        (
+            "objective.method",
+            recipe.objective.method,
+            recipe.objective.head != "tokens",
+            "a probe trains a new head, of classes or rewards; the head that predicts tokens is"
+            " trained already",
+            "classify",
+        ),
+        (
+            "adapter.init_from",
+            recipe.adapter.init_from,
+            recipe.adapter.init_from is None,
+            "the head of an adapter that is trained further is no new one",
+            "null",
+        ),
     )
-    yield (
-        "adapter.init_from",
-        recipe.adapter.init_from,
-        recipe.adapter.init_from is None,
-        "the head of an adapter that is trained further is no new one",
-        "null",
-    )
+    yield from breaches(rules, setting=_STEPS, value=train.probe_steps, instead="null")
 
 
 def broken_head_alone_rules(recipe: Settings) -> Iterator[Breach]:
@@ -686,9 +684,7 @@ _OF_CHUNKS = ("head_chunk", "mlp_chunk")
 
 def broken_sharded_rules(recipe: Settings) -> Iterator[Breach]:
     """Yield the rules that a recipe breaks with `train.parallel: fsdp2`."""
-    for breach in breaches(
-        (*_training(recipe), *_holding(recipe)), setting="train.parallel", value="fsdp2"
-    ):
+    for breach in breaches(_of_sharded(recipe), setting="train.parallel", value="fsdp2"):
         yield replace(breach, hint=f"{breach.hint}, or {streamed_instead(recipe.train)}")
 
 
@@ -697,140 +693,153 @@ def streamed_instead(train: TrainSection) -> str:
     return "`train.parallel: stream`" + (" with one process" if train.is_full else "")
 
 
-def _training(recipe: Settings) -> Iterator[Allowed]:
-    """Yield what is trained and how: field, value, whether it is possible, the limit, the fix."""
+def _of_sharded(recipe: Settings) -> Iterator[Allowed]:
+    """Yield what is trained and how, where weights are, and what is written."""
     model, adapter, train, objective = recipe.model, recipe.adapter, recipe.train, recipe.objective
-    yield (
-        "objective.method",
-        objective.method,
-        objective.is_sft,
-        "a loss that compares rows needs all of a step's at once, and here each micro-batch passes"
-        " through the model by itself",
-        "sft",
-    )
-    yield (
-        "data.packing",
-        recipe.data.packing,
-        recipe.data.packing != "on",
-        "packed rows are kept apart layer by layer, as they are streamed",
-        "off",
-    )
-    yield (
-        "model.dtype",
-        model.dtype,
-        model.dtype != "float16",
-        "the loss is not scaled, and gradients would vanish",
-        "bfloat16",
-    )
-    yield (
-        "adapter.method",
-        adapter.method,
-        adapter.method == "lora",
-        "only LoRA is known to give what it gives when layers are streamed",
-        "lora",
-    )
-    yield (
-        "train.gradient_checkpointing",
-        train.gradient_checkpointing,
-        train.gradient_checkpointing is not False,
-        "each layer is checkpointed: its backward gathers it again, and computes it again",
-        "true",
-    )
-    yield (
-        "adapter.dora",
-        adapter.dora,
-        not adapter.dora,
-        "only LoRA is known to give what it gives when layers are streamed",
-        "false",
-    )
-    yield (
-        "adapter.experts",
-        adapter.experts,
-        not adapter.experts,
-        "adapters of experts are computed as layers are streamed",
-        "false",
-    )
-    yield (
-        "adapter.dtype",
-        adapter.dtype,
-        adapter.dtype == "float32",
-        "each process would round its part of a tensor by itself",
-        "float32",
-    )
-    yield (
-        "adapter.modules_to_save",
-        ", ".join(adapter.modules_to_save),
-        not adapter.modules_to_save,
-        "modules that train whole have another type than adapters, and are added up apart",
-        "[]",
-    )
-    yield (
-        "train.optimizer",
-        train.optimizer,
-        train.optimizer in OPTIMIZERS,
-        "each process updates its part of a tensor, element by element: " + " or ".join(OPTIMIZERS),
-        "adamw",
-    )
-    yield (
-        "train.shares",
-        train.shares,
-        isinstance(train.shares, str),
-        "all processes gather each layer together, for equal numbers of micro-batches",
-        "equal",
-    )
-    yield (
-        "train.reduce_dtype",
-        train.reduce_dtype,
-        train.reduce_dtype == "fp32",
-        "gradients are added up in fp32",
-        "fp32",
-    )
-    yield (
-        "train.compile",
-        train.compile,
-        not train.compile,
-        "layers that are gathered have not been compiled",
-        "false",
-    )
-    yield (
-        "train.router_loss_coef",
-        train.router_loss_coef,
-        not train.router_loss_coef,
-        "a router loss counts the tokens of the whole step",
-        "0",
-    )
-    yield (
-        "model.layer_kernels",
-        model.layer_kernels,
-        model.kernels != "fused",
-        "layers are computed by the model's own code",
-        "plain",
-    )
-    yield (
-        "model.experts_implementation",
-        model.experts_implementation,
-        model.experts_implementation != "triton",
-        "layers are computed by the model's own code",
-        "grouped_mm",
-    )
-
-
-def _holding(recipe: Settings) -> Iterator[Allowed]:
-    """Yield where weights are, and what is written: the same five values."""
     offload, none = recipe.offload, OffloadSection()
-    yield (
-        "offload.codec",
-        offload.codec,
-        offload.codec in ("auto", "native"),
-        "parts of layers are gathered in the form that they compute in",
-        "native",
-    )
-    yield (
-        "offload.tier",
-        offload.tier,
-        offload.tier != "disk",
-        "each process holds its part of all layers, and no layer waits",
-        "auto",
+    yield from (
+        (
+            "objective.method",
+            objective.method,
+            objective.is_sft,
+            "a loss that compares rows needs all of a step's at once, and here each micro-batch"
+            " passes through the model by itself",
+            "sft",
+        ),
+        (
+            "data.packing",
+            recipe.data.packing,
+            recipe.data.packing != "on",
+            "packed rows are kept apart layer by layer, as they are streamed",
+            "off",
+        ),
+        (
+            "model.dtype",
+            model.dtype,
+            model.dtype != "float16",
+            "the loss is not scaled, and gradients would vanish",
+            "bfloat16",
+        ),
+        (
+            "adapter.method",
+            adapter.method,
+            adapter.method == "lora",
+            "only LoRA is known to give what it gives when layers are streamed",
+            "lora",
+        ),
+        (
+            "train.gradient_checkpointing",
+            train.gradient_checkpointing,
+            train.gradient_checkpointing is not False,
+            "each layer is checkpointed: its backward gathers it again, and computes it again",
+            "true",
+        ),
+        (
+            "adapter.dora",
+            adapter.dora,
+            not adapter.dora,
+            "only LoRA is known to give what it gives when layers are streamed",
+            "false",
+        ),
+        (
+            "adapter.experts",
+            adapter.experts,
+            not adapter.experts,
+            "adapters of experts are computed as layers are streamed",
+            "false",
+        ),
+        (
+            "adapter.dtype",
+            adapter.dtype,
+            adapter.dtype == "float32",
+            "each process would round its part of a tensor by itself",
+            "float32",
+        ),
+        (
+            "adapter.modules_to_save",
+            ", ".join(adapter.modules_to_save),
+            not adapter.modules_to_save,
+            "modules that train whole have another type than adapters, and are added up apart",
+            "[]",
+        ),
+        (
+            "train.optimizer",
+            train.optimizer,
+            train.optimizer in OPTIMIZERS,
+            "each process updates its part of a tensor, element by element: "
+            + " or ".join(OPTIMIZERS),
+            "adamw",
+        ),
+        (
+            "train.shares",
+            train.shares,
+            isinstance(train.shares, str),
+            "all processes gather each layer together, for equal numbers of micro-batches",
+            "equal",
+        ),
+        (
+            "train.reduce_dtype",
+            train.reduce_dtype,
+            train.reduce_dtype == "fp32",
+            "gradients are added up in fp32",
+            "fp32",
+        ),
+        (
+            "train.compile",
+            train.compile,
+            not train.compile,
+            "layers that are gathered have not been compiled",
+            "false",
+        ),
+        (
+            "train.router_loss_coef",
+            train.router_loss_coef,
+            not train.router_loss_coef,
+            "a router loss counts the tokens of the whole step",
+            "0",
+        ),
+        (
+            "model.layer_kernels",
+            model.layer_kernels,
+            model.kernels != "fused",
+            "layers are computed by the model's own code",
+            "plain",
+        ),
+        (
+            "model.experts_implementation",
+            model.experts_implementation,
+            model.experts_implementation != "triton",
+            "layers are computed by the model's own code",
+            "grouped_mm",
+        ),
+        (
+            "offload.codec",
+            offload.codec,
+            offload.codec in ("auto", "native"),
+            "parts of layers are gathered in the form that they compute in",
+            "native",
+        ),
+        (
+            "offload.tier",
+            offload.tier,
+            offload.tier != "disk",
+            "each process holds its part of all layers, and no layer waits",
+            "auto",
+        ),
+        (
+            "output.best_checkpoint",
+            recipe.output.best_checkpoint,
+            recipe.output.best_checkpoint != "use",
+            "the result is taken from the processes' parts as they are after the last step",
+            "keep",
+        ),
+        (
+            "report.samples",
+            recipe.report.samples,
+            not recipe.report.samples,
+            "answers are generated by one process, and it has a part of the model only",
+            "0",
+        ),
     )
     for names, limit in (
         (_OF_SLOTS, "nothing is streamed: each process holds its part of all layers"),
@@ -839,20 +848,6 @@ def _holding(recipe: Settings) -> Iterator[Allowed]:
         for name in names:
             value, default = getattr(offload, name), getattr(none, name)
             yield f"offload.{name}", value, value == default, limit, default
-    yield (
-        "output.best_checkpoint",
-        recipe.output.best_checkpoint,
-        recipe.output.best_checkpoint != "use",
-        "the result is taken from the processes' parts as they are after the last step",
-        "keep",
-    )
-    yield (
-        "report.samples",
-        recipe.report.samples,
-        not recipe.report.samples,
-        "answers are generated by one process, and it has a part of the model only",
-        "0",
-    )
 
 
 # Pairs of which at most one field may be set. One set on the command line replaces the other one
@@ -883,7 +878,6 @@ def broken_rules(recipe: Settings) -> Iterator[Breach]:
     yield from _broken_best_rules(recipe)
     if recipe.train.steps is not None:
         yield from broken_length_rules(recipe, num_steps=recipe.train.steps)
-    yield from _broken_packing_rules(recipe)
     yield from _broken_device_rules(recipe)
     yield from broken_embedding_rules(recipe)
     yield from broken_head_rules(recipe)
@@ -920,6 +914,14 @@ def broken_rules(recipe: Settings) -> Iterator[Breach]:
             limit="one of them says which layers keep their graph",
             hint="`offload.kept_graphs: auto`, or `train.gradient_checkpointing: auto`",
             reads=("train.gradient_checkpointing",),
+        )
+    if recipe.data.packing == "on" and recipe.train.compile:
+        yield Breach(
+            field="data.packing",
+            what="data.packing is on and train.compile is true",
+            limit="a compiled layer cannot compute the attention of packed rows one by one",
+            hint="`data.packing: auto`, or `train.compile: false`",
+            reads=("train.compile",),
         )
     if recipe.train.compile and isinstance(recipe.offload.mlp_chunk, int):
         yield Breach(
@@ -1131,7 +1133,15 @@ def broken_length_rules(recipe: Settings, *, num_steps: int) -> Iterator[Breach]
     """Yield the broken rules that depend on the number of steps; epochs give it from the rows."""
     yield from _broken_rate_rules(recipe.train, num_steps=num_steps)
     yield from _broken_evaluation_rules(recipe, num_steps=num_steps)
-    yield from _broken_profile_rules(recipe, num_steps=num_steps)
+    profile = recipe.report.profile
+    if profile is not None and profile > num_steps:
+        yield Breach(
+            field="report.profile",
+            what=f"report.profile is {profile} and {_length(recipe.train, num_steps)}",
+            limit=f"the recorded step must be one of 1 to {num_steps}",
+            hint=f"`report.profile: {min(3, num_steps)}`",
+            reads=("train.steps",),
+        )
 
 
 def _broken_rate_rules(train: TrainSection, *, num_steps: int) -> Iterator[Breach]:
@@ -1269,19 +1279,6 @@ def _broken_evaluation_rules(recipe: Settings, *, num_steps: int) -> Iterator[Br
         )
 
 
-def _broken_profile_rules(recipe: Settings, *, num_steps: int) -> Iterator[Breach]:
-    """A setting that names a step names one of the run's."""
-    profile = recipe.report.profile
-    if profile is not None and profile > num_steps:
-        yield Breach(
-            field="report.profile",
-            what=f"report.profile is {profile} and {_length(recipe.train, num_steps)}",
-            limit=f"the recorded step must be one of 1 to {num_steps}",
-            hint=f"`report.profile: {min(3, num_steps)}`",
-            reads=("train.steps",),
-        )
-
-
 def _length(train: TrainSection, num_steps: int) -> str:
     """Describe how long a run is, by its setting if there is one."""
     if train.steps is not None:
@@ -1305,18 +1302,6 @@ def _broken_fused_rules(recipe: Settings) -> Iterator[Breach]:
             what="model.layer_kernels is fused and train.compile is true",
             limit="compiled layers have their norms, rotations and gates fused by torch",
             hint="`model.layer_kernels: auto`, or `train.compile: false`",
-            reads=("train.compile",),
-        )
-
-
-def _broken_packing_rules(recipe: Settings) -> Iterator[Breach]:
-    """Packed rows are kept apart while a layer computes, which compiled code does not do."""
-    if recipe.data.packing == "on" and recipe.train.compile:
-        yield Breach(
-            field="data.packing",
-            what="data.packing is on and train.compile is true",
-            limit="a compiled layer cannot compute the attention of packed rows one by one",
-            hint="`data.packing: auto`, or `train.compile: false`",
             reads=("train.compile",),
         )
 

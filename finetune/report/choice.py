@@ -239,24 +239,18 @@ def _place(where: str) -> str:
 
 def _settings_line(one: Candidate) -> str:
     """Return a candidate's settings in one line, without those of every usual plan."""
-    words = _words(one)
-    if not one.residency.num_kept_graphs:
-        del words["graphs"]
-    if not one.residency.num_sent_graphs:
-        del words["sent graphs"]
-    if not one.residency.has_outputs:
-        del words["outputs"]
-    if one.request.typical.head_chunk_tokens >= HEAD_CHUNK_TOKENS:
-        del words["chunk"]
-    if one.request.typical.mlp_chunk_tokens is None:
-        del words["tiles"]
-    if one.request.typical.embeddings == "device":
-        del words["embeddings"]
-    if one.request.typical.head == "device":
-        del words["head"]
-    if one.request.order is Order.LAYER_MAJOR:
-        del words["order"]
-    return ", ".join(words.values())
+    request, residency = one.request, one.residency
+    usual = {
+        "graphs": not residency.num_kept_graphs,
+        "sent graphs": not residency.num_sent_graphs,
+        "outputs": not residency.has_outputs,
+        "chunk": request.typical.head_chunk_tokens >= HEAD_CHUNK_TOKENS,
+        "tiles": request.typical.mlp_chunk_tokens is None,
+        "embeddings": request.typical.embeddings == "device",
+        "head": request.typical.head == "device",
+        "order": request.order is Order.LAYER_MAJOR,
+    }
+    return ", ".join(words for name, words in _words(one).items() if not usual.get(name))
 
 
 def changed_settings(one: Candidate, chosen: Candidate) -> str:

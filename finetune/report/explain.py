@@ -293,6 +293,7 @@ def _section(predicted: Prediction, rows: Sequence[Mapping[str, Any]]) -> Sectio
     found = timeline.mean_parts([timeline.parts_from_json(row["parts_s"]) for row in middle])
     num_loads = predicted.calibrated["schedule"]["num_loads"]
     first = predicted.before_measuring
+    loads = [row[LOAD] for row in rows if row.get(LOAD) is not None]
     return Section(
         prediction=predicted.number,
         sha256=predicted.sha256,
@@ -309,7 +310,7 @@ def _section(predicted: Prediction, rows: Sequence[Mapping[str, Any]]) -> Sectio
         bound_s=predicted.calibrated["predicted"]["bound_s"],
         misses=tuple(misses(expected, found)),
         spread_frac=_spread_frac(rows),
-        load_per_cpu=_median([row[LOAD] for row in rows if row.get(LOAD) is not None]),
+        load_per_cpu=_percentiles(loads)[1] if loads else None,
     )
 
 
@@ -323,10 +324,6 @@ def _spread_frac(rows: Sequence[Mapping[str, Any]]) -> float:
     times = [row["phases_s"]["step"] for row in rows]
     by_token = [t / row["num_tokens"] for t, row in zip(times, rows, strict=True)]
     return min(spread(times), spread(by_token))
-
-
-def _median(values: Sequence[float]) -> float | None:
-    return _percentiles(values)[1] if values else None
 
 
 def _percentiles(values: Sequence[float]) -> tuple[float, float, float]:

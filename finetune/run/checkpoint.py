@@ -1,23 +1,20 @@
 """Checkpoints of a run: a kill at any moment cannot tear them, and damage is detected.
 
 Data order, learning rate and dropout are pure functions of the recipe and the step, so weights,
-optimizer state, the step's number, the version of dropout's seeds and, in float16, the factor of
-the loss are all that has to be kept.
+optimizer state, the step's number and, in float16, the factor of the loss are all that has to be
+kept.
 Older checkpoints are removed only once the new one is whole and on the disk.
 
-Before anything is loaded, the files are checked against their manifest. Because checkpoints of
-older versions have none, it is also checked that the step is the folder's, that names, shapes and
-dtypes of all tensors are those of the run, and that all values are finite.
+Before anything is loaded, the files are checked against their manifest. Then the step has to be the
+folder's, names, shapes and dtypes of what trains those of the run, and all values finite.
 """
 
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from itertools import chain
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any, Protocol
 
 import torch
@@ -26,8 +23,7 @@ from safetensors.torch import save_file
 
 from finetune.errors import CheckpointError
 from finetune.files.atomic import PARTIAL, naming, remove
-from finetune.files.manifest import clear_partial, damage, has_manifest, whole_folder
-from offload.engine.seeding import NEWEST, Seeding
+from finetune.files.manifest import clear_partial, damage, whole_folder
 
 # ---------------------------------------------------------------------------------------------
 # The factor of the loss of a model that computes in float16.
@@ -81,12 +77,8 @@ class LossScale:
 _STATE, _TRAINED, _OPTIMIZER = "state.json", "trained.safetensors", "optimizer.pt"
 _FILES = (_STATE, _TRAINED, _OPTIMIZER)
 _SCALING = "loss_scale"
-_FORMAT = 2  # of those with a manifest; the first had none
 _PREFIX = "step-"
 _NAME = re.compile(_PREFIX + r"[0-9]{7,}")
-
-StateForm = Mapping[str, tuple[torch.Size, torch.dtype]]
-"""Tensors of an optimizer's states: where in its `state_dict` each is -> its shape and type."""
 
 
 class NamedTensors(Protocol):
@@ -128,13 +120,11 @@ class Restored:
     """What a run goes on with after a checkpoint.
 
     Attributes:
-        seeding: How the run's dropout is seeded.
         scaling: How its loss is scaled; None if it is not.
         tensors: Name -> what trains; all of it may be more than a process has room for.
         optimizer: Its states.
     """
 
-    seeding: Seeding
     scaling: LossScale | None
     tensors: NamedTensors
     optimizer: dict[str, Any]
@@ -193,7 +183,7 @@ class Checkpoints:
     def clear_torn(self) -> None:
         """Remove partial checkpoints that a kill during writing or removal has left."""
         clear_partial(self.path, name=_PREFIX)
-        for torn in self.path.glob(f"{PARTIAL}{_PREFIX}*"):  # as older versions named them
+        for torn in self.path.glob(f"{PARTIAL}{_PREFIX}*"):  # a removal's
             if _NAME.fullmatch(torn.name.removeprefix(PARTIAL)):
                 remove(torn)
 
@@ -204,7 +194,6 @@ class Checkpoints:
         optimizer: Stateful,
         *,
         data_hash: str,
-        seeding: Seeding,
         scaling: LossScale | None = None,
         num_kept: int,
         best: int | None = None,
@@ -219,7 +208,7 @@ class Checkpoints:
             tensors = {name: p.detach().cpu().contiguous() for name, p in parameters.items()}
             save_file(tensors, partial / _TRAINED)
             _save_optimizer(optimizer, partial / _OPTIMIZER)
-            state = {"format": _FORMAT, "step": step, "data_hash": data_hash, "seeding": seeding}
+            state = {"step": step, "data_hash": data_hash}
             scaled = {} if scaling is None else {_SCALING: asdict(scaling)}
             with naming(partial / _STATE):
                 (partial / _STATE).write_text(json.dumps(state | scaled))
@@ -232,62 +221,43 @@ class Checkpoints:
             remove(discarded)
         return final
 
-    def require_whole(self, step: int) -> str | None:
+    def require_whole(self, step: int) -> None:
         """Check that a checkpoint's files are what was written, before a model is loaded.
 
-        Returns:
-            What the user should know: that an older version wrote it, and it cannot be verified.
-
         Raises:
-            CheckpointError: It is damaged; the newest earlier one that is whole is suggested. Or
-                its dropout is seeded in a way that only a later version knows.
+            CheckpointError: It is damaged; the newest earlier one that is whole is suggested.
         """
         found = self._damage(step)
         if found is not None:
             raise self._damaged(step, found)
-        folder = self.folder(step)
-        _seeding_of(_read_state(folder / _STATE))
-        if has_manifest(folder):
-            return None
-        return f"{folder} cannot be verified: an older version wrote it, without checksums"
 
     def read(
         self,
         step: int,
         parameters: Mapping[str, torch.Tensor],
-        optimizer: Resumable,
         *,
-        form: StateForm,
         data_hash: str,
         is_scaled: bool = False,
     ) -> Restored:
-        """Return what a checkpoint holds, if it is what these parameters and optimizer need.
+        """Return what a checkpoint holds, if it is what these parameters need.
 
         Args:
             step: Of the checkpoint.
             parameters: Name -> what trains; all of it is in the checkpoint, and nothing else.
-            optimizer: Of these parameters, without states.
-            form: The states that it makes of them.
             data_hash: Of the training rows.
             is_scaled: Whether the run scales its loss.
 
         Raises:
-            CheckpointError: The training rows are not those that the run was started with, the
-                checkpoint is damaged, or its optimizer is that of an older version.
+            CheckpointError: The training rows are not those that the run was started with, or the
+                checkpoint is damaged.
         """
         self.require_whole(step)
         try:
             content = _read(self.folder(step))
             _check_tensors(content.tensors, parameters)
-            scaling = _scaling_of(content.state) if is_scaled else None
-            num_updates = step if scaling is None else step - scaling.num_skipped
-            _check_optimizer(
-                content.optimizer,
-                optimizer,
-                form if num_updates else {},
-                step=num_updates,
-                is_complete=not has_manifest(self.folder(step)),
-            )
+            for path, tensor in _tensors_in(content.optimizer):
+                _check_finite(f"{path} in {_OPTIMIZER}", tensor)
+            scaling = LossScale(**content.state[_SCALING]) if is_scaled else None
         except _DamagedError as error:
             raise self._damaged(step, str(error)) from error
         if content.state["data_hash"] != data_hash:
@@ -297,7 +267,6 @@ class Checkpoints:
                 hint="restore the data file, or start a new run with `output.name=...`",
             )
         return Restored(
-            seeding=_seeding_of(content.state),
             scaling=scaling,
             tensors=content.tensors,
             optimizer=content.optimizer,
@@ -321,19 +290,11 @@ class Checkpoints:
     def _damage(self, step: int) -> str | None:
         """Return what is wrong with a checkpoint's files, as far as is known without a model."""
         folder = self.folder(step)
-        if has_manifest(folder):
-            found = damage(folder, needs=_FILES)
-            if found is not None:
-                return found
-        try:
-            state = _read_state(folder / _STATE)
-        except _DamagedError as error:
-            return str(error)
-        if state["step"] != step:
-            return f"{_STATE} is of step {state['step']}, the folder of step {step}"
-        if not has_manifest(folder) and state.get("format", 1) != 1:
-            return "its manifest is missing"
-        return None
+        found = damage(folder, needs=_FILES)
+        if found is not None:
+            return found
+        written = json.loads((folder / _STATE).read_text())["step"]
+        return None if written == step else f"{_STATE} is of step {written}, the folder of {step}"
 
     def _damaged(self, step: int, what: str) -> CheckpointError:
         """Return the error for a damaged checkpoint, with the newest whole one before it."""
@@ -397,51 +358,11 @@ class _Stored(Mapping[str, torch.Tensor]):
 
 
 def _read(folder: Path) -> _Content:
-    try:
-        return _Content(
-            state=_read_state(folder / _STATE),
-            tensors=_Stored(folder / _TRAINED),
-            optimizer=torch.load(folder / _OPTIMIZER, weights_only=True, map_location="cpu"),
-        )
-    except (
-        *(OSError, ValueError, RuntimeError, EOFError, LookupError, TypeError, AttributeError),
-        *(SafetensorError, UnpicklingError),
-    ) as error:
-        raise _DamagedError(f"{type(error).__name__}: {error}".splitlines()[0]) from error
-
-
-def _read_state(file: Path) -> Mapping[str, Any]:
-    try:
-        state = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise _DamagedError(f"{file.name} cannot be read: {error}") from error
-    if not isinstance(state, dict) or not {"step", "data_hash"} <= set(state):
-        raise _DamagedError(f"{file.name} lacks `step` or `data_hash`")
-    return state
-
-
-def _seeding_of(state: Mapping[str, Any]) -> Seeding:
-    """Return how dropout is seeded: the first way, if an older version wrote the checkpoint."""
-    version = state.get("seeding", Seeding.TUPLE_HASH)
-    try:
-        return Seeding(version)
-    except ValueError:
-        raise CheckpointError(
-            f"{_STATE} names version {version!r} of the seeds of dropout",
-            limit=f"this version of Sluice knows 1 to {NEWEST:d}",
-            hint="resume the run with the version of Sluice that it was begun with",
-        ) from None
-
-
-def _scaling_of(state: Mapping[str, Any]) -> LossScale:
-    """Return how the loss of the next step is scaled; without it gradients would vanish."""
-    try:
-        found = LossScale(**state[_SCALING])
-        if 0 < found.factor < math.inf and found.num_skipped >= found.num_in_a_row >= 0:
-            return found
-    except (KeyError, TypeError):
-        pass  # it is not there, or it is something else
-    raise _DamagedError(f"{_STATE} has no good `{_SCALING}`: {state.get(_SCALING)}")
+    return _Content(
+        state=json.loads((folder / _STATE).read_text()),
+        tensors=_Stored(folder / _TRAINED),
+        optimizer=torch.load(folder / _OPTIMIZER, weights_only=True, map_location="cpu"),
+    )
 
 
 def _check_tensors(
@@ -453,89 +374,13 @@ def _check_tensors(
         where = "lacks" if odd[0] in parameters else "holds, and the run does not train,"
         raise _DamagedError(f"{_TRAINED} {where} {odd[0]}")
     for name, parameter in parameters.items():
-        _check_form(f"{name} in {_TRAINED}", tensors[name], (parameter.shape, parameter.dtype))
-        _check_finite(f"{name} in {_TRAINED}", tensors[name])
-
-
-def _check_optimizer(
-    content: Any,
-    optimizer: Resumable,
-    form: StateForm,
-    *,
-    step: int,
-    is_complete: bool,
-) -> None:
-    """Check that these are states of this optimizer after `step` updates, and finite.
-
-    Args:
-        content: Of the file.
-        optimizer: Of the run.
-        form: The states that it makes.
-        step: How many updates it has taken.
-        is_complete: Whether each parameter must have its states; one that had no gradient so far,
-            such as an expert that no token chose, has none.
-    """
-    if not isinstance(content, dict) or not {"state", "param_groups"} <= set(content):
-        raise _DamagedError(f"{_OPTIMIZER} holds no optimizer")
-    states, known = content["state"], {path.split("/")[0] for path in form}
-    if not isinstance(states, dict) or not all(isinstance(s, dict) for s in states.values()):
-        raise _DamagedError(f"{_OPTIMIZER} holds no states of parameters")
-    _check_groups(content["param_groups"], optimizer.state_dict()["param_groups"])
-    lacking = known - {str(index) for index in states}
-    if lacking and (is_complete or not states):
-        raise _DamagedError(f"{_OPTIMIZER} lacks the states of {len(lacking)} parameters")
-    for path, tensor in _tensors_in(states):
-        expected = form.get(path)
-        if expected is None and path.split("/")[0] in known:
-            raise _DamagedError(f"{_OPTIMIZER} holds {path}, which the optimizer does not have")
-        if expected is not None:
-            _check_form(f"{path} in {_OPTIMIZER}", tensor, expected)
-        _check_finite(f"{path} in {_OPTIMIZER}", tensor)
-    lost = {path for path in form if path.split("/")[0] not in lacking} - {
-        path for path, _ in _tensors_in(states)
-    }
-    if lost:
-        raise _DamagedError(f"{_OPTIMIZER} lacks {min(lost)}")
-    taken = max((_num_updates(state) for state in states.values()), default=step)
-    if taken != step:
-        raise _DamagedError(f"{_OPTIMIZER} has taken {taken} updates after {step} steps")
-
-
-def _check_groups(groups: Any, own: Sequence[Mapping[str, Any]]) -> None:
-    """Check that an optimizer's parameters and settings are those of the run.
-
-    Raises:
-        CheckpointError: An older version wrote it, with other groups.
-    """
-    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
-        raise _DamagedError(f"{_OPTIMIZER} holds no groups of parameters")
-    found, expected = ([group.get("params", []) for group in each] for each in (groups, own))
-    if len(found) != len(expected) and sorted(chain(*found)) == sorted(chain(*expected)):
-        raise CheckpointError(
-            f"{_OPTIMIZER} has its parameters in {len(found)} groups, this version in"
-            f" {len(expected)}",
-            limit="an older version wrote it, in which tensors of one dimension decayed as well",
-            hint="finish the run with that version, or start a new run with `output.name=...`",
-        )
-    if found != expected:
-        raise _DamagedError(f"{_OPTIMIZER} is of other parameters")
-    for group, mine in zip(groups, own, strict=True):
-        for name in sorted(set(group) & set(mine) - {"lr"}):  # set anew for each step
-            if group[name] != mine[name]:
-                raise _DamagedError(f"{_OPTIMIZER} has {name} {group[name]}, the run {mine[name]}")
-
-
-def _num_updates(state: Any) -> int:
-    try:
-        return int(state["step"])
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise _DamagedError(f"{_OPTIMIZER} has a state without a number of updates") from error
-
-
-def state_form(optimizer: Resumable) -> StateForm:
-    """Return the form of the states that an optimizer has."""
-    states = optimizer.state_dict()["state"]
-    return {path: (tensor.shape, tensor.dtype) for path, tensor in _tensors_in(states)}
+        tensor = tensors[name]
+        if (tensor.shape, tensor.dtype) != (parameter.shape, parameter.dtype):
+            raise _DamagedError(
+                f"{name} in {_TRAINED} is {tuple(tensor.shape)} of {tensor.dtype}, the run's is"
+                f" {tuple(parameter.shape)} of {parameter.dtype}"
+            )
+        _check_finite(f"{name} in {_TRAINED}", tensor)
 
 
 def _tensors_in(tree: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
@@ -544,15 +389,6 @@ def _tensors_in(tree: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]
     elif isinstance(tree, dict):
         for key, part in tree.items():
             yield from _tensors_in(part, f"{path}/{key}" if path else str(key))
-
-
-def _check_form(what: str, tensor: torch.Tensor, expected: tuple[torch.Size, torch.dtype]) -> None:
-    if (tensor.shape, tensor.dtype) != expected:
-        shape, dtype = expected
-        raise _DamagedError(
-            f"{what} is {tuple(tensor.shape)} of {tensor.dtype},"
-            f" the run's is {tuple(shape)} of {dtype}"
-        )
 
 
 def _check_finite(what: str, tensor: torch.Tensor) -> None:

@@ -25,13 +25,8 @@ from finetune.recipe.recipe import (
     differences,
     is_longer,
     resolved_yaml,
-    with_compute_dtype,
-    with_layer_kernels,
-    with_micro_batch_size,
-    with_offload,
-    with_packing,
-    with_parallel,
-    with_shares,
+    setting,
+    with_settings,
 )
 from finetune.recipe.sections import TrainSection
 from finetune.run.checkpoint import Checkpoints
@@ -178,7 +173,9 @@ class RunDir:
                 limit="only a run that was started can be resumed",
                 hint="leave `--resume` away",
             )
-        before = with_shares(self.recipe(), recipe.train.shares)  # free, as the number of ranks is
+        before = with_settings(
+            self.recipe(), {"train.shares": recipe.train.shares}
+        )  # free, as the number of ranks is
         changed = _that_count(before, recipe)
         if is_longer(before, recipe) and len(changed) == 1:
             self._require_going_on(recipe)
@@ -389,6 +386,18 @@ def _that_count(before: Recipe, after: Recipe) -> list[str]:
     return [one for one in found if one.startswith(WHAT) or not one.startswith(HOW)]
 
 
+_CHOSEN = (
+    "train.micro_batch_size",
+    "train.parallel",
+    "offload.head_chunk",
+    "offload.mlp_chunk",
+    "adapter.compute_dtype",
+    "data.packing",
+    "model.layer_kernels",
+)
+"""Settings whose `auto` is decided when a run begins, and then kept."""
+
+
 def as_begun(recipe: Recipe, begun: Recipe | None, *, num_ranks: int = 1) -> Recipe:
     """Return the recipe with what was open when the run began as it was chosen then.
 
@@ -399,20 +408,13 @@ def as_begun(recipe: Recipe, begun: Recipe | None, *, num_ranks: int = 1) -> Rec
     """
     if begun is None:
         return recipe
-    if recipe.train.micro_batch_size == "auto":
-        recipe = with_micro_batch_size(recipe, begun.train.sequences)
-    if recipe.offload.head_chunk == "auto":
-        recipe = with_offload(recipe, head_chunk=begun.offload.head_chunk)
-    if recipe.offload.mlp_chunk == "auto" and begun.offload.mlp_chunk != "auto":
-        recipe = with_offload(recipe, mlp_chunk=begun.offload.mlp_chunk)
-    recipe = _placed_as_begun(recipe, begun, num_ranks=num_ranks)
-    if recipe.adapter.compute_dtype == "auto":
-        recipe = with_compute_dtype(recipe, begun.adapter.compute_dtype)
-    if recipe.data.packing == "auto" and begun.data.packing != "auto":
-        recipe = with_packing(recipe, begun.data.packing)
-    if recipe.model.layer_kernels == "auto" and begun.model.layer_kernels != "auto":
-        recipe = with_layer_kernels(recipe, begun.model.layer_kernels)
-    return _shared_as_begun(recipe, begun, num_ranks=num_ranks)
+    for path in _CHOSEN:
+        if setting(recipe, path) == "auto":
+            recipe = with_settings(recipe, {path: setting(begun, path)})
+    shares = begun.train.shares
+    if recipe.train.shares == "auto" and (isinstance(shares, str) or len(shares) == num_ranks):
+        recipe = with_settings(recipe, {"train.shares": shares})
+    return _placed_as_begun(recipe, begun, num_ranks=num_ranks)
 
 
 def _placed_as_begun(recipe: Recipe, begun: Recipe, *, num_ranks: int) -> Recipe:
@@ -428,18 +430,6 @@ def _placed_as_begun(recipe: Recipe, begun: Recipe, *, num_ranks: int) -> Recipe
     is_split = num_ranks > 1 and (recipe.train.is_full or "fsdp2" in ways)
     if is_moved or is_split:
         return recipe
-    return with_offload(
-        recipe,
-        embeddings=then.embeddings if now.embeddings == "auto" else None,
-        head=then.head if now.head == "auto" else None,
-    )
-
-
-def _shared_as_begun(recipe: Recipe, begun: Recipe, *, num_ranks: int) -> Recipe:
-    """Return the recipe with what concerns several ranks as it was chosen."""
-    shares = begun.train.shares
-    if recipe.train.shares == "auto" and (isinstance(shares, str) or len(shares) == num_ranks):
-        recipe = with_shares(recipe, shares)
-    if recipe.train.parallel == "auto":
-        recipe = with_parallel(recipe, begun.train.parallel)
-    return recipe
+    places = {"offload.embeddings": then.embeddings, "offload.head": then.head}
+    is_open = {path: place for path, place in places.items() if setting(recipe, path) == "auto"}
+    return with_settings(recipe, is_open)

@@ -114,8 +114,7 @@ def _checkpoints_of(run: RunDir, recipe: Recipe, notes: list[str]) -> list[Conte
             hint=f"`--adapter {run.path}` for a finished run's adapter",
         )
     for step in steps:
-        note = run.checkpoints.require_whole(step)
-        notes += [note] if note else []
+        run.checkpoints.require_whole(step)
     if begun.model.path != recipe.model.path:
         notes.append(
             f"The run in {run.path} trains on {begun.model.path}, and rows are scored on"

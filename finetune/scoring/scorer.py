@@ -326,7 +326,7 @@ def attaching(subject: Subject, machine: Machine, *, num_slots: int) -> Attachin
 
 
 def _request(subject: Subject) -> PlanRequest:
-    return full_request(subject.recipe, subject.facts, num_ranks=1)
+    return full_request(subject.recipe, subject.facts)
 
 
 def _workload(subject: Subject, wave: Sequence[Contender], wanted: PlanRequest) -> Workload:

@@ -22,7 +22,6 @@ from finetune.model.config import is_hub_reachable
 from finetune.planning.candidates import (
     chooser,
     chosen_plan,
-    full_requests,
     nearest_request,
     uncollected,
 )
@@ -177,7 +176,8 @@ def subject(setup: Setup, *, folder: Path) -> Subject:
         ConfigError: There is no such model, or settings contradict each other.
     """
     recipe = _recipe(setup, _model_path(setup, folder=folder))
-    return Subject(name=setup.model, recipe=recipe, facts=facts_of(recipe.model))
+    facts = facts_of(recipe.model)
+    return Subject(name=setup.model, recipe=recipe, facts=facts, num_ranks=setup.num_cards)
 
 
 def machine(setup: Setup, *, here: Machine | None) -> Machine:
@@ -308,7 +308,12 @@ class Planner:
             return _refused(needs, question.setup)
         if kind == "step":
             return {"gantt": _drawn(plan, zoom=question.zoom)}
-        return _ways(plan) if kind == "ways" else _plan_answer(plan, question)
+        if kind == "ways":  # they are priced for one card and its neighbours
+            is_one = question.setup.num_cards == 1
+            return (
+                what_if_json(what_if(plan, num_cards=NUM_CARDS)) if is_one else {"other_ways": None}
+            )
+        return _plan_answer(plan, question)
 
     def _measured(self, setup: Setup) -> Machine | None:
         """Return this machine if the setup is about it, and it can be measured."""
@@ -321,9 +326,8 @@ class Planner:
         found = machine(setup, here=self._measured(setup))
         planned = subject(setup, folder=self._folder)
         here = with_backend(planned.recipe, planned.facts, found)
-        num_cards = setup.num_cards
-        require_gpus(planned.recipe.train, here, num_gpus=num_cards, setting="cards:")
-        requests = full_requests(planned.recipe, planned.facts, num_ranks=num_cards)
+        require_gpus(planned.recipe.train, here, num_gpus=setup.num_cards, setting="cards:")
+        requests = planned.requests()
         if planned.recipe.train.is_sharded:
             choice = chooser(planned.recipe)(planned.facts, here, requests)
             return planned.facts, here, requests, choice.plan
@@ -417,9 +421,3 @@ def _rate(plan: Plan | None, request: PlanRequest) -> Json:
     """Return a point of the break-even curve; without a rate where nothing fits."""
     rate = None if plan is None else plan.tokens_per_step / plan.step_s
     return {"tokens_per_step": request.tokens_per_step, "tokens_per_s": rate}
-
-
-def _ways(plan: Plan) -> Json:
-    """Return what other ways would change; they are priced for one card and its neighbours."""
-    ways = None if plan.request.num_ranks > 1 else what_if(plan, num_cards=NUM_CARDS)
-    return {"other_ways": None} if ways is None else what_if_json(ways)

@@ -15,7 +15,6 @@ from finetune.training.measured import write_measured
 from finetune.training.optimizer import rates_since
 from finetune.training.session import Session
 from finetune.training.world.from_main import FromMain
-from offload.engine.seeding import Seeding
 from offload.plan.plan import Plan
 from offload.probe.energy import Taken
 
@@ -71,15 +70,14 @@ def _restore(session: Session, step: int) -> None:
     """Load what a checkpoint holds on all ranks; the main one reads it, and sends each tensor."""
     ranks, read = session.run.ranks, list[Restored]()
 
-    def sent() -> tuple[int, LossScale | None, dict[str, Any]]:
+    def sent() -> tuple[LossScale | None, dict[str, Any]]:
         read.append(_read(session, step))
-        return int(read[0].seeding), read[0].scaling, read[0].optimizer
+        return read[0].scaling, read[0].optimizer
 
-    seeding, scaling, optimizer = ranks.from_main(sent)
+    scaling, optimizer = ranks.from_main(sent)
     stored = read[0].tensors if read else None
     session.loop.restore(
         Restored(
-            seeding=Seeding(seeding),
             scaling=scaling,
             tensors=FromMain(stored, ranks=ranks),
             optimizer=optimizer,
@@ -92,8 +90,6 @@ def _read(session: Session, step: int) -> Restored:
     return session.run.dir.checkpoints.read(
         step,
         session.loop.weights,
-        session.loop.optimizer,
-        form=session.loop.state_form,
         data_hash=session.rows.data_hash,
         is_scaled=session.loop.scaling is not None,
     )
@@ -135,7 +131,6 @@ def save(
             saved.weights,
             saved.optimizer,
             data_hash=session.rows.data_hash,
-            seeding=loop.seeding,
             scaling=loop.scaling,
             num_kept=run.recipe.output.keep_checkpoints,
             best=best,

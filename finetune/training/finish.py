@@ -1,6 +1,7 @@
 """What a run answers before its first step, and its result and report after the last."""
 
 import json
+from itertools import islice
 
 from finetune.files.atomic import write_atomically
 from finetune.files.manifest import sealed_json
@@ -91,7 +92,7 @@ def _finish(session: Session, saved: Saved) -> None:
 def sample(session: Session, *, when: str) -> None:
     """Answer held-out rows, show some answers, and write all of them to a file."""
     run, tokenizer = session.run, session.tokenizer
-    rows = session.rows.held_out_rows[: run.recipe.report.samples]
+    rows = tuple(islice(session.rows.held_out_rows, run.recipe.report.samples))
     asked = answerable(
         rows,
         tokenizer,

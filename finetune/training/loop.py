@@ -24,8 +24,6 @@ from finetune.run.checkpoint import (
     Restored,
     Resumable,
     Saved,
-    StateForm,
-    state_form,
 )
 from finetune.training.optimizer import Update, learning_rate
 from finetune.training.ranks import Ranks
@@ -33,7 +31,7 @@ from offload.engine.engine import Engine
 from offload.engine.objective import Objective
 from offload.engine.passes.part import RunStep
 from offload.engine.results import ForwardResult
-from offload.engine.seeding import NEWEST
+from offload.engine.seeding import step_seed
 from offload.plan.schedule.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -264,9 +262,7 @@ class Loop:
         self._ranks = ranks
         self._objective = objective_of
         self._adapter = adapter
-        self.state_form: StateForm = {}
-        self.seeding = NEWEST  # a resumed run has that of its checkpoint, and
-        self.scaling = scaling  # this as well
+        self.scaling = scaling  # a resumed run has that of its checkpoint
 
     @property
     def _streamed(self) -> Engine:
@@ -296,7 +292,7 @@ class Loop:
     def restore(self, restored: Restored) -> None:
         """Go on from what a checkpoint holds."""
         self._update.restore(restored)
-        self.seeding, self.scaling = restored.seeding, restored.scaling
+        self.scaling = restored.scaling
 
     def require_same(self, *, step: int) -> None:
         """Check that what trains is the same on all ranks, to the bit, where each has a copy."""
@@ -319,7 +315,7 @@ class Loop:
             share,
             order=number,
             lr=learning_rate(number, self._train, num_steps=self._num_steps),
-            dropout_seed=self.seeding.of_step(self._train.seed, number),
+            dropout_seed=step_seed(self._train.seed, number),
             name=f"step {number + 1}",
             scaling=self.scaling,
         )
@@ -348,7 +344,6 @@ class Loop:
         num_more = int(TIMED_S / max(self._ranks.exchange(records[0].step_s)))
         for order, share in enumerate(others[:num_more], 3):
             records.append((yield from self._rehearsed(order, share)))
-        self.state_form = state_form(self.optimizer)
         undo()
         self.scaling = scaling
         self._has_begun = False
@@ -441,7 +436,6 @@ class Loop:
             objective=self._objective_of(share),
             scored=share.scored,
             dropout_seed=dropout_seed,
-            seeding=self.seeding,
             num_label_tokens=share.num_label_tokens,
             micro_batch_ids=share.micro_batch_ids,
             add_up=self._ranks.add_up,

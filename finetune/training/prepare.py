@@ -12,12 +12,12 @@ from finetune.data.compared import (
     Comparison,
     require_classes,
     require_comparable,
+    require_known_rows,
     require_known_tokens,
 )
 from finetune.data.dataset import Rows, load_rows
 from finetune.data.order import BatchOrder, PackedOrder, RowCost
 from finetune.data.steps import Steps, num_parts_of, with_virtual_tokens
-from finetune.data.tokenize import require_known_rows
 from finetune.env import cache_dir, stores_dir
 from finetune.errors import ConfigError
 from finetune.model.tokenizer import load_tokenizer
@@ -27,12 +27,7 @@ from finetune.planning.ranks import require_ranks_for
 from finetune.planning.request import facts_of, find_machine, trained_spec
 from finetune.recipe.recipe import (
     Recipe,
-    with_layer_kernels,
-    with_micro_batch_size,
-    with_offload,
-    with_packing,
-    with_parallel,
-    with_shares,
+    with_settings,
 )
 from finetune.recipe.sections import formats_of
 from finetune.training import preflight
@@ -169,9 +164,14 @@ def settled(runs: "Sequence[Run]", facts: ModelFacts, cards: "Cards") -> list[Ru
     kernels = first.ranks.from_main(
         lambda: settled_layer_kernels(recipes[0], first.device, first.screen)
     )
-    recipes = [with_layer_kernels(recipe, kernels) for recipe in recipes]
+    recipes = [with_settings(recipe, {"model.layer_kernels": kernels}) for recipe in recipes]
     return [
-        replace(run, recipe=with_packing(recipe, settled_packing(recipe, run.screen.note)))
+        replace(
+            run,
+            recipe=with_settings(
+                recipe, {"data.packing": settled_packing(recipe, run.screen.note)}
+            ),
+        )
         for run, recipe in zip(runs, recipes, strict=True)
     ]
 
@@ -329,10 +329,10 @@ def with_way(run: Run, facts: ModelFacts, machine: Machine) -> Recipe:
     if recipe.train.parallel != "auto":
         return recipe
     if num == 1 or (machine.device == "cpu" and not recipe.train.is_full):
-        recipe = with_parallel(recipe, "stream")
+        recipe = with_settings(recipe, {"train.parallel": "stream"})
     else:
         ways = compare_ways(recipe, facts, machine, num_ranks=num)
-        recipe = with_parallel(recipe, ways.faster.name)
+        recipe = with_settings(recipe, {"train.parallel": ways.faster.name})
         run.screen.note(f"train.parallel: {ways.reason}")
     require_ranks_for(recipe.train, num_ranks=num)
     return recipe
@@ -395,9 +395,9 @@ def plan_steps(run: Run, facts: ModelFacts, data: Data, cards: Cards) -> Planned
         order: BatchOrder | PackedOrder
         if recipe.data.packing == "on":
             cost, num = RowCost.of(facts), ranks.num
-            order = PackedOrder.of(train, rows, num_ranks=num, cost=cost, comparison=comparison)
+            order = PackedOrder.of(train, rows, min_parts=num, cost=cost, comparison=comparison)
         else:
-            order = BatchOrder.of(train, rows, num_ranks=ranks.num, comparison=comparison)
+            order = BatchOrder.of(train, rows, min_parts=ranks.num, comparison=comparison)
         own = partial(micro_batches_by_shares, index=ranks.index, shares=shares)
         pad = pad_id(data.tokenizer)
         return Steps.of(order, rows, own=own, pad_token_id=pad, comparison=comparison)
@@ -417,10 +417,12 @@ def plan_steps(run: Run, facts: ModelFacts, data: Data, cards: Cards) -> Planned
         return own_choice(facts, machine, shares, rank=ranks.index)
 
     choice = chosen(cards.machines[ranks.index], requests)
-    recipe = with_micro_batch_size(recipe, choice.plan.request.typical.micro_batch_size)
+    recipe = with_settings(
+        recipe, {"train.micro_batch_size": choice.plan.request.typical.micro_batch_size}
+    )
     steps = steps_of(recipe)
     if shares is not None:
-        recipe = with_shares(recipe, shares.micro_batches)
+        recipe = with_settings(recipe, {"train.shares": shares.micro_batches})
         steps = steps_of(recipe, shares.micro_batches)
         requests = shares.of(ranks.index)
     preflight.require_within_run(recipe, num_steps=steps.num)
@@ -490,12 +492,14 @@ def with_chosen(recipe: Recipe, plan: Plan) -> Recipe:
     if recipe.train.is_sharded:  # head and MLPs are whole
         return recipe
     chosen = plan.request.typical
-    return with_offload(
+    return with_settings(
         recipe,
-        head_chunk=chosen.head_chunk_tokens,
-        mlp_chunk=chosen.mlp_chunk_tokens or "whole",
-        embeddings=_chosen_place(recipe.offload.embeddings, chosen.embeddings),
-        head=_chosen_place(recipe.offload.head, chosen.head),
+        {
+            "offload.head_chunk": chosen.head_chunk_tokens,
+            "offload.mlp_chunk": chosen.mlp_chunk_tokens or "whole",
+            "offload.embeddings": _chosen_place(recipe.offload.embeddings, chosen.embeddings),
+            "offload.head": _chosen_place(recipe.offload.head, chosen.head),
+        },
     )
 
 

@@ -158,5 +158,5 @@ def _require_resumable(run_dir: RunDir, recipe: Recipe, screen: Screen) -> None:
     if newest is None:
         screen.note("There is no checkpoint yet: the run begins with step 1 again")
         return
-    note = run_dir.checkpoints.require_whole(newest)
-    screen.note(note or f"Continuing from {run_dir.checkpoints.folder(newest)}")
+    run_dir.checkpoints.require_whole(newest)
+    screen.note(f"Continuing from {run_dir.checkpoints.folder(newest)}")

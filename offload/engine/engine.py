@@ -48,7 +48,6 @@ from offload.engine.results import (
     RunState,
     StepResult,
 )
-from offload.engine.seeding import NEWEST, Seeding
 from offload.engine.streams import Device, open_device
 from offload.engine.trials import TrialSize
 from offload.errors import OffloadError
@@ -444,14 +443,13 @@ class Engine(Attached):
         """
         return self._bound.updates
 
-    def forward_backward(  # noqa: PLR0913 - all that a step is
+    def forward_backward(
         self,
         micro_batches: Sequence[Batch],
         *,
         objective: Objective | None = None,
         scored: Sequence[Batch] = (),
         dropout_seed: int | None = None,
-        seeding: Seeding = NEWEST,
         num_label_tokens: int | None = None,
         micro_batch_ids: Sequence[int] | None = None,
         order: Order | None = None,
@@ -472,7 +470,6 @@ class Engine(Attached):
             objective: As for `RunStep`, as are all others but the last.
             scored: Likewise.
             dropout_seed: Likewise.
-            seeding: Likewise.
             num_label_tokens: Likewise.
             micro_batch_ids: Likewise.
             add_up: Likewise.
@@ -492,7 +489,6 @@ class Engine(Attached):
             objective=objective,
             scored=scored,
             dropout_seed=dropout_seed,
-            seeding=seeding,
             num_label_tokens=num_label_tokens,
             micro_batch_ids=micro_batch_ids,
             add_up=add_up,

@@ -125,7 +125,7 @@ class PlanRequest:
     num_workers: int
     is_stashed: bool
     is_on_disk: bool
-    num_ranks: int
+    num_ranks: int = 1
     is_slab_shared: bool
     traced: TracedBytes | None = None
     is_masked: bool = False

@@ -42,7 +42,7 @@ from finetune.model.tokenizer import load_tokenizer
 from finetune.planning.candidates import choose, requests_for
 from finetune.planning.request import facts_of
 from finetune.planning.subject import model_subject
-from finetune.recipe.recipe import Recipe, with_packing
+from finetune.recipe.recipe import Recipe, with_settings
 from finetune.training.ranks import own_micro_batches
 from offload.engine.bound import EngineOptions
 from offload.engine.engine import Engine
@@ -134,10 +134,10 @@ def _recipe(config: Path, **train: Any) -> Recipe:
 
 def steps_of(recipe: Recipe, rows: ExampleSet) -> Steps:
     """Return the steps of a recipe, packed if it says so."""
-    order: BatchOrder | PackedOrder = BatchOrder.of(recipe.train, rows, num_ranks=1)
+    order: BatchOrder | PackedOrder = BatchOrder.of(recipe.train, rows)
     if recipe.data.packing == "on":
         cost = RowCost.of(facts_of(recipe.model))
-        order = PackedOrder.of(recipe.train, rows, num_ranks=1, cost=cost)
+        order = PackedOrder.of(recipe.train, rows, cost=cost)
     return Steps.of(order, rows, own=partial(own_micro_batches, index=0, num=1), pad_token_id=0)
 
 
@@ -175,7 +175,7 @@ def fill(console: Console, data: Path | None) -> None:
             for tokens in (16_384, 49_152):
                 asked = _recipe(written(folder), grad_accum_steps=None, tokens_per_step=tokens)
                 start_s = time.perf_counter()
-                found = steps_of(with_packing(asked, "on"), rows).sizes.packing
+                found = steps_of(with_settings(asked, {"data.packing": "on"}), rows).sizes.packing
                 assert found is not None
                 took_s = time.perf_counter() - start_s
                 padded = steps_of(_recipe(written(folder), micro_batch_size=8), rows)
@@ -202,7 +202,10 @@ def exact(console: Console, data: Path | None, num_steps: int, *, is_free: bool)
     rows = rows_of("alpaca", data)
     with tempfile.TemporaryDirectory() as folder:
         recipe = _recipe(written(folder), grad_accum_steps=8)
-        packed, alone = steps_of(with_packing(recipe, "on"), rows), steps_of(recipe, rows)
+        packed, alone = (
+            steps_of(with_settings(recipe, {"data.packing": "on"}), rows),
+            steps_of(recipe, rows),
+        )
     free = {"packed": True, **({"unpacked": False, "fused AdamW": False} if is_free else {})}
     losses: dict[str, list[float]] = {name: [] for name in free}
     errors: list[float] = []
@@ -278,7 +281,7 @@ def speed(console: Console, data: Path | None, num_rounds: int) -> None:
         sizes = [("packed", 1), *((f"padded, {n} rows", n) for n in (1, 2, 4, 8, 16))]
         for name, size in sizes:
             recipe = _recipe(config, micro_batch_size=size, grad_accum_steps=num_rows // size)
-            recipe = with_packing(recipe, "on" if name == "packed" else "off")
+            recipe = with_settings(recipe, {"data.packing": "on" if name == "packed" else "off"})
             facts, steps = facts_of(recipe.model), steps_of(recipe, rows)
             requests = requests_for(recipe, facts, [(recipe, steps.sizes)], num_ranks=1)
             plan = choose(facts, machine, requests).plan
@@ -319,7 +322,9 @@ def plan_figures(console: Console, data: Path | None, model: str, card: str) -> 
 
     def planned(**train: Any) -> tuple[int, Plan]:
         subject = model_subject(model, [f"train.{name}={value}" for name, value in train.items()])
-        recipe = with_packing(subject.recipe, "off" if "grad_accum_steps" in train else "on")
+        recipe = with_settings(
+            subject.recipe, {"data.packing": "off" if "grad_accum_steps" in train else "on"}
+        )
         steps = steps_of(recipe, rows)
         requests = requests_for(recipe, subject.facts, [(recipe, steps.sizes)], num_ranks=1)
         found = steps.sizes.packing

@@ -78,7 +78,7 @@ def load(
 def write_cache(file: Path, cache_dir: Path, tokenizer_dir: str | None, num_rows: int) -> None:
     """Write the tokens of a file, as those of its first rows over and over."""
     from finetune.data.dataset import load_rows, source_rows
-    from finetune.data.encode_source import Part, StoreReport, StoreWriter, cache_key
+    from finetune.data.encode_source import Part, StoreReport, cache_key, new_store
     from finetune.data.tokenize import Encoder, Fate
     from finetune.model.tokenizer import load_tokenizer
     from finetune.recipe.sections import DataSection, MixSource
@@ -99,7 +99,7 @@ def write_cache(file: Path, cache_dir: Path, tokenizer_dir: str | None, num_rows
     rows = source_rows(data, MixSource(path=str(file)), max_rows=None)
     settings = {"max_rows": None, "drop_duplicates": False}
     key = cache_key(rows.source.digest(), rows.form, encoder, settings)
-    with StoreWriter(folder=cache_dir / f"tokens-{key}") as writer:
+    with new_store(cache_dir / f"tokens-{key}") as writer:
         for start in range(0, num_rows, num_first):
             writer.add(
                 Part(

@@ -19,7 +19,6 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from finetune.training.ranks import Ranks
 from finetune.training.sharded.engine import ShardedEngine
 from offload.engine.passes.part import RunStep
-from offload.engine.seeding import NEWEST
 from offload.plan.facts.facts import AdapterSpec, model_facts
 from offload.plan.facts.trainable import all_weights
 from offload.plan.machine.machine import named_machine
@@ -99,7 +98,6 @@ def counted(case: Case) -> int:
         adapter=None,
         objective=None,
         dropout_seed=0,
-        seeding=NEWEST,
         num_label_tokens=NUM_MICRO_BATCHES * label_tokens(case),
         micro_batch_ids=tuple(range(NUM_MICRO_BATCHES)),
     )

@@ -32,7 +32,7 @@ from finetune.planning.candidates import chosen_plan, full_requests
 from finetune.planning.compare import budgeted, slowest_card
 from finetune.planning.subject import Subject, model_subject
 from finetune.recipe.load import shipped_shapes
-from finetune.recipe.recipe import json_schema, shipped_recipes, with_offload
+from finetune.recipe.recipe import json_schema, shipped_recipes, with_settings
 from offload.errors import DoesNotFitError, SluiceError
 from offload.plan import Machine, Plan
 from offload.plan.machine.cards import CARDS
@@ -377,7 +377,7 @@ def _plainest(subject: Subject, machine: Machine) -> str:
 def _planned(
     subject: Subject, machine: Machine, codec: FitCodec, tier: Literal["ram", "disk"]
 ) -> Plan | None:
-    recipe = with_offload(subject.recipe, codec=codec, tier=tier)
+    recipe = with_settings(subject.recipe, {"offload.codec": codec, "offload.tier": tier})
     return chosen_plan(subject.facts, machine, full_requests(recipe, subject.facts, num_ranks=1))
 
 

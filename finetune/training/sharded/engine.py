@@ -31,7 +31,7 @@ from offload.engine.model.placement import switch_off_checkpointing
 from offload.engine.passes.part import RunStep
 from offload.engine.randomness import FRONT_LAYER, VisitRandomness
 from offload.engine.results import ForwardResult
-from offload.engine.seeding import Seeding
+from offload.engine.seeding import visit_seed
 from offload.plan.schedule.op import Kind, Lane
 from offload.plan.schedule.timeline import Span, Timeline
 
@@ -67,18 +67,16 @@ class _Pass:
 
     Attributes:
         seed: Of the step.
-        seeding: How it becomes that of a visit.
         number: Of the micro-batch, in the whole step.
         clock: When each visit began.
     """
 
     seed: int
-    seeding: Seeding
     number: int
     clock: "_Clock"
 
     def seed_of(self, layer: int) -> int:
-        return self.seeding.of_visit(self.seed, layer, self.number)
+        return visit_seed(self.seed, layer, self.number)
 
 
 class ShardedEngine:
@@ -138,9 +136,7 @@ class ShardedEngine:
         with self._ranks.in_collectives(is_step=True):
             for m, (number, batch) in enumerate(zip(ids, batches, strict=True)):
                 clock.begin(m)
-                self._pass = _Pass(
-                    seed=run.dropout_seed, seeding=run.seeding, number=number, clock=clock
-                )
+                self._pass = _Pass(seed=run.dropout_seed, number=number, clock=clock)
                 loss += self._train(batch, num_label_tokens=run.num_label_tokens)
                 clock.note_skipped(self.num_layers)
             self._pass = None

@@ -31,7 +31,7 @@ from offload.engine.passes.reference import SwitchedModel, require_owners
 from offload.engine.passes.scoring import ScoredTail, Scoring
 from offload.engine.recompute.attention_outputs import NOTHING
 from offload.engine.results import PassState, Places, RunState
-from offload.engine.seeding import NEWEST, Seeding
+from offload.engine.seeding import visit_seed
 from offload.engine.streams import Device, copy_on_host
 from offload.engine.visit_cache import VISIT_CACHE
 from offload.errors import OffloadError, UnsupportedModelError
@@ -73,7 +73,6 @@ class RunStep:
         objective: The loss of the run's step; None for the cross-entropy.
         scored: Micro-batches that the objective's loss reads and does not train on.
         dropout_seed: Seeds dropout; None draws one from torch's generator.
-        seeding: How seed, layer and micro-batch become a generator's seed.
         num_label_tokens: Divisor of the sum of the losses; None counts the label tokens of the
             micro-batches. If several processes share a step, pass their total. An objective divides
             as it defines.
@@ -92,7 +91,6 @@ class RunStep:
     objective: Objective | None = None
     scored: Sequence[Batch] = ()
     dropout_seed: int | None = None
-    seeding: Seeding = NEWEST
     num_label_tokens: int | None = None
     micro_batch_ids: Sequence[int] | None = None
     add_up: Callable[[torch.Tensor], torch.Tensor] = alone
@@ -213,7 +211,6 @@ class Part:
         num_label_tokens: Divisor of the sum of the losses; an objective divides by itself.
         scoring: What is scored, with an objective.
         seed: Dropout is seeded by (seed, layer, id), so that the recompute repeats it.
-        seeding: How these become a generator's seed.
         ids: Number in the run's whole step of each micro-batch that is trained on.
         add_up: As of `RunStep`.
         reducer: Adds up its gradients over processes; None if there is one.
@@ -228,7 +225,6 @@ class Part:
     num_label_tokens: int
     scoring: Scoring | None = None
     seed: int = 0
-    seeding: Seeding = NEWEST
     ids: Sequence[int] = ()
     add_up: Callable[[torch.Tensor], torch.Tensor] = alone
     reducer: Reducer | None = None
@@ -252,7 +248,7 @@ class Part:
 
     def visit_seed(self, layer: int, number: int) -> int:
         """Return the dropout seed of one visit of a micro-batch that is trained on."""
-        return self.seeding.of_visit(self.seed, layer, self.ids[self.passes.micro_batch(number)])
+        return visit_seed(self.seed, layer, self.ids[self.passes.micro_batch(number)])
 
     def begin(self, model: LayeredModel, schedule: Schedule) -> None:
         """Begin the router loss of a step, if the model has one.
@@ -353,7 +349,6 @@ class _Given:
             num_label_tokens=num_label_tokens,
             scoring=scoring,
             seed=seed,
-            seeding=run.seeding,
             ids=ids,
             add_up=run.add_up,
             reducer=run.reducer,

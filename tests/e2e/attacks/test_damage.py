@@ -5,7 +5,6 @@ A file is read as the program reads it, and what comes back is compared with wha
 
 import json
 import random
-import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from finetune.errors import CheckpointError
 from finetune.files.manifest import MANIFEST
 from finetune.report.explain import explain
 from finetune.report.prediction import require_unchanged
-from finetune.run.checkpoint import Checkpoints, state_form
+from finetune.run.checkpoint import Checkpoints
 from finetune.run.run_dir import RunDir, require_whole_adapter
 from finetune.run.run_files import SAMPLES, read_sealed
 from offload.errors import SluiceError
@@ -48,9 +47,6 @@ class Prepared:
         folder = self.run.checkpoints.folder(STEP)
         self._tensors = load_file(folder / "trained.safetensors")
         self._train = self.run.recipe().train
-        _, optimizer = self._fresh()
-        optimizer.load_state_dict(torch.load(folder / "optimizer.pt", weights_only=True))
-        self._form = state_form(optimizer)
         self._data_hash = json.loads((folder / "state.json").read_text())["data_hash"]
         self.readers: dict[str, Callable[[], Any]] = {
             f"checkpoints/{folder.name}/{name}": self.checkpoint
@@ -75,7 +71,7 @@ class Prepared:
     def checkpoint(self) -> Any:
         parameters, optimizer = self._fresh()
         restored = Checkpoints(self.path / "checkpoints").read(
-            STEP, parameters, optimizer, form=self._form, data_hash=self._data_hash
+            STEP, parameters, data_hash=self._data_hash
         )
         restored.put_into(parameters, optimizer)
         return plain({**parameters, "optimizer": optimizer.state_dict()})
@@ -174,32 +170,3 @@ def test_no_damage_passes_in_silence(damaged, num, prepared: Prepared, capsys) -
             f" {dict(sorted(outcome.counts.items()))}; bad: {Counter(outcome.bad)}\n"
         )
     assert not outcome.bad
-
-
-@pytest.mark.exhaustive
-@pytest.mark.timeout(1800)
-def test_damage_of_a_checkpoint_without_a_manifest_is_no_traceback(
-    prepared: Prepared, capsys
-) -> None:
-    folder = prepared.run.checkpoints.folder(STEP)
-    (folder / MANIFEST).unlink()
-    state = json.loads((folder / "state.json").read_text())
-    state.pop("format")
-    (folder / "state.json").write_text(json.dumps(state))
-    outcomes: Counter[str] = Counter()
-    for name in ("state.json", "trained.safetensors", "optimizer.pt"):
-        file, chance = folder / name, random.Random(name)
-        content = file.read_bytes()
-        for damaged in (flipped, cut):
-            for _ in range(NUM_FLIPS):
-                file.write_bytes(damaged(content, chance))
-                try:
-                    prepared.checkpoint()
-                except CheckpointError:
-                    outcomes[f"{damaged.__name__} {name}: refused"] += 1
-                else:
-                    outcomes[f"{damaged.__name__} {name}: taken"] += 1
-        file.write_bytes(content)
-    with capsys.disabled():
-        sys.stdout.write(f"\nwithout a manifest: {dict(outcomes)}\n")
-    shutil.rmtree(folder)

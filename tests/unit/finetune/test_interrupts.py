@@ -54,4 +54,4 @@ def test_a_signal_that_is_ignored_at_the_start_stays_ignored() -> None:
 def test_a_signal_is_shown_with_the_ranks_that_got_it(
     ranks: list[int], num_ranks: int, shown: str
 ) -> None:
-    assert interrupts.shown_signal(signal.SIGTERM, ranks, num_ranks=num_ranks) == shown
+    assert interrupts.shown_signal(signal.SIGTERM, ranks, of=num_ranks) == shown

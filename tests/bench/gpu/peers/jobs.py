@@ -215,7 +215,7 @@ def _write_rows(folder: Path, recipe_file: Path) -> None:
         seed=recipe.train.seed,
         cache_dir=folder / "cache" / "sluice",
     ).train
-    order = BatchOrder.of(recipe.train, rows, num_ranks=1)
+    order = BatchOrder.of(recipe.train, rows)
     taken = [
         {"input_ids": rows[row].input_ids.tolist(), "labels": rows[row].labels.tolist()}
         for step in range(order.num_steps)

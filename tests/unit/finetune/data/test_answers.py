@@ -142,7 +142,7 @@ def test_a_pair_under_an_instruction_is_read_as_llama_factory_writes_it(tmp_path
             chat("Add.\n\n1 1", "2"),
             chat("Add.\n\n1 1", "3"),
         ]
-        assert not found.unused_columns
+        assert not any(note.startswith("Columns that are not used") for note in found.notes)
     assert shown(load(tmp_path, [bare], "preference"))[0][0] == chat("Add.", "2")
 
 

@@ -155,7 +155,7 @@ def test_held_out_rows_of_a_mix_are_of_all_its_sources_and_not_trained_on(
     assert len(rows.held_out) == 7
     assert not {*rows.held_out.sources} & {*rows.train.sources}
     assert [row.source for row in rows.held_out_rows] == list(rows.held_out.sources)
-    assert rows.held_out_rows[2].source == rows.held_out.sources[2]
+    assert list(rows.held_out_rows)[2].source == rows.held_out.sources[2]
 
 
 def test_max_rows_is_of_the_training_rows_whatever_is_held_out(tmp_path: Path) -> None:

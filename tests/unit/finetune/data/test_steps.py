@@ -113,11 +113,11 @@ def test_the_last_step_ends_with_the_rows_of_the_last_epoch(
     if in_tokens is not None:
         sizes = {"tokens_per_step": in_tokens}
     train = TrainSection(seq_len=40, micro_batch_size=2, epochs=epochs, **sizes)
-    order: BatchOrder | PackedOrder = BatchOrder.of(train, examples, num_ranks=num_ranks)
+    order: BatchOrder | PackedOrder = BatchOrder.of(train, examples, min_parts=num_ranks)
     whole = math.ceil(epochs * len(examples))
     if in_tokens is not None:
         cost = RowCost(flops_per_token=1.0)
-        order = PackedOrder.of(train, examples, num_ranks=num_ranks, cost=cost)
+        order = PackedOrder.of(train, examples, min_parts=num_ranks, cost=cost)
     steps = [order.step(number) for number in range(order.num_steps)]
     visits = Counter(row for step in steps for part in step for row in part)
     most = math.ceil(epochs)
@@ -136,11 +136,11 @@ def test_a_run_of_fewer_rows_than_a_step_is_measured_and_rehearsed_with_them(
     examples: ExampleSet,
 ) -> None:
     train = TrainSection(seq_len=40, micro_batch_size=4, grad_accum_steps=20, epochs=1)
-    order = BatchOrder.of(train, examples, num_ranks=1)
+    order = BatchOrder.of(train, examples)
     sizes = StepSizes.of(order, examples)
     assert (order.num_steps, sizes.num_micro_batches, sizes.rows_per_step) == (1, 6, 23)
     assert sorted(row for part in order.longest_step() for row in part) == list(range(23))
-    longer = BatchOrder.of(train.model_copy(update={"epochs": 5}), examples, num_ranks=1)
+    longer = BatchOrder.of(train.model_copy(update={"epochs": 5}), examples)
     assert [len(longer.rows(step)) for step in range(longer.num_steps)] == [80, 35]
     assert StepSizes.of(longer, examples).rows_per_step == 80  # the short step is not typical
 
@@ -245,7 +245,7 @@ def test_a_model_gets_a_padding_mask_only_where_its_loss_counts_tokens(
 ) -> None:
     steps = replace(steps_of(examples), is_masked=is_masked)
     names = {"input_ids", "labels", *(["attention_mask"] if is_masked else [])}
-    assert set(steps.padded_batch(examples[:2])) == names
+    assert set(steps.padded_batch([examples[0], examples[1]])) == names
     with StepLoader(steps, first_step=0, num_workers=0) as loaded:
         assert all(set(one) == names for batch in loaded for one in batch.share.micro_batches)
 

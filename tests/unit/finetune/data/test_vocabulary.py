@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from finetune.data.compared import require_known_rows
 from finetune.data.dataset import Rows, load_rows
-from finetune.data.tokenize import require_known_ids, require_known_rows
+from finetune.data.tokenize import require_known_ids
 from finetune.errors import DataError
 from finetune.recipe.sections import DataSection
 from tests.doubles import tiny_tokenizer

@@ -19,7 +19,7 @@ from transformers import (
 from finetune.export import merge as merge_module
 from finetune.export.adapter_delta import Changes
 from finetune.export.merge import BaseWeights, merge
-from finetune.export.safetensors_writer import Shards
+from finetune.export.safetensors_writer import new_shards
 from finetune.files.shards import INDEX
 from finetune.files.tensors import Spec
 from finetune.model.checkpoint import load_published
@@ -250,7 +250,7 @@ def test_shards_are_as_the_library_writes_them(tmp_path: Path) -> None:
         for name, t in tensors.items()
     }
     specs = {"t0": specs.pop("t0"), "wide": specs.pop("wide"), **specs}  # 6 bytes come first
-    with Shards(tmp_path, specs, shard_bytes=40) as shards:
+    with new_shards(tmp_path, specs, shard_bytes=40) as shards:
         for name in reversed(tensors):
             shards.write(name, tensors[name])
         shards.finish()

@@ -17,7 +17,7 @@ from finetune.planning.candidates import (
 from finetune.planning.request import facts_of
 from finetune.planning.subject import model_subject
 from finetune.recipe.load import load_shape
-from finetune.recipe.recipe import Recipe, resolved_yaml, with_offload, with_parallel
+from finetune.recipe.recipe import Recipe, resolved_yaml, with_settings
 from finetune.recipe.rules import broken_rules
 from finetune.run.run_dir import RunDir, as_begun
 from finetune.training.prepare import with_chosen
@@ -207,7 +207,7 @@ def test_a_head_chunk_that_the_recipe_names_is_kept_or_refused() -> None:
 
 
 def test_a_resumed_run_keeps_its_head_chunk(tmp_path: Path) -> None:
-    begun = with_offload(recipe(), head_chunk=256)
+    begun = with_settings(recipe(), {"offload.head_chunk": 256})
     run = RunDir(tmp_path)
     run.recipe_file.write_text(resolved_yaml(begun))
     assert as_begun(recipe(), run.begun()).offload.head_chunk == 256
@@ -249,7 +249,7 @@ def test_tiles_do_not_change_the_requests_before_them() -> None:
 
 def test_a_resumed_run_keeps_its_tiles(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
-    run.recipe_file.write_text(resolved_yaml(with_offload(recipe(), mlp_chunk=512)))
+    run.recipe_file.write_text(resolved_yaml(with_settings(recipe(), {"offload.mlp_chunk": 512})))
     assert as_begun(recipe(), run.begun()).offload.mlp_chunk == 512
     assert as_begun(recipe(offload__mlp_chunk=64), run.begun()).offload.mlp_chunk == 64
 
@@ -270,7 +270,7 @@ def test_parts_of_a_model_whose_config_asks_for_a_router_loss_are_refused(tmp_pa
         ConfigError, match=r"config asks for a router loss; .*\n\nhint: .*_coef: 0`"
     ):
         chooser(asked)
-    assert chooser(with_parallel(asked, "stream")) is choose
+    assert chooser(with_settings(asked, {"train.parallel": "stream"})) is choose
 
 
 def full_8b(**offload: Any) -> Recipe:
@@ -318,13 +318,15 @@ def test_the_other_place_does_not_change_the_requests_before_it() -> None:
 
 def test_a_resumed_run_keeps_the_place_that_was_chosen(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
-    run.recipe_file.write_text(resolved_yaml(with_offload(recipe(), embeddings="host")))
+    run.recipe_file.write_text(
+        resolved_yaml(with_settings(recipe(), {"offload.embeddings": "host"}))
+    )
     assert as_begun(recipe(), run.begun()).offload.embeddings == "host"
     asked = recipe(offload__embeddings="device")
     assert as_begun(asked, run.begun()).offload.embeddings == "device"
     assert as_begun(recipe(), run.begun(), num_ranks=2).offload.embeddings == "host"
     begun = full_8b(embeddings="host")
-    split = with_parallel(full_8b(), "fsdp2")
+    split = with_settings(full_8b(), {"train.parallel": "fsdp2"})
     assert as_begun(split, begun, num_ranks=2).offload.embeddings == "auto"
     before = resolved_yaml(recipe()).replace("  embeddings: auto\n", "")
     run.recipe_file.write_text(before)  # of a run that knew no such setting
@@ -393,7 +395,7 @@ def test_the_other_place_of_the_head_does_not_change_the_requests_before_it() ->
 
 def test_a_resumed_run_keeps_the_place_of_its_head(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
-    run.recipe_file.write_text(resolved_yaml(with_offload(recipe(), head="host")))
+    run.recipe_file.write_text(resolved_yaml(with_settings(recipe(), {"offload.head": "host"})))
     assert as_begun(recipe(), run.begun()).offload.head == "host"
     assert as_begun(recipe(offload__head="device"), run.begun()).offload.head == "device"
     before = resolved_yaml(recipe()).replace("  head: auto\n", "")

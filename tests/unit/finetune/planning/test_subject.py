@@ -11,7 +11,7 @@ from finetune.planning.candidates import choose, full_requests
 from finetune.planning.compare import Comparison, compare_on_cards, compare_within_memory
 from finetune.planning.request import full_request
 from finetune.planning.subject import Subject, model_subject, subject_of
-from finetune.recipe.recipe import with_offload, with_seq_len
+from finetune.recipe.recipe import with_seq_len, with_settings
 from finetune.recipe.sections import TrainSection
 from offload.errors import DoesNotFitError
 from offload.plan.machine.machine import GIB, Machine, named_machine
@@ -145,7 +145,7 @@ RAMS_GIB = (6, 16, 64)
 def planned(asked: Subject, machine: Machine, compared: Comparison) -> Plan:
     """Return what `plan` answers for the settings that were compared."""
     form = "auto" if compared.codec in ("native", "bf16_packed") else compared.codec
-    recipe = with_offload(asked.recipe, codec=form, tier=compared.tier)
+    recipe = with_settings(asked.recipe, {"offload.codec": form, "offload.tier": compared.tier})
     requests = full_requests(recipe, asked.facts, num_ranks=1)
     return choose(asked.facts, machine, requests).plan
 
@@ -154,8 +154,8 @@ def assert_answers_agree(model: str, machine: Machine) -> None:
     """Compare each row of both tables with the plan for it, figure by figure."""
     asked = subject_of(model, [])
     by_machine, by_model = (
-        compare_on_cards(asked, [machine], num_ranks=1),
-        compare_within_memory([model_subject(model, [])], machine, num_ranks=1),
+        compare_on_cards(asked, [machine]),
+        compare_within_memory([model_subject(model, [])], machine),
     )
     assert [(o.codec, o.tier) for o in by_machine] == [(o.codec, o.tier) for o in by_model]
     for one, other in zip(by_machine, by_model, strict=True):

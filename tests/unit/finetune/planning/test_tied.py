@@ -10,7 +10,7 @@ from finetune.errors import ConfigError
 from finetune.planning.candidates import choose, full_requests, in_forms
 from finetune.planning.request import facts_of
 from finetune.planning.subject import model_subject
-from finetune.recipe.recipe import Recipe, resolved_yaml, with_offload
+from finetune.recipe.recipe import Recipe, resolved_yaml, with_settings
 from finetune.run.run_dir import RunDir, as_begun
 from finetune.training.prepare import with_chosen
 from offload.errors import DoesNotFitError
@@ -156,11 +156,11 @@ def test_a_resumed_run_keeps_it_unless_one_of_both_is_asked_to_be_elsewhere(
         return Recipe.model_validate(values)
 
     run = RunDir(tmp_path)
-    begun = with_offload(recipe(), embeddings="host", head="host")
+    begun = with_settings(recipe(), {"offload.embeddings": "host", "offload.head": "host"})
     run.recipe_file.write_text(resolved_yaml(begun))
     found = as_begun(recipe(**asked), run.begun())
     assert (found.offload.embeddings, found.offload.head) == expected
-    before = with_offload(recipe(), embeddings="device", head="device")
+    before = with_settings(recipe(), {"offload.embeddings": "device", "offload.head": "device"})
     moved = as_begun(recipe(head="host"), before).offload
     assert (moved.embeddings, moved.head) == ("auto", "host")
     facts = facts_of(found.model)

@@ -15,15 +15,11 @@ from finetune.recipe.recipe import (
     Recipe,
     differences,
     resolved_yaml,
-    with_layer_kernels,
-    with_offload,
-    with_packing,
-    with_shares,
+    with_settings,
 )
 from finetune.run.run_dir import RunDir, as_begun
 from finetune.run.run_files import PHASES
 from finetune.run.run_lock import locked
-from offload.engine.seeding import NEWEST
 
 FILES = {
     "adapter/notes.txt": "which one is best",
@@ -59,9 +55,7 @@ def write_run(run: RunDir, recipe: Recipe) -> None:
     parameter = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([parameter])
     for step in (1, 2):
-        run.checkpoints.save(
-            step, {"a": parameter}, optimizer, data_hash="", seeding=NEWEST, num_kept=2
-        )
+        run.checkpoints.save(step, {"a": parameter}, optimizer, data_hash="", num_kept=2)
     with whole_folder(run.adapter) as folder:
         (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
         save_file({"a": torch.ones(2)}, folder / "adapter_model.safetensors")
@@ -133,38 +127,50 @@ def test_a_changed_recipe_of_a_run_is_refused(tmp_path, recipe) -> None:
 
 def test_a_run_goes_on_with_the_layer_kernels_that_it_began_with(tmp_path, recipe) -> None:
     run = RunDir(tmp_path)
-    run.start(with_layer_kernels(recipe, "fused"), experts_implementation=None)
+    run.start(with_settings(recipe, {"model.layer_kernels": "fused"}), experts_implementation=None)
     assert as_begun(recipe, run.begun()).model.layer_kernels == "fused"
-    assert as_begun(with_layer_kernels(recipe, "plain"), run.begun()).model.layer_kernels == "plain"
+    assert (
+        as_begun(
+            with_settings(recipe, {"model.layer_kernels": "plain"}), run.begun()
+        ).model.layer_kernels
+        == "plain"
+    )
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_run_goes_on_wherever_its_embedding_and_head_are(tmp_path, num_ranks) -> None:
     asked = load_recipe("quickstart", [], check_files=False)
     run = RunDir(tmp_path)
-    begun = with_offload(asked, embeddings="host", head="host")
+    begun = with_settings(asked, {"offload.embeddings": "host", "offload.head": "host"})
     run.start(begun, experts_implementation=None)
     again = as_begun(asked, run.begun(), num_ranks=num_ranks)
     assert (again.offload.embeddings, again.offload.head) == ("host", "host")
-    for one in (again, with_offload(asked, embeddings="device", head="device")):
+    for one in (
+        again,
+        with_settings(asked, {"offload.embeddings": "device", "offload.head": "device"}),
+    ):
         run.require_same_recipe(one)
 
 
 def test_a_run_goes_on_packed_or_unpacked_as_it_began(tmp_path, recipe) -> None:
     run = RunDir(tmp_path)
     assert recipe.data.packing == "auto"
-    run.start(with_packing(recipe, "on"), experts_implementation=None)
+    run.start(with_settings(recipe, {"data.packing": "on"}), experts_implementation=None)
     assert as_begun(recipe, run.begun()).data.packing == "on"
-    assert as_begun(with_packing(recipe, "off"), run.begun()).data.packing == "off"
+    assert (
+        as_begun(with_settings(recipe, {"data.packing": "off"}), run.begun()).data.packing == "off"
+    )
 
 
 def test_a_run_goes_on_with_its_shares_if_there_are_as_many_ranks(tmp_path, recipe) -> None:
     run = RunDir(tmp_path)
-    run.start(with_shares(recipe, (5, 3)), experts_implementation=None)
+    run.start(with_settings(recipe, {"train.shares": (5, 3)}), experts_implementation=None)
     assert as_begun(recipe, run.begun(), num_ranks=2).train.shares == (5, 3)
     assert as_begun(recipe, run.begun(), num_ranks=3).train.shares == "auto"
-    assert as_begun(with_shares(recipe, (1, 1)), run.begun(), num_ranks=2).train.shares == (1, 1)
-    run.require_same_recipe(with_shares(recipe, (1, 1)))
+    assert as_begun(
+        with_settings(recipe, {"train.shares": (1, 1)}), run.begun(), num_ranks=2
+    ).train.shares == (1, 1)
+    run.require_same_recipe(with_settings(recipe, {"train.shares": (1, 1)}))
 
 
 def test_a_recipe_of_a_run_that_is_no_text_is_refused(tmp_path, recipe) -> None:

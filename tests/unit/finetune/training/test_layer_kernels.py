@@ -10,7 +10,7 @@ from rich.console import Console
 
 from finetune.errors import ConfigError
 from finetune.planning.request import facts_of, full_request, with_configured_backend
-from finetune.recipe.recipe import Recipe, with_layer_kernels
+from finetune.recipe.recipe import Recipe, with_settings
 from finetune.report.screen import Screen
 from finetune.training import layer_kernels
 from finetune.training.layer_kernels import LayerKernels, settled_layer_kernels, shown_fused
@@ -61,7 +61,7 @@ def test_a_part_that_is_slower_is_plain_and_no_other(monkeypatch: pytest.MonkeyP
     kernels, shown = settled(monkeypatch, recipe_for(), (RIGHT, WRONG))
     assert kernels == OTHERS
     assert "Rotary: the model's own code (Rotary of B: it is slower)" in shown
-    recipe = with_layer_kernels(recipe_for(), kernels)
+    recipe = with_settings(recipe_for(), {"model.layer_kernels": kernels})
     typical = full_request(recipe, facts_of(recipe.model), num_ranks=1).typical
     assert typical.layer_code == "fused"
     assert typical.plain_parts == frozenset(("rotary",))

@@ -1,4 +1,3 @@
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,7 +21,6 @@ from finetune.run.checkpoint import MAX_SKIPPED, Checkpoints, LossScale
 from finetune.training.loop import Computed, Loop, Request, StepRecord, computed
 from finetune.training.optimizer import AdapterUpdate
 from finetune.training.ranks import Ranks
-from offload.engine.seeding import NEWEST, Seeding
 from offload.plan.facts.facts import AdapterSpec, linear_names, model_facts
 from offload.plan.machine.machine import named_machine
 from offload.plan.memory.memory import device_terms
@@ -119,38 +117,6 @@ def test_a_step_depends_on_its_number_and_not_on_the_state_of_random() -> None:
     assert other.step(1, batches(8)).loss != loss  # another dropout mask
 
 
-@pytest.mark.thorough
-def test_a_run_that_was_begun_with_the_first_seeds_keeps_them(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path)
-    begun, expected = make_loop()
-    rehearse(begun, batches(20), [batches(8)])
-    begun.seeding = Seeding.TUPLE_HASH
-    losses = []
-    for number in range(4):
-        losses.append(begun.step(number, batches(8)).loss)
-        if number == 1:
-            weights, optimizer = begun.weights, begun.optimizer
-            checkpoints.save(2, weights, optimizer, data_hash="", seeding=begun.seeding, num_kept=1)
-    folder = checkpoints.folder(2)  # as older versions wrote it
-    (folder / "state.json").write_text(json.dumps({"step": 2, "data_hash": ""}))
-    (folder / "manifest.json").unlink()
-
-    def resumed(seeding: Seeding | None) -> tuple[list[float], dict[str, torch.nn.Parameter]]:
-        loop, parameters = make_loop()
-        rehearse(loop, batches(20), [batches(8)])
-        found = checkpoints.read(
-            2, loop.weights, loop.optimizer, form=loop.state_form, data_hash=""
-        )
-        loop.restore(found)
-        loop.seeding = seeding or found.seeding
-        return [loop.step(number, batches(8)).loss for number in (2, 3)], parameters
-
-    again, found = resumed(None)
-    assert again == losses[2:]
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-    assert resumed(NEWEST)[0] != losses[2:]
-
-
 WHOLE = adapter(dropout=0.2, modules_to_save=("norms", "lm_head"))
 
 
@@ -183,16 +149,10 @@ def test_a_resume_in_16_bits_continues_to_the_bit(
     for number in range(4):
         losses.append(whole.step(number, batches(8)).loss)
         if number == 1:
-            checkpoints.save(
-                2, whole.weights, whole.optimizer, data_hash="", seeding=NEWEST, num_kept=1
-            )
+            checkpoints.save(2, whole.weights, whole.optimizer, data_hash="", num_kept=1)
     resumed, found = make()
     rehearse(resumed, batches(20), [batches(8)])
-    resumed.restore(
-        checkpoints.read(
-            2, resumed.weights, resumed.optimizer, form=resumed.state_form, data_hash=""
-        )
-    )
+    resumed.restore(checkpoints.read(2, resumed.weights, data_hash=""))
     assert [resumed.step(number, batches(8)).loss for number in (2, 3)] == losses[2:]
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert all(torch.equal(resumed.weights[name], whole.weights[name]) for name in expected)
@@ -380,7 +340,6 @@ def test_a_rehearsal_scales_its_loss_as_training_does_and_leaves_the_factor() ->
     assert factors[: num + 1] == [2.0 ** (24 - i) for i in range(num + 1)]
     assert record.loss_scale == factors[-1]
     assert not record.is_skipped
-    assert loop.state_form
     assert loop.scaling == LossScale(factor=2.0**24)
     other, _ = half_loop(2.0**24)
     assert loop.step(0, batches(8)).loss_scale == other.step(0, batches(8)).loss_scale
@@ -425,7 +384,6 @@ def test_move_a_resumed_run_keeps_the_scale_and_skipped_steps(tmp_path: Path) ->
             whole.weights,
             whole.optimizer,
             data_hash="",
-            seeding=NEWEST,
             scaling=whole.scaling,
             num_kept=12,
         )
@@ -436,8 +394,6 @@ def test_move_a_resumed_run_keeps_the_scale_and_skipped_steps(tmp_path: Path) ->
         found = checkpoints.read(
             step,
             loop.weights,
-            loop.optimizer,
-            form=loop.state_form,
             data_hash="",
             is_scaled=True,
         )

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from finetune.data.order import PackedOrder, Packing, RowCost, StepSizes
 from finetune.planning.request import facts_of, request_for
-from finetune.recipe.recipe import Recipe, with_packing
+from finetune.recipe.recipe import Recipe, with_settings
 from finetune.report.screen import Screen
 from finetune.training.packing import settled_packing, shown_layers, shown_packing
 from offload.plan.machine.machine import named_machine
@@ -95,7 +95,7 @@ def test_how_layers_compute_packed_rows_is_shown(
 
 
 def test_a_plan_counts_one_call_of_attention_and_no_mask_where_rows_are_joined() -> None:
-    recipe = with_packing(recipe_for(), "on")
+    recipe = with_settings(recipe_for(), {"data.packing": "on"})
     facts = facts_of(recipe.model)
     load = request_for(recipe, facts, SIZES, num_ranks=1).typical
     kind: Any = facts.layers[0].attention
@@ -123,7 +123,7 @@ def test_a_plan_counts_one_call_of_attention_and_no_mask_where_rows_are_joined()
 
 
 def test_a_plan_counts_the_tokens_of_packed_rows_and_attention_within_them() -> None:
-    recipe = with_packing(recipe_for(), "on")
+    recipe = with_settings(recipe_for(), {"data.packing": "on"})
     facts = facts_of(recipe.model)
     request = request_for(recipe, facts, SIZES, num_ranks=1)
     machine = named_machine("rtx4090", dtype="bfloat16")
@@ -158,7 +158,7 @@ def test_epochs_of_packed_rows_are_counted_in_tokens() -> None:
     recipe = recipe_for("on", steps=None, epochs=6)
     cost = RowCost(flops_per_token=1.0)
     rows: Any = Rows()
-    order = PackedOrder.of(recipe.train, rows, num_ranks=1, cost=cost)
+    order = PackedOrder.of(recipe.train, rows, cost=cost)
     assert order.num_steps == 3  # 600 tokens in steps of 256
     visits = np.bincount([row for step in range(3) for row in order.rows(step)])
     assert visits.tolist() == [6, 6, 6, 6]

@@ -74,9 +74,9 @@ def steps_of(
     )
     comparison = Comparison.of(rows, is_mismatched=is_mismatched, seq_len=SEQ_LEN)
     order = (
-        PackedOrder.of(train, rows, num_ranks=num_ranks, cost=COST, comparison=comparison)
+        PackedOrder.of(train, rows, min_parts=num_ranks, cost=COST, comparison=comparison)
         if is_packed
-        else BatchOrder.of(train, rows, num_ranks=num_ranks, comparison=comparison)
+        else BatchOrder.of(train, rows, min_parts=num_ranks, comparison=comparison)
     )
     return Steps.of(
         order,
