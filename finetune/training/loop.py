@@ -31,7 +31,7 @@ from offload.engine.engine import Engine
 from offload.engine.objective import Objective
 from offload.engine.passes.part import RunStep
 from offload.engine.results import ForwardResult
-from offload.engine.seeding import step_seed
+from offload.engine.seeding import seed_of
 from offload.plan.schedule.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -315,7 +315,7 @@ class Loop:
             share,
             order=number,
             lr=learning_rate(number, self._train, num_steps=self._num_steps),
-            dropout_seed=step_seed(self._train.seed, number),
+            dropout_seed=seed_of(self._train.seed, number),
             name=f"step {number + 1}",
             scaling=self.scaling,
         )

@@ -3,7 +3,7 @@
 Where a loss reads the head's outputs at some tokens, a label is of its own token, not shifted.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -41,6 +41,10 @@ class LabelledBatch:
         """Tokens with a loss."""
         return self.positions.numel()
 
+    def chunks(self, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Return positions and next tokens of at most `size` labels at a time."""
+        return zip(self.positions.split(size), self.next_tokens.split(size), strict=True)
+
     @property
     def shape(self) -> Shape:
         """What the memory of its visits grows with."""
@@ -61,8 +65,8 @@ def shape_of(num_sequences: int, num_tokens: int, lens: Sequence[int]) -> Shape:
     """Return what the memory of a visit grows with.
 
     Args:
-        num_sequences: Of a micro-batch.
-        num_tokens: Of each.
+        num_sequences: Number of sequences of a micro-batch.
+        num_tokens: Number of tokens of each sequence.
         lens: Tokens of each row that is packed into one; none if rows are not packed.
 
     Returns:
@@ -189,7 +193,11 @@ def _require_shapes(given: Batch, name: str) -> None:
         )
     _require_rows(given, name)
     positions = given.get("position_ids")
-    if positions is not None and not _is_position_per_token(positions.shape, shape):
+    if positions is not None and (
+        positions.ndim < 2
+        or positions.shape[-1] != shape[1]
+        or positions.shape[-2] not in (1, shape[0])
+    ):
         _refuse(
             f"`position_ids` of {name} is {tuple(positions.shape)}, `input_ids` {tuple(shape)}",
             "it ends in (rows, tokens), or in (1, tokens) for all rows alike",
@@ -222,10 +230,6 @@ def _require_rows(given: Batch, name: str) -> None:
                 "each packed row has the positions and the mask that it has alone",
                 f"leave `{key}` away",
             )
-
-
-def _is_position_per_token(positions: torch.Size, tokens: torch.Size) -> bool:
-    return len(positions) >= 2 and positions[-2] in (1, tokens[0]) and positions[-1] == tokens[1]
 
 
 def _require_known_tokens(given: Batch, vocabulary: Vocabulary, name: str) -> None:

@@ -11,14 +11,13 @@ import torch
 from torch import nn
 
 from offload.engine.executor import Executor
+from offload.engine.host.embedding import HostEmbedding, HostHead, own_weight, without_adapter
 from offload.engine.host.pagelock import aligned_empty
 from offload.engine.host.slab import Stash
 from offload.engine.host.weights import HostWeights
 from offload.engine.host_gradients import HostGradients, LateUpdates
-from offload.engine.memory_meter import Arena
 from offload.engine.model import placement
 from offload.engine.model.layers import LayeredModel
-from offload.engine.passes.part import HostHead, bytes_to_lock, without_adapter
 from offload.engine.results import Computing, Places
 from offload.engine.slots import Slots
 from offload.engine.streams import Device
@@ -26,7 +25,7 @@ from offload.errors import OffloadError
 from offload.plan.facts.codec import CodecName
 from offload.plan.facts.workload import FusedPart, WeightPlace
 from offload.plan.machine.machine import Tier
-from offload.plan.memory.memory import HEAD, LOCKED_TERMS, SENT, STASH, locked_update_bytes
+from offload.plan.memory.memory import HEAD, LOCKED_TERMS, ROWS, SENT, STASH, locked_update_bytes
 from offload.plan.plan import Plan
 from offload.plan.schedule.schedule import MIN_SLOTS, Order, Residency, TransferSizes
 
@@ -81,7 +80,10 @@ class EngineOptions:
         Raises:
             UnsupportedModelError: As for `HostHead`.
         """
-        return self.locked_bytes + bytes_to_lock(model, self.head, self.embeddings)
+        if self.head == "device":
+            return self.locked_bytes
+        head = own_weight(model, model.get_output_embeddings(), embeddings=self.embeddings)
+        return self.locked_bytes + head.nbytes
 
     @property
     def uses_host_lane(self) -> bool:
@@ -149,13 +151,7 @@ class EngineOptions:
                 limit=f"a layer computes in one slot while the next arrives: at least {MIN_SLOTS}",
                 hint=f"`num_slots={MIN_SLOTS}`",
             )
-        if not 0 <= self.num_kept_graphs <= num_layers:
-            raise OffloadError(
-                f"kept_graphs is {self.num_kept_graphs}",
-                limit=f"it counts layers from the last, of which there are {num_layers}",
-                hint=f"`kept_graphs={min(max(0, self.num_kept_graphs), num_layers)}`",
-            )
-        for name in ("kept_outputs", "sent_outputs", "sent_graphs"):
+        for name in ("kept_graphs", "kept_outputs", "sent_outputs", "sent_graphs"):
             num = getattr(self, f"num_{name}")
             if not 0 <= num <= num_layers:
                 raise OffloadError(
@@ -171,25 +167,13 @@ class Bound:
     """Everything a pass needs.
 
     Attributes:
-        executor: Runs the passes.
-        host_gradients: Host gradients of the layers' trained weights.
-        updates: Updates of these weights that are still to be made.
-        stash: Holds layer inputs on the host.
-        sent: Holds graphs and attention outputs on the host.
-        slot_bytes: Device memory of all slots.
-        slot_arenas: The same memory by block.
-        head: The output head, if it is on the host.
+        executor: What runs the passes.
+        places: Where their ops move things from and to.
         sizes: Sizes of the transfers, in bytes.
     """
 
     executor: Executor
-    host_gradients: HostGradients
-    updates: LateUpdates
-    stash: Stash
-    sent: Stash
-    slot_bytes: int
-    slot_arenas: tuple[Arena, ...]
-    head: HostHead | None
+    places: Places
     sizes: TransferSizes
 
 
@@ -223,83 +207,70 @@ def bind(
         allocate_host=host.blocks.allocate,
         allocate_device=allocate_device,
     )
-    updates = LateUpdates(host_gradients)
-    stash, sent = (
+    stash, sent, rows = (
         Stash(
             name,
             allocate_host=host.blocks.allocate,
             free_host=_freeing(host, device),
             torch_device=torch_device,
         )
-        for name in (STASH, SENT)
+        for name in (STASH, SENT, ROWS)
     )
     head, layered.unread_head = None, nullcontext
+    head_module = layered.model.get_output_embeddings()
     if options.head == "host":
         head = HostHead(
-            layered.model,
-            layered.model.get_output_embeddings(),
-            blocks=host.blocks,
-            embeddings=options.embeddings,
+            layered.model, head_module, blocks=host.blocks, embeddings=options.embeddings
         )
         layered.unread_head = head.unread
     layered.embedding = None
     if options.embeddings == "host":  # after the head, which holds a weight of both
-        layered.embedding = host.hold_embedding(
+        layered.embedding = HostEmbedding(
             layered.model,
-            torch_device,
-            _freeing(host, device),
-            head=without_adapter(layered.model.get_output_embeddings()),
+            layered.model.get_input_embeddings(),
+            rows=rows,
+            head=without_adapter(head_module),
             is_head_on_host=head is not None,
         )
     on_host = [id(one.weight) for one in (layered.embedding, head) if one is not None]
     placement.move_the_rest(layered, records, torch_device, on_host=on_host)
+    head_bytes = 0 if head is None else head.num_bytes
     slots = Slots(
         records,
         num_slots=options.num_slots,
         allocate_device=allocate_device,
         staging=host.staging,
-        head_bytes=0 if head is None else head.num_bytes,
+        head_bytes=head_bytes,
     )
     if head is not None and slots.head is not None:
         head.compute_in(slots.head)
-    executor = Executor(
-        model=layered,
-        places=Places(
-            source=host.source,
-            slots=slots,
-            stash=stash,
-            sent=sent,
-            host_gradients=host_gradients,
-            updates=updates,
-            embedding=layered.embedding,
-            head=head,
-        ),
-        device=device,
-        computing=Computing(
-            head_chunk_tokens=min(options.head_chunk_tokens, layered.max_positions),
-            leaves_out=options.leaves_out,
-            records_attention=options.records_attention,
-            mlp_chunk_tokens=options.mlp_chunk_tokens,
-        ),
-    )
-    sizes = TransferSizes(
-        layer_bytes=tuple(record.num_bytes for record in records),
-        gradient_bytes=host_gradients.gradient_bytes,
-        decoded_bytes=tuple(record.decoded_bytes for record in records),
-        piece_bytes=host.piece_bytes,
-        num_staging=len(host.staging),
-        head_bytes=0 if head is None else head.num_bytes,
-    )
-    return Bound(
-        executor=executor,
-        host_gradients=host_gradients,
-        updates=updates,
+    places = Places(
+        source=host.source,
+        slots=slots,
         stash=stash,
         sent=sent,
-        slot_bytes=slots.num_bytes,
-        slot_arenas=slots.arenas,
+        host_gradients=host_gradients,
+        updates=LateUpdates(host_gradients),
+        embedding=layered.embedding,
         head=head,
-        sizes=sizes,
+    )
+    computing = Computing(
+        head_chunk_tokens=min(options.head_chunk_tokens, layered.max_positions),
+        leaves_out=options.leaves_out,
+        records_attention=options.records_attention,
+        mlp_chunk_tokens=options.mlp_chunk_tokens,
+    )
+    return Bound(
+        executor=Executor(model=layered, places=places, device=device, computing=computing),
+        places=places,
+        sizes=TransferSizes(
+            layer_bytes=tuple(record.num_bytes for record in records),
+            gradient_bytes=host_gradients.gradient_bytes,
+            decoded_bytes=tuple(record.decoded_bytes for record in records),
+            piece_bytes=host.piece_bytes,
+            num_staging=len(host.staging),
+            head_bytes=head_bytes,
+        ),
     )
 
 

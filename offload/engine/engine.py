@@ -7,7 +7,6 @@ from dataclasses import replace
 from enum import Enum, auto
 from functools import cache, partial
 from typing import Any
-from warnings import warn
 
 import torch
 from torch import nn
@@ -21,7 +20,7 @@ from offload.engine.batch import (
     to_device,
     with_labels,
 )
-from offload.engine.bound import Bound, EngineOptions, bind
+from offload.engine.bound import EngineOptions, bind
 from offload.engine.generation import Generation
 from offload.engine.host.slab import Field, by_place
 from offload.engine.host.store import Backing
@@ -30,8 +29,14 @@ from offload.engine.host_gradients import LateUpdates
 from offload.engine.memory_meter import Arena
 from offload.engine.model import placement
 from offload.engine.model.encoding import Encoding
-from offload.engine.model.hooks import GradientHooks, all_hooks, is_same_code
-from offload.engine.model.layers import Composition, LayeredModel, unchanged, vocabulary_of
+from offload.engine.model.hooks import GradientHooks, all_hooks
+from offload.engine.model.layers import (
+    Composition,
+    LayeredModel,
+    are_same,
+    unchanged,
+    vocabulary_of,
+)
 from offload.engine.model.own_loss import loss_function_of
 from offload.engine.model.readers import inventory_of
 from offload.engine.model.router import alone
@@ -44,9 +49,9 @@ from offload.engine.recompute.tiled import names_left_out, require_tiles
 from offload.engine.results import (
     EvaluationResult,
     ForwardResult,
-    PassState,
     RunState,
     StepResult,
+    measured,
 )
 from offload.engine.streams import Device, open_device
 from offload.engine.trials import TrialSize
@@ -59,7 +64,6 @@ from offload.plan.schedule.schedule import (
     Ring,
     Saved,
     Schedule,
-    TransferSizes,
     cold_ring,
     forward_schedule,
     step_schedule,
@@ -110,228 +114,6 @@ def require_no_inference_mode() -> None:
         )
 
 
-class Attached:
-    """A model, its host memory and its slots, of which an engine tells what it is made of."""
-
-    _model: nn.Module
-    _layered: LayeredModel
-    _host: HostWeights
-    _bound: Bound
-    _device: Device
-
-    @property
-    def resident_parameters(self) -> dict[str, nn.Parameter]:
-        """Parameters that are not streamed, by name."""
-        streamed = {id(field.parameter) for record in self._host.records for field in record.fields}
-        named = self._model.named_parameters()
-        return {name: p for name, p in named if id(p) not in streamed}
-
-    @property
-    def own_layers(self) -> dict[int, int]:
-        """The layer of each parameter that one layer has alone, by the parameter's id."""
-        layers = self._layered.layers
-        within = [name for name, one in self._layered.whole.named_modules() if one is layers]
-        found: dict[int, set[str]] = {}
-        for path, parameter in self._layered.whole.named_parameters(remove_duplicate=False):
-            number = next(
-                (
-                    path.removeprefix(f"{x}.").split(".")[0]
-                    for x in within
-                    if path.startswith(f"{x}.")
-                ),
-                "",
-            )
-            found.setdefault(id(parameter), set()).add(number)
-        return {one: int(*of) for one, of in found.items() if len(of) == 1 and "" not in of}
-
-    @property
-    def arenas(self) -> tuple[Arena, ...]:
-        """The memory held from step to step, without parameters that were not moved."""
-        head = self._bound.head
-        return (
-            *self._host.arenas,
-            *(() if head is None else (head.arena,)),
-            *self._bound.slot_arenas,
-            *self._bound.host_gradients.arenas,
-            self._bound.stash.arena,
-            self._bound.sent.arena,
-        )
-
-    @property
-    def num_issued(self) -> int:
-        """The ops that were issued so far, of all passes: it grows as long as there is progress."""
-        return self._bound.executor.num_issued
-
-    @property
-    def fused(self) -> tuple[Counter[str], ...]:
-        """Of each layer, how many norms, rotations and gates are fused; empty if none is to be."""
-        fused = self._layered.fused
-        return () if fused is None else tuple(map(fused.counts, range(len(self._layered.layers))))
-
-    @property
-    def fuses_loss(self) -> bool:
-        """Whether the loss is fused."""
-        return self._layered.fuses_loss
-
-    @property
-    def unread(self) -> tuple[frozenset[str], ...]:
-        """By layer, the linears whose products its recomputes leave out, as nothing reads them.
-
-        They are found before the first step in the model's current mode.
-        """
-        found = self._bound.executor.found().unread
-        layers = enumerate(self._layered.layers)
-        return tuple(names_left_out(layer, found.get(index, ())) for index, layer in layers)
-
-    @property
-    def rows_together(self) -> frozenset[int]:
-        """Layers that compute packed rows together; the others compute each row by itself.
-
-        They are found before the first step with packed rows.
-        """
-        return frozenset(self._layered.together)
-
-    @property
-    def rows_joined(self) -> frozenset[int]:
-        """Layers of `rows_together` whose attention takes all packed rows in one call."""
-        return frozenset(self._layered.joined & self._layered.together)
-
-    @property
-    def weights(self) -> WeightInventory:
-        """The model's weights by class, and the form in which each is stored."""
-        return inventory_of(self._layered, self._host.records)
-
-    @property
-    def stock(self) -> WeightInventory:
-        """The same as `weights`, by its earlier name."""
-        warn("`Engine.stock` is now `Engine.weights`", DeprecationWarning, stacklevel=2)
-        return self.weights
-
-
-class Steps:
-    """Lists the ops of steps with one model, as it was attached."""
-
-    def __init__(
-        self, layered: LayeredModel, bound: Bound, options: EngineOptions, *, trains_front: bool
-    ) -> None:
-        """Keep the parts; nothing is listed yet."""
-        self._layered, self._bound, self._options = layered, bound, options
-        self._trains_front = trains_front
-
-    def forward(self, ring: Ring, num: int = 1) -> Schedule:
-        """List the ops of a pass without gradients over `num` micro-batches, given the ring."""
-        return forward_schedule(self._bound.sizes, ring=ring, num_micro_batches=num)
-
-    @property
-    def _sizes(self) -> TransferSizes:
-        """The sizes of transfers, with the updates that are left."""
-        updates = self._bound.updates
-        return replace(
-            self._bound.sizes,
-            updated=updates.layers,
-        )
-
-    def schedule(self, parts: Sequence[Part], *, ring: Ring, order: Order) -> Schedule:
-        """List the ops of a step given the ring's contents, and make room for what leaves.
-
-        Args:
-            parts: What its runs contribute.
-            ring: What the slots hold.
-            order: Of the loops.
-
-        Raises:
-            OffloadError: The order is not possible with weights that train on the host, or with an
-                objective.
-        """
-        if order is not Order.LAYER_MAJOR and any(part.scoring is not None for part in parts):
-            raise OffloadError(
-                f"order is {order.value}, and the step has an objective",
-                limit="its loss is taken over all rows, before the first backward",
-                hint="`order=Order.LAYER_MAJOR`",
-            )
-        if order is not Order.LAYER_MAJOR and any(self._bound.sizes.gradient_bytes):
-            raise OffloadError(
-                f"order is {order.value} where weights of the layers train on the host",
-                limit="their gradients leave a layer once per step",
-                hint="`order=Order.LAYER_MAJOR`",
-            )
-        batches = [batch for part in parts for batch in part.batches]
-        input_bytes = self.input_bytes(batches) if self._options.stash == "host" else ()
-        saved = self._saved(parts)
-        schedule = step_schedule(
-            replace(
-                self._sizes,
-                reduced=tuple(p.reducer.reduced for p in parts if p.reducer is not None),
-                row_bytes=self._row_bytes(parts),
-            ),
-            ring=ring,
-            runs=[part.passes for part in parts],
-            order=order,
-            trains_front=self._trains_front,
-            input_bytes=input_bytes,
-            num_kept_graphs=self._options.num_kept_graphs,
-            saved=saved,
-        )
-        if saved.leaving:
-            self._bound.sent.prepare(
-                by_place(sorted(saved.leaving), saved.sent_bytes),
-                num_buffers=schedule.num_carriers,
-            )
-        if schedule.num_fetch_buffers:
-            stashed = {op.layer_index for op in schedule.ops if op.kind is Kind.STASH}
-            self._bound.stash.prepare(
-                by_place(sorted(stashed), lambda _: input_bytes),
-                num_buffers=schedule.num_fetch_buffers,
-            )
-        return schedule
-
-    def _row_bytes(self, parts: Sequence[Part]) -> tuple[int, ...]:
-        """Return what each pass brings of the embedding, with room for it; nothing if none does."""
-        embedding = self._layered.embedding
-        if embedding is None:
-            return ()
-        each = [(part, number) for part in parts for number in part.passes.all]
-        return embedding.prepare({number: part.given_ids(number) for part, number in each})
-
-    def input_bytes(self, batches: Sequence[LabelledBatch]) -> tuple[int, ...]:
-        """Return the size of a layer's input for each micro-batch."""
-        config = self._layered.model.config.get_text_config()
-        element_bytes = self._layered.model.dtype.itemsize
-        return tuple(
-            batch.inputs["input_ids"].numel() * config.hidden_size * element_bytes
-            for batch in batches
-        )
-
-    def _saved(self, parts: Sequence[Part]) -> Saved:
-        """Return the layers that send their graphs, and those that keep or send their attention."""
-        residency = self._options.residency
-        if not (residency.sends or residency.has_outputs):
-            return NOTHING_SAVED
-        found = [(self._bound.executor.found(part.adapter), part.batches) for part in parts]
-        layers = range(len(self._bound.sizes.layer_bytes))
-        outputs, graphs = [], []
-        for layer in layers:
-            sizes = [(known.attention.get(layer, ()), batches) for known, batches in found]
-            is_recorded = all(calls for calls, _ in sizes)
-            outputs.append(
-                [
-                    sum(call.num_bytes(*row) for call in calls for row in batch.rows)
-                    for calls, batches in sizes
-                    for batch in batches
-                ]
-                if is_recorded
-                else []
-            )
-            graphs.append(
-                [
-                    known.graph_sizes.of(layer, batch.shape) or 0
-                    for known, batches in found
-                    for batch in batches
-                ]
-            )
-        return residency.saved(tuple(map(tuple, outputs)), tuple(map(tuple, graphs)))
-
-
 class _State(Enum):
     """The state of an engine with respect to its model."""
 
@@ -340,7 +122,7 @@ class _State(Enum):
     DETACHED = auto()
 
 
-class Engine(Attached):
+class Engine:
     """A model whose decoder layers are streamed through C slots. See `offload.attach`."""
 
     def __init__(
@@ -404,11 +186,11 @@ class Engine(Attached):
         self.notes = self._host.notes
         self.layer_bytes = tuple(record.num_bytes for record in self._host.records)
         self.slab_bytes, self.pinned_bytes = self._host.slab_bytes, self._host.pinned_bytes
-        self.slot_bytes = self._bound.slot_bytes
+        self.slot_bytes = self._bound.places.slots.num_bytes
         self._ring = cold_ring(options.num_slots)
         self._num_writes = self._host.num_writes
         self._composition = Composition(model, self._layered.model.config)
-        self._masters = self._bound.host_gradients.parameters
+        self._masters = self._bound.places.host_gradients.parameters
         self._hooks = GradientHooks(model, self._layered, self._masters)
         self._seal = Seal(
             self._host.records,
@@ -441,7 +223,7 @@ class Engine(Attached):
         They are made before someone reads weights: by `forward`, `trained_parameters`,
         `state_dict`, `detach`, `close`.
         """
-        return self._bound.updates
+        return self._bound.places.updates
 
     def forward_backward(
         self,
@@ -467,12 +249,13 @@ class Engine(Attached):
                 attention_mask and position_ids; best on the host. Or several rows packed into one
                 sequence: input_ids and labels (1, T), and row_lens, the tokens of each row. No
                 row sees another, each starts at position 0, and its first token has no loss.
-            objective: As for `RunStep`, as are all others but the last.
-            scored: Likewise.
-            dropout_seed: Likewise.
-            num_label_tokens: Likewise.
-            micro_batch_ids: Likewise.
-            add_up: Likewise.
+            objective: The loss of the step; None for the cross-entropy.
+            scored: Micro-batches that the objective's loss reads and does not train on.
+            dropout_seed: Seed of dropout; None draws one from torch's generator.
+            num_label_tokens: Divisor of the sum of the losses; None counts the label tokens. If
+                several processes share a step, their total.
+            micro_batch_ids: Number of each micro-batch in the whole step; None numbers them from 0.
+            add_up: Function that adds up a vector over the processes that share the step.
             order: The order of loops over layers and micro-batches; None takes the engine's.
 
         Raises:
@@ -518,7 +301,7 @@ class Engine(Attached):
         self._require_ready()
         parts = self._parts(runs, is_trained=True)
         self._reload_what_was_written()
-        schedule = self._steps.schedule(parts, ring=self._ring, order=order)
+        schedule = self._schedule(parts, ring=self._ring, order=order)
         executor, is_stashed = self._bound.executor, self._options.stash == "host"
         with self._consistent(schedule.ring_after), self._host.nearby():
             _, events = executor.step(schedule, parts, is_stashed=is_stashed)
@@ -526,10 +309,8 @@ class Engine(Attached):
                 self._device.finish()
             if self._masters:
                 self._device.finish()
-                self._bound.host_gradients.publish()
-        result = partial(
-            StepResult, executor=executor, device=self._device, schedule=schedule, events=events
-        )
+                self._bound.places.host_gradients.publish()
+        result = partial(StepResult, device=self._device, schedule=schedule, events=events)
         return [result(run=part.state, num_label_tokens=part.num_label_tokens) for part in parts]
 
     def evaluate(
@@ -551,7 +332,7 @@ class Engine(Attached):
         run = RunStep(micro_batches=micro_batches, objective=objective, scored=scored)
         (part,) = self._parts([run], is_trained=False)
         self._bring_up_to_date()
-        schedule = self._steps.schedule([part], ring=self._ring, order=Order.LAYER_MAJOR)
+        schedule = self._schedule([part], ring=self._ring, order=Order.LAYER_MAJOR)
         with (
             self._consistent(schedule.ring_after),
             self._host.nearby(),
@@ -597,7 +378,7 @@ class Engine(Attached):
             scores=passes.scores(),
             num_loads=schedule.num_loads,
             num_passes=passes.num,
-            pass_s=executor.timeline(schedule, events).step_s,
+            pass_s=measured(schedule, events).step_s,
         )
 
     @contextmanager
@@ -627,7 +408,7 @@ class Engine(Attached):
             self._layered, runs, *where, switched=self._switched, is_trained=is_trained
         )
         for part in parts:
-            with nullcontext() if part.adapter is None else self.using(part.adapter):
+            with nullcontext() if part.run.adapter is None else self.using(part.run.adapter):
                 self._inspect([batch.inputs for batch in part.labelled], has_labels=True)
                 self._measure(part.batches)
         return parts
@@ -641,7 +422,7 @@ class Engine(Attached):
         """
         batch = checked_batch(batch, self._vocabulary)
         torch_device = self._device.torch_device
-        labels = [with_labels(batch, torch_device)] if "labels" in batch else []
+        labels = with_labels(batch, torch_device) if "labels" in batch else None
 
         def logits(hidden_BTD: torch.Tensor) -> torch.Tensor:
             if positions is not None:
@@ -649,11 +430,11 @@ class Engine(Attached):
                 hidden_BTD = hidden_BTD[rows, positions.to(torch_device)].unsqueeze(1)
             return self._layered.tail_logits(hidden_BTD)
 
-        state, run, schedule = self._evaluate(batch, labels, logits)
+        output, run, schedule = self._evaluate(batch, labels, logits)
         return ForwardResult(
             loss_sum=float(torch.stack(run.losses).sum()) if run.losses else 0.0,
-            num_label_tokens=sum(batch.num_label_tokens for batch in labels),
-            logits=state.outputs.get(0),
+            num_label_tokens=0 if labels is None else labels.num_label_tokens,
+            logits=output,
             num_loads=schedule.num_loads,
         )
 
@@ -672,6 +453,80 @@ class Engine(Attached):
         """Wait until the device has finished all issued work."""
         self._device.finish()
 
+    @property
+    def resident_parameters(self) -> dict[str, nn.Parameter]:
+        """Parameters that are not streamed, by name."""
+        streamed = {id(field.parameter) for record in self._host.records for field in record.fields}
+        named = self._model.named_parameters()
+        return {name: p for name, p in named if id(p) not in streamed}
+
+    @property
+    def own_layers(self) -> dict[int, int]:
+        """The layer of each parameter that one layer has alone, by the parameter's id."""
+        layers = self._layered.layers
+        within = [name for name, one in self._layered.whole.named_modules() if one is layers]
+        found: dict[int, set[str]] = {}
+        for path, parameter in self._layered.whole.named_parameters(remove_duplicate=False):
+            number = next(
+                (
+                    path.removeprefix(f"{x}.").split(".")[0]
+                    for x in within
+                    if path.startswith(f"{x}.")
+                ),
+                "",
+            )
+            found.setdefault(id(parameter), set()).add(number)
+        return {one: int(*of) for one, of in found.items() if len(of) == 1 and "" not in of}
+
+    @property
+    def arenas(self) -> tuple[Arena, ...]:
+        """The memory held from step to step, without parameters that were not moved."""
+        return (*self._host.arenas, *self._bound.places.arenas)
+
+    @property
+    def num_issued(self) -> int:
+        """The ops that were issued so far, of all passes: it grows as long as there is progress."""
+        return self._bound.executor.num_issued
+
+    @property
+    def fused(self) -> tuple[Counter[str], ...]:
+        """Of each layer, how many norms, rotations and gates are fused; empty if none is to be."""
+        fused = self._layered.fused
+        return () if fused is None else tuple(map(fused.counts, range(len(self._layered.layers))))
+
+    @property
+    def fuses_loss(self) -> bool:
+        """Whether the loss is fused."""
+        return self._layered.fuses_loss
+
+    @property
+    def unread(self) -> tuple[frozenset[str], ...]:
+        """By layer, the linears whose products its recomputes leave out, as nothing reads them.
+
+        They are found before the first step in the model's current mode.
+        """
+        found = self._bound.executor.found().unread
+        layers = enumerate(self._layered.layers)
+        return tuple(names_left_out(layer, found.get(index, ())) for index, layer in layers)
+
+    @property
+    def rows_together(self) -> frozenset[int]:
+        """Layers that compute packed rows together; the others compute each row by itself.
+
+        They are found before the first step with packed rows.
+        """
+        return frozenset(self._layered.together)
+
+    @property
+    def rows_joined(self) -> frozenset[int]:
+        """Layers of `rows_together` whose attention takes all packed rows in one call."""
+        return frozenset(self._layered.joined & self._layered.together)
+
+    @property
+    def weights(self) -> WeightInventory:
+        """The model's weights by class, and the form in which each is stored."""
+        return inventory_of(self._layered, self._host.records)
+
     def close(self) -> None:
         """End the lanes and unlock the memory, without another copy of the layers.
 
@@ -684,6 +539,7 @@ class Engine(Attached):
             self._guard.lift()
             self._seal.close()
             self._device.close()
+            self._leave_lookups()
             self._host.close()
 
     def detach(self) -> None:
@@ -718,8 +574,14 @@ class Engine(Attached):
         self.updates.flush()
         return self._host.shown(layer, field)
 
+    def _leave_lookups(self) -> None:
+        """Give lookups in an embedding on the host back to its own code."""
+        if self._layered.embedding is not None:
+            self._layered.embedding.let_go()
+
     def _give_back(self) -> None:
         """Undo the changes that attaching made to the model."""
+        self._leave_lookups()
         self._host.give_back(self._home)
         placement.move_the_rest(self._layered, (), self._home)
         for module in self._checkpointing:
@@ -728,15 +590,15 @@ class Engine(Attached):
     def _evaluate(
         self,
         batch: Batch,
-        labels: Sequence[LabelledBatch],
+        labels: LabelledBatch | None,
         read: Callable[[torch.Tensor], Any],
-    ) -> tuple[PassState, RunState, Schedule]:
-        """Run a pass without gradients."""
+    ) -> tuple[Any, RunState, Schedule]:
+        """Run a pass without gradients; return its output without labels, its losses with them."""
         rest = {name: value for name, value in batch.items() if name != "labels"}
         inputs = to_device(rest, self._device.torch_device)
-        with self._ready_pass(inputs, 1, has_labels=bool(labels)) as schedule:
-            state, run = self._bound.executor.evaluate(schedule, [inputs], labels, read)
-        return state, run, schedule
+        with self._ready_pass(inputs, 1, has_labels=labels is not None) as schedule:
+            output, run = self._bound.executor.evaluate(schedule, inputs, labels, read)
+        return output, run, schedule
 
     @contextmanager
     def _ready_pass(self, inputs: Batch, num: int, *, has_labels: bool) -> Iterator[Schedule]:
@@ -749,7 +611,7 @@ class Engine(Attached):
 
     @contextmanager
     def _pass(self, num: int = 1) -> Iterator[Schedule]:
-        schedule = self._steps.forward(self._ring, num)
+        schedule = forward_schedule(self._bound.sizes, ring=self._ring, num_micro_batches=num)
         with self._consistent(schedule.ring_after), self._host.nearby():
             yield schedule
             self._device.finish()
@@ -759,10 +621,10 @@ class Engine(Attached):
         device = self._device.torch_device
         inputs = to_device(inputs, device)
         rest = {k: v.to(device) if torch.is_tensor(v) else v for k, v in rest.items()}
-        state, _, _ = self._evaluate(
-            inputs, (), lambda hidden_BTD: self._layered.output(hidden_BTD, **inputs, **rest)
+        output, _, _ = self._evaluate(
+            inputs, None, lambda hidden_BTD: self._layered.output(hidden_BTD, **inputs, **rest)
         )
-        return state.outputs[0]
+        return output
 
     def _bring_up_to_date(self) -> None:
         self.updates.flush()
@@ -782,7 +644,7 @@ class Engine(Attached):
         """
         code = all_hooks(self._layered.whole, self._layered.around)
         code.append(loss_function_of(self._layered.model))
-        if not is_same_code(code, self._inspected_code):
+        if not are_same(code, self._inspected_code):
             self._inspected.clear()
             self._inspected_code = code
         for names in dict.fromkeys(map(frozenset, batches)):
@@ -813,10 +675,6 @@ class Engine(Attached):
         if is_whole:
             self._inspected[keys[-1]] = size
 
-    @property
-    def _steps(self) -> Steps:
-        return Steps(self._layered, self._bound, self._options, trains_front=self._trains_front)
-
     def _measure(self, batches: Sequence[LabelledBatch]) -> None:
         """Find the size of graphs that are to be sent, for micro-batches larger than any before."""
         executor = self._bound.executor
@@ -838,7 +696,7 @@ class Engine(Attached):
                 self._device.abort()
                 raise
             finally:
-                self._bound.host_gradients.let_go()
+                self._bound.places.host_gradients.let_go()
         self._ring = ring_after
 
     def _require_ready(self) -> None:
@@ -847,7 +705,7 @@ class Engine(Attached):
         require_gradients()
         self._composition.require_unchanged()
         self._hooks.require_exact()
-        self._bound.host_gradients.require_clear()
+        self._bound.places.host_gradients.require_clear()
 
     def _require_usable(self) -> None:
         if self._state is not _State.ATTACHED:
@@ -858,3 +716,106 @@ class Engine(Attached):
             )
         require_uncached()
         self._seal.require_whole()
+
+    # ---------------------------------------------------------------------------------- schedules
+
+    def _schedule(self, parts: Sequence[Part], *, ring: Ring, order: Order) -> Schedule:
+        """List the ops of a step given the ring's contents, and make room for what leaves.
+
+        Args:
+            parts: What its runs contribute.
+            ring: What the slots hold.
+            order: Order of the loops over layers and micro-batches.
+
+        Raises:
+            OffloadError: The order is not possible with weights that train on the host, or with an
+                objective.
+        """
+        if order is not Order.LAYER_MAJOR and any(part.scoring is not None for part in parts):
+            raise OffloadError(
+                f"order is {order.value}, and the step has an objective",
+                limit="its loss is taken over all rows, before the first backward",
+                hint="`order=Order.LAYER_MAJOR`",
+            )
+        if order is not Order.LAYER_MAJOR and any(self._bound.sizes.gradient_bytes):
+            raise OffloadError(
+                f"order is {order.value} where weights of the layers train on the host",
+                limit="their gradients leave a layer once per step",
+                hint="`order=Order.LAYER_MAJOR`",
+            )
+        batches = [batch for part in parts for batch in part.batches]
+        input_bytes = self._input_bytes(batches) if self._options.stash == "host" else ()
+        saved = self._saved(parts)
+        schedule = step_schedule(
+            replace(
+                self._bound.sizes,
+                updated=self.updates.layers,
+                reduced=tuple(p.run.reducer.reduced for p in parts if p.run.reducer is not None),
+                row_bytes=self._row_bytes(parts),
+            ),
+            ring=ring,
+            runs=[part.passes for part in parts],
+            order=order,
+            trains_front=self._trains_front,
+            input_bytes=input_bytes,
+            num_kept_graphs=self._options.num_kept_graphs,
+            saved=saved,
+        )
+        if saved.leaving:
+            self._bound.places.sent.prepare(
+                by_place(sorted(saved.leaving), saved.sent_bytes),
+                num_buffers=schedule.num_carriers,
+            )
+        if schedule.num_fetch_buffers:
+            stashed = {op.layer_index for op in schedule.ops if op.kind is Kind.STASH}
+            self._bound.places.stash.prepare(
+                by_place(sorted(stashed), lambda _: input_bytes),
+                num_buffers=schedule.num_fetch_buffers,
+            )
+        return schedule
+
+    def _row_bytes(self, parts: Sequence[Part]) -> tuple[int, ...]:
+        """Return what each pass brings of the embedding, with room for it; nothing if none does."""
+        embedding = self._layered.embedding
+        if embedding is None:
+            return ()
+        each = [(part, number) for part in parts for number in part.passes.all]
+        return embedding.prepare({number: part.given_ids(number) for part, number in each})
+
+    def _input_bytes(self, batches: Sequence[LabelledBatch]) -> tuple[int, ...]:
+        """Return the size of a layer's input for each micro-batch."""
+        config = self._layered.model.config.get_text_config()
+        element_bytes = self._layered.model.dtype.itemsize
+        return tuple(
+            batch.inputs["input_ids"].numel() * config.hidden_size * element_bytes
+            for batch in batches
+        )
+
+    def _saved(self, parts: Sequence[Part]) -> Saved:
+        """Return the layers that send their graphs, and those that keep or send their attention."""
+        residency = self._options.residency
+        if not (residency.sends or residency.has_outputs):
+            return NOTHING_SAVED
+        found = [(self._bound.executor.found(part.run.adapter), part.batches) for part in parts]
+        layers = range(len(self._bound.sizes.layer_bytes))
+        outputs, graphs = [], []
+        for layer in layers:
+            sizes = [(known.attention.get(layer, ()), batches) for known, batches in found]
+            is_recorded = all(calls for calls, _ in sizes)
+            outputs.append(
+                [
+                    sum(call.num_bytes(*row) for call in calls for row in batch.rows)
+                    for calls, batches in sizes
+                    for batch in batches
+                ]
+                if is_recorded
+                else []
+            )
+            graphs.append(
+                [
+                    known.graph_sizes.of(layer, batch.shape) or 0
+                    for known, batches in found
+                    for batch in batches
+                ]
+            )
+        return residency.saved(tuple(map(tuple, outputs)), tuple(map(tuple, graphs)))

@@ -22,22 +22,27 @@ from warnings import warn
 import torch
 
 from offload.engine.batch import ROW_LENS, Batch, LabelledBatch
+from offload.engine.host.embedding import READERS
 from offload.engine.model.hooks import (
     Graph,
     Visited,
     attempt,
     visit_to_keep,
-    visit_to_send,
     visit_with_graph,
     visit_without_graph,
 )
 from offload.engine.model.inspection import Inspection
 from offload.engine.model.layers import Front, LayerCall, LayeredModel
-from offload.engine.packing.check import LongTrial, PackedTrial
-from offload.engine.passes.part import READERS, Part, PartTail, Table, Tail, Transfers
+from offload.engine.model.packed_trial import LongTrial, PackedTrial
+from offload.engine.passes.part import Part, PartTail, RunStep, Table, Transfers, add_losses
 from offload.engine.passes.reference import SwitchedModel
 from offload.engine.passes.scoring import EachTail, ScoredPasses, Scoring
-from offload.engine.randomness import FRONT_LAYER, VisitRandomness, require_same_draws
+from offload.engine.randomness import (
+    FRONT_LAYER,
+    VisitRandomness,
+    require_same_draws,
+    same_randomness,
+)
 from offload.engine.recompute.attention_outputs import (
     NOTHING,
     OutputSize,
@@ -47,13 +52,13 @@ from offload.engine.recompute.sent_graphs import GraphSizes
 from offload.engine.recompute.tiled import TiledMlp
 from offload.engine.recompute.unread import Unread
 from offload.engine.results import Computing, PassState, Places, RunState
+from offload.engine.seeding import seed_of
 from offload.engine.streams import Device, Event
 from offload.engine.trials import TrialSize
 from offload.engine.visit_cache import VISIT_CACHE
 from offload.errors import UnsupportedModelError
 from offload.plan.schedule.op import Kind, Op
 from offload.plan.schedule.schedule import NUM_KEPT, Passes, Schedule
-from offload.plan.schedule.timeline import Span, Timeline
 
 FILLED_BY = {Kind.LOAD: Kind.READ, Kind.ROWS: Kind.LOOK_UP}
 """Copies from host buffers, and what fills these on a thread that no stream makes wait."""
@@ -71,10 +76,8 @@ class Executor:
         self._embedding, self._head = places.embedding, places.head
         self._device = device
         self._transfers = Transfers(places, device)
-        self._tail = Tail(model, head_chunk_tokens=computing.head_chunk_tokens)
         self._computing = computing
         self._randomness = VisitRandomness(device.torch_device)
-        self._last_layer = len(model.layers) - 1
         self._found: dict[tuple[bool, str | None], Found] = {}
         # the last copy from each host buffer that a thread fills, of any pass
         self._copied: dict[tuple[Kind, int | None], Event] = {}
@@ -127,7 +130,7 @@ class Executor:
                 self._backward(state, op, part)
 
         def reduce(op: Op) -> None:
-            reducer = parts[op.run_index].reducer
+            reducer = parts[op.run_index].run.reducer
             assert reducer is not None
             reducer.reduce(op.layer)
 
@@ -162,48 +165,39 @@ class Executor:
             Kind.FORWARD: lambda op: self._forward_to_score(state, op, alone, passes),
             Kind.TAIL: lambda op: tail.score(state, op.micro_batch_index),
         }
-        with torch.inference_mode(mode=False), torch.no_grad():  # as for `evaluate`
-            return self._issue(schedule, state, visits)
+        return self._issue_without_gradients(schedule, state, visits)
 
     def evaluate(
         self,
         schedule: Schedule,
-        inputs: Sequence[Batch],
-        labels: Sequence[LabelledBatch],
+        inputs: Batch,
+        labels: LabelledBatch | None,
         read: Callable[[torch.Tensor], Any],
-    ) -> tuple[PassState, RunState]:
-        """Run a forward schedule without gradients.
+    ) -> tuple[Any, RunState]:
+        """Run a forward schedule of one micro-batch without gradients.
 
         Args:
             schedule: From `forward_schedule`.
-            inputs: The micro-batches.
-            labels: The same with labels, for the loss; empty to call `read` instead.
-            read: Computes a micro-batch's output from that of its last layer (B, T, D).
+            inputs: The micro-batch.
+            labels: The same with labels, for the loss; None to call `read` instead.
+            read: Computes the output from that of the last layer (B, T, D).
+
+        Returns:
+            What `read` returned, if there are no labels; and the losses.
         """
-        state, alone = PassState(), self._alone(len(inputs))
+        run, ones = RunState(), torch.ones((), device=self._device.torch_device)
 
-        def tail(op: Op) -> None:
-            m = op.micro_batch_index
-            hidden_BTD = state.inputs.pop((self._last_layer + 1, m))
-            if labels:
-                ones = torch.ones((), device=self._device.torch_device)
-                self._tail.loss(alone.state, hidden_BTD, labels[m], ones, None)
-            else:
-                state.outputs[m] = read(hidden_BTD)
+        def front(_m: int) -> Front:
+            self._randomness.seed(seed_of(0, FRONT_LAYER, 0))
+            return self._model.front(inputs)
 
-        visits: Table = {
-            Kind.FRONT: lambda op: self._front(
-                state, op, inputs[m := op.micro_batch_index], alone.visit_seed(FRONT_LAYER, m)
-            ),
-            Kind.FORWARD: lambda op: self._forward(
-                state, op, alone, is_kept=False, is_stashed=False
-            ),
-            Kind.TAIL: tail,
-        }
-        # tensors that modules cache, such as rotary tables, must work in a later training pass
-        with torch.inference_mode(mode=False), torch.no_grad():
-            self._issue(schedule, state, visits)
-        return state, alone.state
+        def leave(hidden_BTD: torch.Tensor) -> Any:
+            if labels is None:
+                return read(hidden_BTD)
+            chunk_tokens = self._computing.head_chunk_tokens
+            return add_losses(self._model, run, hidden_BTD, labels, ones, chunk_tokens=chunk_tokens)
+
+        return self.compute(schedule, front, leave)[0], run
 
     def compute(
         self,
@@ -221,7 +215,7 @@ class Executor:
         Returns:
             The outputs by micro-batch.
         """
-        state, last = PassState(), self._last_layer + 1
+        state, last, outputs = PassState(), len(self._model.layers), dict[int, Any]()
         alone = self._alone(sum(op.kind is Kind.FRONT for op in schedule.ops))
 
         def enter(op: Op) -> None:
@@ -230,7 +224,7 @@ class Executor:
 
         def leave(op: Op) -> None:
             m = op.micro_batch_index
-            state.outputs[m] = read(state.inputs.pop((last, m)))
+            outputs[m] = read(state.inputs.pop((last, m)))
 
         visits: Table = {
             Kind.FRONT: enter,
@@ -239,9 +233,8 @@ class Executor:
             ),
             Kind.TAIL: leave,
         }
-        with torch.inference_mode(mode=False), torch.no_grad():  # as for `evaluate`
-            self._issue(schedule, state, visits)
-        return state.outputs
+        self._issue_without_gradients(schedule, state, visits)
+        return outputs
 
     def found(self, adapter: str | None = None) -> "Found":
         """Return what is known of the layers, in the model's current mode.
@@ -267,7 +260,7 @@ class Executor:
             schedule: From `forward_schedule`, for one micro-batch.
             inputs: A micro-batch.
             has_labels: Whether a loss will be computed.
-            size: Of the micro-batches.
+            size: Size of the largest micro-batch.
             is_known: Whether the layers were inspected, and only smaller micro-batches tried.
 
         Returns:
@@ -305,20 +298,15 @@ class Executor:
                 if has_labels:
                     known.unread[layer] = unread if self._computing.leaves_out else ()
             for trial in packed:
-                keep = (
-                    self._model.together.add
-                    if trial.visit(layer)
-                    else (self._model.together.discard)
-                )
-                keep(layer)
+                together = self._model.together
+                (together.add if trial.visit(layer) else together.discard)(layer)
 
         visits: Table = {
             Kind.FRONT: front,
             Kind.FORWARD: inspect_layer,
             Kind.TAIL: lambda _op: are_inspected.append(inspections[0].around(size)),
         }
-        with torch.inference_mode(mode=False), torch.no_grad():  # as for `evaluate`
-            self._issue(schedule, PassState(), visits)
+        self._issue_without_gradients(schedule, PassState(), visits)
         return are_inspected[0]
 
     def measure(self, schedule: Schedule, inputs: Batch, layers: Collection[int]) -> None:
@@ -330,6 +318,7 @@ class Executor:
             layers: The layers to measure.
         """
         state, alone = PassState(), self._alone(1)
+        sent = partial(visit_to_keep, is_sent=True)
 
         def forward(op: Op) -> None:
             layer = op.layer_index
@@ -337,7 +326,7 @@ class Executor:
                 self._forward(state, op, alone, is_kept=False, is_stashed=False)
                 return
             input_BTD, call = state.inputs.pop((layer, 0)), state.fronts[0].layer_calls[layer]
-            visit = partial(self._visited, visit_to_send, layer, input_BTD, call, alone)
+            visit = partial(self._visited, sent, layer, input_BTD, call, alone)
             visited, _ = self._randomness.visit(layer, alone.visit_seed(layer, 0), visit)
             if visited.saved is not None:
                 sizes = self.found().graph_sizes
@@ -349,24 +338,19 @@ class Executor:
             Kind.FORWARD: forward,
             Kind.TAIL: lambda _op: None,
         }
-        with torch.inference_mode(mode=False), torch.no_grad():  # as for `evaluate`
-            self._issue(schedule, state, visits)
+        self._issue_without_gradients(schedule, state, visits)
 
-    def timeline(self, schedule: Schedule, events: Sequence[Event]) -> Timeline:
-        """Return the measured times of a pass that has finished."""
-        return Timeline(
-            spans=tuple(
-                Span.of(op, start_s, end_s)
-                for op, (start_s, end_s) in zip(
-                    schedule.ops, (event.span_s() for event in events), strict=True
-                )
-            )
-        )
+    def _issue_without_gradients(
+        self, schedule: Schedule, state: PassState, visits: Table
+    ) -> list[Event]:
+        # tensors that modules cache, such as rotary tables, must work in a later training pass
+        with torch.inference_mode(mode=False), torch.no_grad():
+            return self._issue(schedule, state, visits)
 
     def _issue(self, schedule: Schedule, state: PassState, visits: Table) -> list[Event]:
         table = visits | self._transfers.table(state)
         events: list[Event] = []
-        with torch.random.fork_rng(devices=self._rng_devices()), VISIT_CACHE.in_pass():
+        with same_randomness(self._device.torch_device), VISIT_CACHE.in_pass():
             self._device.begin()
             for op in schedule.ops:
                 body, waits = partial(table[op.kind], op), [events[i] for i in op.waits]
@@ -388,6 +372,7 @@ class Executor:
     def _alone(self, num_micro_batches: int) -> Part:
         """Return what a pass without gradients works with."""
         return Part(
+            run=RunStep(micro_batches=()),
             passes=Passes(num_trained=num_micro_batches, has_objective=False),
             batches=(),
             model=SwitchedModel(self._model),
@@ -416,7 +401,7 @@ class Executor:
         if is_stashed:  # the output takes its place; see Note [Letting go]
             state.inputs.pop((layer + 1 - NUM_KEPT, m), None)
         call = state.fronts[m].layer_calls[layer]
-        VISIT_CACHE.enter((op.kind, layer, part.adapter))
+        VISIT_CACHE.enter((op.kind, layer, part.run.adapter))
         visited, draws = self._randomness.visit(
             layer,
             part.visit_seed(layer, m),
@@ -463,7 +448,7 @@ class Executor:
         """Visit a layer upwards."""
         visit: Callable[..., Visited] = partial(visit_without_graph, has_output=op.has_output)
         if op.has_graph:
-            visit = visit_to_keep if op.carrier is None else visit_to_send
+            visit = partial(visit_to_keep, is_sent=op.carrier is not None)
         return self._visited(visit, op.layer_index, input_BTD, call, part)
 
     def _visited(
@@ -474,7 +459,7 @@ class Executor:
         call: LayerCall,
         part: Part,
     ) -> Visited:
-        mlps = self.found(part.adapter).mlps.get(layer, ())
+        mlps = self.found(part.run.adapter).mlps.get(layer, ())
         return visit(self._model, layer, input_BTD=input_BTD, call=call, mlps=mlps)
 
     def _carried_graph(
@@ -487,7 +472,7 @@ class Executor:
         place = self._sent.place(op.layer_index, op.micro_batch_index)
         if saved.num_bytes > place.nbytes:
             shape = state.fronts[op.micro_batch_index].shape
-            sizes = self.found(part.adapter).graph_sizes
+            sizes = self.found(part.run.adapter).graph_sizes
             sizes.add(op.layer_index, shape, saved.num_bytes)
             warn(
                 f"the graph of layer {op.layer_index} takes {saved.num_bytes} bytes and not"
@@ -514,7 +499,7 @@ class Executor:
     def _backward(self, state: PassState, op: Op, part: Part) -> None:
         layer, m = op.layer_index, op.micro_batch_index
         self._host_gradients.gather(layer)
-        VISIT_CACHE.enter((op.kind, layer, part.adapter))
+        VISIT_CACHE.enter((op.kind, layer, part.run.adapter))
         kept = state.graphs.pop((layer, m), None)
         if kept is not None:
             self._through(state, part, layer, m, kept)
@@ -526,7 +511,7 @@ class Executor:
         recorded = state.attention.pop((layer, m), NOTHING)
         if state.gradient[m] is None and not (part.state.balance and self._model.hears(layer)):
             return
-        call, found = state.fronts[m].layer_calls[layer], self.found(part.adapter)
+        call, found = state.fronts[m].layer_calls[layer], self.found(part.run.adapter)
         compute = partial(
             visit_with_graph,
             self._model,
@@ -576,10 +561,6 @@ class Executor:
         state.gradient[m] = gradient_BTD
         if layer == 0 and not state.trains_front:
             state.leave(m)
-
-    def _rng_devices(self) -> list[torch.device]:
-        torch_device = self._device.torch_device
-        return [torch_device] if torch_device.type == "cuda" else []
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

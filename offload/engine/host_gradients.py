@@ -86,12 +86,11 @@ class HostGradients:
     def on_host(self, layer: int) -> LayerUpdate:
         """Return what an update of a layer changes."""
         weights = {name: self.parameters[name].detach() for name in self._weights[layer]}
-        gradients = self._gradients_in(layer, self._sinks[layer])
+        gradients = {
+            self._names[id(field.parameter)]: field.view(self._sinks[layer])
+            for field in self._gradients[layer].fields
+        }
         return LayerUpdate(layer=layer, weights=weights, gradients=gradients)
-
-    def _gradients_in(self, layer: int, memory: torch.Tensor) -> dict[str, torch.Tensor]:
-        fields = self._gradients[layer].fields
-        return {self._names[id(field.parameter)]: field.view(memory) for field in fields}
 
     def gather(self, layer: int) -> None:
         """Accumulate a layer's gradients in its buffer, from zero at the start of the visit."""
@@ -166,7 +165,7 @@ class LateUpdates:
 
     Attributes:
         layer_of: The layer of each master, by its name.
-        norms: Of the newest step's gradients, fp32 scalars by name.
+        norms: Norms of the newest step's gradients, fp32 scalars by name.
     """
 
     def __init__(self, gradients: HostGradients) -> None:

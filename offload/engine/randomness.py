@@ -15,7 +15,7 @@ layer's first visit shows whether it draws. Each later visit checks this by the 
 state, in about 10 us. If the state did change, the layer is computed again, under the mode.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
@@ -51,7 +51,7 @@ class VisitRandomness:
 
         Args:
             layer: Which layer.
-            seed: Of this layer and micro-batch.
+            seed: Seed of this layer and micro-batch.
             compute: The visit; it is called again if it draws for the first time.
 
         Returns:
@@ -147,7 +147,7 @@ class _OwnGenerators(TorchDispatchMode):
         kind = _KINDS.get(func)
         if kind is None:
             kind = _KINDS[func] = _kind_of(func)
-        if kind == "silent" or (kind == "dropout_p" and not _dropout_p(func, args, kwargs)):
+        if kind == "silent" or (kind == "dropout_p" and not dropout_of(func, args, kwargs)):
             return func(*args, **kwargs)
         self.has_drawn = True
         if func is torch.ops.aten.native_dropout.default:
@@ -194,13 +194,12 @@ def _kind_of(func: Any) -> str:
     return "default" if is_seeded else "silent"
 
 
-def _dropout_p(func: Any, args: tuple[Any, ...], kwargs: Any) -> float:
+def dropout_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
     """Return the dropout rate that is passed to an attention kernel."""
-    arguments = func._schema.arguments
-    index = next(i for i, argument in enumerate(arguments) if argument.name == "dropout_p")
-    if index < len(args):
-        return float(args[index])
-    return float(kwargs.get("dropout_p", arguments[index].default_value or 0.0))
+    given = {argument.name: argument.default_value for argument in func._schema.arguments}
+    given.update(zip(given, args, strict=False))
+    given.update(kwargs)
+    return float(given.get("dropout_p") or 0.0)
 
 
 def same_randomness(device: torch.device) -> AbstractContextManager[None]:

@@ -2,13 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 
-from offload.engine.host.embedding import HostEmbedding
-from offload.engine.host.slab import LayerSource, Stash
+from offload.engine.host.embedding import HostEmbedding, HostHead
+from offload.engine.host.slab import Stash
+from offload.engine.host.store import Backing
 from offload.engine.host_gradients import HostGradients, LateUpdates
+from offload.engine.memory_meter import Arena
 from offload.engine.model.hooks import Graph
 from offload.engine.model.layers import Front
 from offload.engine.model.router import Balance
@@ -17,11 +19,7 @@ from offload.engine.recompute.sent_graphs import SavedTensors
 from offload.engine.slots import Slots
 from offload.engine.streams import Device, Event
 from offload.plan.schedule.schedule import Schedule
-from offload.plan.schedule.timeline import Timeline
-
-if TYPE_CHECKING:
-    from offload.engine.executor import Executor
-    from offload.engine.passes.part import HostHead
+from offload.plan.schedule.timeline import Span, Timeline
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -33,20 +31,32 @@ class Places:
         slots: Where they compute.
         stash: Layer inputs on the host.
         sent: Graphs and attention outputs on the host.
-        host_gradients: Of weights that train on the host.
-        updates: Of those weights, each layer's before its load.
+        host_gradients: Gradients of weights that train on the host.
+        updates: Updates of those weights, each layer's before its load.
         embedding: The input embedding, if it is on the host.
         head: The output head, if it is.
     """
 
-    source: LayerSource
+    source: Backing
     slots: Slots
     stash: Stash
     sent: Stash
     host_gradients: HostGradients
     updates: LateUpdates
     embedding: HostEmbedding | None
-    head: "HostHead | None"
+    head: HostHead | None
+
+    @property
+    def arenas(self) -> tuple[Arena, ...]:
+        """The memory of all but the layers, held from step to step."""
+        return (
+            *(() if self.embedding is None else self.embedding.arenas),
+            *(() if self.head is None else (self.head.arena,)),
+            *self.slots.arenas,
+            *self.host_gradients.arenas,
+            self.stash.arena,
+            self.sent.arena,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,7 +94,6 @@ class PassState:
         draws: The generator states after forward visits; see `VisitRandomness.visit`.
         gradient: Gradient of the loss by the current hidden state in the backward; None below a
             layer that passes none on, as in plain autograd.
-        outputs: Outputs of a pass without labels.
         trains_front: Whether a backward of fronts follows the first layer's.
     """
 
@@ -97,7 +106,6 @@ class PassState:
     attention: dict[tuple[int, int], Recorded] = field(default_factory=dict)
     draws: dict[tuple[int, int], bytes | None] = field(default_factory=dict)
     gradient: dict[int, torch.Tensor | None] = field(default_factory=dict)
-    outputs: dict[int, Any] = field(default_factory=dict)
     trains_front: bool = False
 
     def enter(self, m: int, front: Front) -> None:
@@ -133,12 +141,18 @@ class RunState:
         losses: Sum over labelled tokens / num_label_tokens, one scalar tensor per chunk; and the
             router loss of each micro-batch.
         balance: The router loss, if the pass has one.
-        metrics: Of an objective, by name.
+        metrics: Metrics of an objective, by name.
     """
 
     losses: list[torch.Tensor] = field(default_factory=list)
     balance: Balance | None = None
     metrics: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def measured(schedule: Schedule, events: Sequence[Event]) -> Timeline:
+    """Return the measured times of a pass that has finished."""
+    pairs = zip(schedule.ops, (event.span_s() for event in events), strict=True)
+    return Timeline(spans=tuple(Span.of(op, start_s, end_s) for op, (start_s, end_s) in pairs))
 
 
 class StepResult:
@@ -154,7 +168,6 @@ class StepResult:
     def __init__(
         self,
         *,
-        executor: "Executor",
         device: Device,
         schedule: Schedule,
         run: RunState,
@@ -162,7 +175,6 @@ class StepResult:
         num_label_tokens: int,
     ) -> None:
         """Keep the parts; nothing is read yet."""
-        self._executor = executor
         self._device = device
         self._schedule = schedule
         self._losses = run.losses
@@ -190,7 +202,7 @@ class StepResult:
     def timeline(self) -> Timeline:
         """Start and end of each op as measured."""
         self._device.finish()
-        return self._executor.timeline(self._schedule, self._events)
+        return measured(self._schedule, self._events)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

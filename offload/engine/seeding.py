@@ -17,24 +17,13 @@ _WORD = 0xFFFF_FFFF_FFFF_FFFF
 _MAX_SEED = 0x7FFF_FFFF_FFFF_FFFF  # torch's generators take 63 bits without a sign
 
 
-def step_seed(seed: int, step: int) -> int:
-    """Return the seed of a step of a run, counted from 0."""
-    return _hashed(seed, step)
+def seed_of(*numbers: int) -> int:
+    """Return the seed that follows from some numbers, each taken modulo 2**64.
 
-
-def visit_seed(seed: int, layer: int, micro_batch: int) -> int:
-    """Return the generators' seed for a layer's visit by a micro-batch.
-
-    Args:
-        seed: Of the step.
-        layer: Which, or `FRONT_LAYER` of `offload.engine.randomness`.
-        micro_batch: Its number in the whole step.
+    The seed of a step is that of the recipe's seed and the step, counted from 0. The generators'
+    seed for a visit is that of the step's seed, the layer (`FRONT_LAYER` of
+    `offload.engine.randomness` before the layers) and the micro-batch's number in the whole step.
     """
-    return _hashed(seed, layer, micro_batch)
-
-
-def _hashed(*numbers: int) -> int:
-    """Hash numbers, each modulo 2**64."""
     data = b"".join((number & _WORD).to_bytes(8, "little") for number in numbers)
     digest = hashlib.blake2b(data, digest_size=8).digest()
     return int.from_bytes(digest, "little") & _MAX_SEED

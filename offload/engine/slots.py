@@ -41,7 +41,7 @@ class Slots:
             num_slots: Number of slots.
             allocate_device: Returns uint8 memory on the compute device.
             staging: Host buffers that loads go through, if any.
-            head_bytes: Of an output head that computes in the slots; 0 if there is none.
+            head_bytes: Size of an output head that computes in the slots; 0 if there is none.
         """
         slot_bytes = max(record.num_bytes for record in records)
         self.head: torch.Tensor | None = None
@@ -74,10 +74,6 @@ class Slots:
     def target(self, slot: int, offset: int, num_bytes: int) -> torch.Tensor:
         """Return the place in a slot that a piece of a record is copied to."""
         return self._buffers[slot][offset : offset + num_bytes]
-
-    def memory(self, slot: int) -> torch.Tensor:
-        """Return a slot."""
-        return self._buffers[slot]
 
     def decode(self, layer: int, slot: int) -> None:
         """Decode a layer from its slot, on the running lane."""

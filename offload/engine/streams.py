@@ -151,7 +151,7 @@ class Workers:
 
     def _mark(self) -> list[Flag]:
         """Queue an empty job on each lane, which lanes run even while dropping jobs."""
-        marks = [_Mark(body=_nothing) for _ in self._queues]
+        marks = [_Mark(body=stay_put) for _ in self._queues]
         for queue, mark in zip(self._queues.values(), marks, strict=True):
             queue.put(mark)
         return [mark.flag for mark in marks]
@@ -190,10 +190,6 @@ class Workers:
 
 class _Mark(Job):
     """Marks that everything queued before it is done or dropped; runs even after a failure."""
-
-
-def _nothing() -> None:
-    """Do nothing."""
 
 
 AHEAD_CYCLES = 20_000_000  # of a card's clock, about 10 ms: the host has queued a layer by then

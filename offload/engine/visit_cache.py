@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 T = TypeVar("T")
 
@@ -38,22 +38,20 @@ class VisitCache:
 
     def once(self, key: object, make: Callable[[], T]) -> T:
         """Return what `make` returned first in this visit."""
-        if self._visit is None:
-            return make()
-        if key not in self._values:
-            self._values[key] = make()
-        value: T = self._values[key]
-        return value
+        return _once(None if self._visit is None else self._values, key, make)
 
     def once_in_pass(self, key: object, make: Callable[[], T]) -> T:
         """Return what `make` returned first in this pass."""
-        known = self._of_pass
-        if known is None:
-            return make()
-        if key not in known:
-            known[key] = make()
-        value: T = known[key]
-        return value
+        return _once(self._of_pass, key, make)
+
+
+def _once(known: dict[object, Any] | None, key: object, make: Callable[[], T]) -> T:
+    """Return what is known by a key, or make it; nothing is kept where `known` is None."""
+    if known is None:
+        return make()
+    if key not in known:
+        known[key] = make()
+    return cast("T", known[key])
 
 
 VISIT_CACHE = VisitCache()

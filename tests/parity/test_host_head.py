@@ -227,7 +227,7 @@ def test_the_head_computes_nowhere_but_on_the_device(model_type: str) -> None:
     """On a GPU a product with the weight on the host would fail."""
     model: Any = untied(model_type)
     engine = Engine(model, device=torch.device("cpu"), options=HOST)
-    head = engine._bound.head
+    head = engine._bound.places.head
     assert head is not None
     assert head._on_device is not None
     with Reads(head.weight) as reads:

@@ -14,7 +14,7 @@ from finetune.adapter.linear_lora import compute_in_base_dtype
 from offload.engine.bound import EngineOptions
 from offload.engine.engine import Engine
 from offload.engine.model.layers import LayeredModel
-from offload.engine.packing.check import JoinedRows, call_operator, joined_attention
+from offload.engine.model.packed_rows import JoinedRows, call_operator, joined_attention
 from offload.engine.streams import device_named
 from tests.parity.architectures import rel_error
 from tests.parity.packed_rows import LENS, packed, plain_alone, rows_of

@@ -17,7 +17,7 @@ import torch
 from offload.engine.batch import with_labels
 from offload.engine.engine import Engine
 from offload.engine.host.slab import by_place
-from offload.engine.passes.part import Part
+from offload.engine.passes.part import Part, RunStep
 from offload.engine.passes.reference import SwitchedModel
 from offload.engine.streams import CpuDevice
 from offload.errors import OffloadError
@@ -85,15 +85,16 @@ def run(
         schedule = drop(schedule_of(engine, setting), without)
         num_label_tokens = sum(batch.num_label_tokens for batch in batches)
         if setting.stash == "host":
-            engine._bound.stash.prepare(
+            engine._bound.places.stash.prepare(
                 by_place(
-                    range(len(engine.layer_bytes) - 1), lambda _: engine._steps.input_bytes(batches)
+                    range(len(engine.layer_bytes) - 1), lambda _: engine._input_bytes(batches)
                 ),
                 num_buffers=schedule.num_fetch_buffers,
             )
         poison(engine)
         with engine._consistent(schedule.ring_after):
             part = Part(
+                run=RunStep(micro_batches=()),
                 passes=Passes(num_trained=len(batches), has_objective=False),
                 batches=batches,
                 model=SwitchedModel(engine._layered),
@@ -101,7 +102,7 @@ def run(
                 ids=range(len(batches)),
             )
             engine._bound.executor.step(schedule, [part], is_stashed=setting.stash == "host")
-            engine._bound.host_gradients.publish()
+            engine._bound.places.host_gradients.publish()
         trained = engine.trained_parameters.items()
         found = {name: p.grad.clone() for name, p in trained if p.grad is not None}
         assert len(found) == len(trained)
@@ -112,7 +113,7 @@ def run(
 
 def poison(engine: Engine) -> None:
     """Fill what a step reads with NaN: else it may hold the right values of the run before."""
-    slots, stash = engine._bound.executor._transfers._slots, engine._bound.stash
+    slots, stash = engine._bound.executor._transfers._slots, engine._bound.places.stash
     for buffer in (*slots._buffers, slots._decoded, *stash._buffers, stash._host):
         buffer.fill_(0xFF)
 
@@ -125,7 +126,7 @@ def schedule_of(engine: Engine, setting: Setting) -> Schedule:
         num_micro_batches=len(batches),
         order=Order.LAYER_MAJOR,
         trains_front=engine._trains_front,
-        input_bytes=engine._steps.input_bytes(batches) if setting.stash == "host" else (),
+        input_bytes=engine._input_bytes(batches) if setting.stash == "host" else (),
     )
 
 

@@ -116,7 +116,7 @@ def test_a_graph_that_is_lost_on_the_host_gives_other_gradients() -> None:
     expected, _ = steps(model, OPTIONS, num=1)
     changed = copy.deepcopy(model)
     engine = Engine(changed, device=torch.device("cpu"), options=ALL)
-    sent = engine._bound.sent
+    sent = engine._bound.places.sent
     place = sent.place
 
     def lost(layer: int, micro_batch: int) -> torch.Tensor:

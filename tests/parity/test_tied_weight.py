@@ -252,7 +252,7 @@ def test_the_head_computes_on_the_device_and_lookups_are_never_in_what_it_comput
     """On a GPU a product with the weight on the host would fail, and a lookup read half a copy."""
     model: Any = tied_of_type(model_type)
     engine = on_cpu(model)
-    head = engine._bound.head
+    head = engine._bound.places.head
     assert head is not None
     assert head._on_device is not None
     with Reads(head.weight) as reads:
@@ -276,14 +276,14 @@ def test_a_lookup_reads_the_host_while_the_head_has_the_weight_on_the_device() -
     """Rows of one pass are gathered by a thread while the head of another computes."""
     model = wide()
     engine = on_cpu(model)
-    embedding, head = engine._layered.embedding, engine._bound.head
+    embedding, head = engine._layered.embedding, engine._bound.places.head
     assert embedding is not None
     assert head is not None
     assert head._on_device is not None
     values = head.weight.detach().clone()
     ids = torch.tensor([[3, 399, 3]])
     (num_bytes,) = embedding.prepare({0: ids})
-    op = engine._steps.schedule(
+    op = engine._schedule(
         engine._parts([RunStep(micro_batches=micro_batches(1))], is_trained=True),
         ring=engine._ring,
         order=Order.LAYER_MAJOR,

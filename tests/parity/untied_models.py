@@ -141,7 +141,7 @@ def trained_layers_with(
     for _ in range(3):
         losses.append(engine.forward_backward(micro_batches()).loss)
         engine.updates.defer(update)
-        for weight in engine._bound.host_gradients.parameters.values():
+        for weight in engine._bound.places.host_gradients.parameters.values():
             weight.grad = None
     assert losses[2] < losses[0]
     weights = {n: w.detach().clone() for n, w in engine.trained_parameters.items()}

@@ -31,7 +31,7 @@ from offload.engine.model.placement import switch_off_checkpointing
 from offload.engine.passes.part import RunStep
 from offload.engine.randomness import FRONT_LAYER, VisitRandomness
 from offload.engine.results import ForwardResult
-from offload.engine.seeding import visit_seed
+from offload.engine.seeding import seed_of
 from offload.plan.schedule.op import Kind, Lane
 from offload.plan.schedule.timeline import Span, Timeline
 
@@ -76,7 +76,7 @@ class _Pass:
     clock: "_Clock"
 
     def seed_of(self, layer: int) -> int:
-        return visit_seed(self.seed, layer, self.number)
+        return seed_of(self.seed, layer, self.number)
 
 
 class ShardedEngine:

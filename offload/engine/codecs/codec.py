@@ -24,9 +24,6 @@ class Codec(Protocol):
     def num_bytes(self, shape: torch.Size, dtype: torch.dtype) -> int:
         """Return the size of an encoded tensor in bytes."""
 
-    def workspace_bytes(self, shape: torch.Size, dtype: torch.dtype) -> int:
-        """Return the device memory that `decode` allocates and frees for one tensor, in bytes."""
-
     def encode(self, values: torch.Tensor, encoded: torch.Tensor) -> None:
         """Encode a tensor.
 
@@ -55,10 +52,6 @@ class Native:
     def num_bytes(self, shape: torch.Size, dtype: torch.dtype) -> int:
         """Return the size of the tensor itself."""
         return shape.numel() * dtype.itemsize
-
-    def workspace_bytes(self, shape: torch.Size, dtype: torch.dtype) -> int:
-        """Return 0."""
-        return 0
 
     def encode(self, values: torch.Tensor, encoded: torch.Tensor) -> None:
         """Copy."""

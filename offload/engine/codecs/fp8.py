@@ -1,15 +1,14 @@
 """Weights as e4m3, with a power of two for each block."""
 
+from collections.abc import Sequence
+
 import torch
 
 from offload.engine.codecs.layout import (
-    DEVICE_PIECE,
-    HOST_PIECE,
+    InParts,
     blocks,
     blocks_of,
-    check_dtype,
     check_finite,
-    layout_of,
     pieces,
 )
 from offload.plan.facts.codec import FP8_BLOCK, CodecName
@@ -18,7 +17,7 @@ _E4M3_MAX = 448.0
 _BIAS = 127  # of the scale's exponent, as float32 has it
 
 
-class Fp8:
+class Fp8(InParts):
     """e4m3 in flat blocks of 256 weights, each scaled by a power of two, which takes one byte.
 
     A floating point type has the same relative error over its whole range. So a scale only has to
@@ -35,29 +34,16 @@ class Fp8:
 
     name: CodecName = "fp8"
 
-    def num_bytes(self, shape: torch.Size, dtype: torch.dtype) -> int:
-        """Return a byte for each weight, and one for each block."""
-        check_dtype(self.name, dtype)
-        return layout_of(self.name, shape.numel()).num_bytes
-
-    def workspace_bytes(self, shape: torch.Size, dtype: torch.dtype) -> int:
-        """Return a piece's scales; on the CPU also the piece twice in float32, and a table."""
-        num_weights = shape.numel()
-        on_device = 12 * -(-min(num_weights, DEVICE_PIECE) // FP8_BLOCK)
-        return max(on_device, 9 * min(num_weights, HOST_PIECE) + 2048)
-
-    def encode(self, values: torch.Tensor, encoded: torch.Tensor) -> None:
+    def write(self, flat: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
         """Scale and round.
 
         Raises:
             CodecError: Some weights are not finite.
         """
-        check_dtype(self.name, values.dtype)
-        flat = values.detach().reshape(-1)
         check_finite(self.name, flat)
-        quants, exponents = layout_of(self.name, flat.numel()).split_to_write(encoded)
+        quants, exponents = parts
         # what e4m3 rounds up to would be infinite: the largest number of 4 bits in the dtype
-        largest = 1.875 * 2.0 ** (15 if values.dtype is torch.float16 else 127)
+        largest = 1.875 * 2.0 ** (15 if flat.dtype is torch.float16 else 127)
         for piece in pieces(flat.numel(), flat.device):
             for part, shape in blocks(piece, FP8_BLOCK):
                 weights = flat[part].view(shape).float()
@@ -68,10 +54,9 @@ class Fp8:
                 scaled = weights.clamp(-largest, largest).mul_(_power(_BIAS - exponent)[:, None])
                 quants[part].view(torch.float8_e4m3fn).copy_(scaled.view(-1))
 
-    def decode(self, encoded: torch.Tensor, values: torch.Tensor) -> None:
+    def read(self, parts: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
         """Widen, then scale in place."""
-        flat = values.view(-1)
-        quants, exponents = layout_of(self.name, flat.numel()).split(encoded)
+        quants, exponents = parts
         for piece in pieces(flat.numel(), flat.device):
             for part, shape in blocks(piece, FP8_BLOCK):
                 _widen(quants[part], flat[part])

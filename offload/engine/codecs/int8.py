@@ -1,19 +1,19 @@
 """Weights as 8-bit integers, with a float32 for each block, by bitsandbytes."""
 
+from collections.abc import Sequence
+
 import torch
 
 from offload.engine.codecs.layout import (
-    HOST_PIECE,
+    InParts,
     blocks_of,
-    check_dtype,
     check_finite,
-    layout_of,
     pieces,
 )
 from offload.plan.facts.codec import INT8_BLOCK, CodecName
 
 
-class Int8:
+class Int8(InParts):
     """bitsandbytes' blockwise 8 bits, in blocks of 256, with its linear map.
 
     Its default map, the dynamic one, is made for optimizer states, which span many decades.
@@ -27,16 +27,7 @@ class Int8:
 
     name: CodecName = "int8"
 
-    def num_bytes(self, shape: torch.Size, dtype: torch.dtype) -> int:
-        """Return a byte for each weight, four for each block, and the map."""
-        check_dtype(self.name, dtype)
-        return layout_of(self.name, shape.numel()).num_bytes
-
-    def workspace_bytes(self, shape: torch.Size, dtype: torch.dtype) -> int:
-        """Return one piece on the CPU; on a GPU the kernel writes in place, so 0."""
-        return min(shape.numel(), HOST_PIECE) * dtype.itemsize
-
-    def encode(self, values: torch.Tensor, encoded: torch.Tensor) -> None:
+    def write(self, flat: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
         """Quantise, on a device's default stream.
 
         Raises:
@@ -44,10 +35,8 @@ class Int8:
         """
         from bitsandbytes.functional import create_linear_map
 
-        check_dtype(self.name, values.dtype)
-        flat = values.detach().reshape(-1)
         check_finite(self.name, flat)
-        quants, scales, table = layout_of(self.name, flat.numel()).split_to_write(encoded)
+        quants, scales, table = parts
         code = table.view(torch.float32)
         code.copy_(create_linear_map())
         check_stream(flat)
@@ -56,12 +45,11 @@ class Int8:
             quants[piece].copy_(found[0])
             scales.view(torch.float32)[blocks_of(piece, INT8_BLOCK)] = found[1]
 
-    def decode(self, encoded: torch.Tensor, values: torch.Tensor) -> None:
+    def read(self, parts: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
         """Look up and scale."""
         import bitsandbytes  # noqa: F401  (registers its operators)
 
-        flat = values.view(-1)
-        quants, scales, table = layout_of(self.name, flat.numel()).split(encoded)
+        quants, scales, table = parts
         code = table.view(torch.float32)
         operator = torch.ops.bitsandbytes.dequantize_blockwise
         for piece in pieces(flat.numel(), flat.device):

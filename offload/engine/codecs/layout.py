@@ -1,6 +1,7 @@
 """What the codecs share: offsets of parts, the pieces processed at once, and input checks."""
 
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -120,6 +121,46 @@ def check_finite(codec: CodecName, values: torch.Tensor) -> None:
     )
 
 
+class InParts(ABC):
+    """A codec that writes a tensor in parts, one after the other.
+
+    Attributes:
+        name: Its name.
+        dtypes: Types of weights that it takes.
+    """
+
+    name: CodecName
+    dtypes: tuple[torch.dtype, ...] = WEIGHT_DTYPES
+
+    def num_bytes(self, shape: torch.Size, dtype: torch.dtype) -> int:
+        """Return the size of an encoded tensor in bytes."""
+        check_dtype(self.name, dtype, self.dtypes)
+        return layout_of(self.name, shape.numel()).num_bytes
+
+    def encode(self, values: torch.Tensor, encoded: torch.Tensor) -> None:
+        """Encode a tensor.
+
+        Raises:
+            CodecError: These values cannot be written in this form.
+        """
+        check_dtype(self.name, values.dtype, self.dtypes)
+        flat = values.detach().reshape(-1)
+        self.write(flat, layout_of(self.name, flat.numel()).split_to_write(encoded))
+
+    def decode(self, encoded: torch.Tensor, values: torch.Tensor) -> None:
+        """Decode a tensor in place."""
+        flat = values.view(-1)
+        self.read(layout_of(self.name, flat.numel()).split(encoded), flat)
+
+    @abstractmethod
+    def write(self, flat: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+        """Encode weights (N,) into the parts."""
+
+    @abstractmethod
+    def read(self, parts: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
+        """Decode the parts into weights (N,)."""
+
+
 class Cast:
     """Each weight rounded to nearest, ties to even.
 
@@ -141,10 +182,6 @@ class Cast:
         """Return two bytes for each weight."""
         check_dtype(self.name, dtype)
         return shape.numel() * self._dtype.itemsize
-
-    def workspace_bytes(self, shape: torch.Size, dtype: torch.dtype) -> int:
-        """Return 0: the copy itself converts."""
-        return 0
 
     def encode(self, values: torch.Tensor, encoded: torch.Tensor) -> None:
         """Round.

@@ -1,21 +1,20 @@
 """Weights in bitsandbytes' nf4 with double quantisation, byte for byte."""
 
+from collections.abc import Sequence
+
 import torch
 
 from offload.engine.codecs.int8 import check_stream
 from offload.engine.codecs.layout import (
-    DEVICE_PIECE,
-    HOST_PIECE,
+    InParts,
     blocks_of,
-    check_dtype,
     check_finite,
-    layout_of,
     pieces,
 )
 from offload.plan.facts.codec import NF4_BLOCK, NF4_NESTED_BLOCK, CodecName
 
 
-class Nf4:
+class Nf4(InParts):
     """4 bits in blocks of 64; their scales, minus their mean, in 8 bits in blocks of 256.
 
     The bytes are those of `quantize_4bit(compress_statistics=True, quant_type="nf4")` of the whole
@@ -31,19 +30,7 @@ class Nf4:
 
     name: CodecName = "nf4"
 
-    def num_bytes(self, shape: torch.Size, dtype: torch.dtype) -> int:
-        """Return half a byte for each weight, one for each block, and the scales of those."""
-        check_dtype(self.name, dtype)
-        return layout_of(self.name, shape.numel()).num_bytes
-
-    def workspace_bytes(self, shape: torch.Size, dtype: torch.dtype) -> int:
-        """Return a piece's scales in float32; on the CPU also the piece."""
-        num_weights = shape.numel()
-        host = min(num_weights, HOST_PIECE)
-        on_host = (host + 1) * dtype.itemsize + 4 * -(-host // NF4_BLOCK)
-        return max(4 * -(-min(num_weights, DEVICE_PIECE) // NF4_BLOCK), on_host)
-
-    def encode(self, values: torch.Tensor, encoded: torch.Tensor) -> None:
+    def write(self, flat: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
         """Quantise weights, then their scales, on a device's default stream.
 
         Raises:
@@ -51,12 +38,8 @@ class Nf4:
         """
         from bitsandbytes.functional import create_dynamic_map
 
-        check_dtype(self.name, values.dtype)
-        flat = values.detach().reshape(-1)
         check_finite(self.name, flat)
-        packed, quants, nested, table, offset = layout_of(self.name, flat.numel()).split_to_write(
-            encoded
-        )
+        packed, quants, nested, table, offset = parts
         code = table.view(torch.float32)
         code.copy_(create_dynamic_map())
         absmax = flat.new_empty(quants.numel(), dtype=torch.float32)
@@ -74,12 +57,11 @@ class Nf4:
             quants.copy_(found[0])
             nested.view(torch.float32).copy_(found[1])
 
-    def decode(self, encoded: torch.Tensor, values: torch.Tensor) -> None:
+    def read(self, parts: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
         """Decode a piece's scales, then its weights."""
         import bitsandbytes  # noqa: F401  (registers its operators)
 
-        flat = values.view(-1)
-        packed, quants, nested, table, offset = layout_of(self.name, flat.numel()).split(encoded)
+        packed, quants, nested, table, offset = parts
         code, mean = table.view(torch.float32), offset.view(torch.float32)
         for piece in pieces(flat.numel(), flat.device):
             scales = blocks_of(piece, NF4_BLOCK)

@@ -23,14 +23,14 @@ Rejected: one exponent range per tensor (blocks of zeros, rows of another scale)
 (0.66 of the bytes, but sizes depend on values, and decoding is serial).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
 
-from offload.engine.codecs.layout import blocks, blocks_of, check_dtype, layout_of
+from offload.engine.codecs.layout import InParts, blocks, blocks_of
 from offload.errors import CodecError
 from offload.plan.facts.codec import PACKED_BLOCK, PACKED_FAR, CodecName
 
@@ -42,34 +42,25 @@ _SIGN_AND_MANTISSA = -0x7F81  # 0x807f as an int16
 _PIECE = 2**20  # weights: half a dozen temporaries of a few MB
 
 
-class Bf16Packed:
+class Bf16Packed(InParts):
     """bf16, bit for bit, in slightly more than 12 bits (see above)."""
 
     name: CodecName = "bf16_packed"
+    dtypes = (torch.bfloat16,)
 
-    def num_bytes(self, shape: torch.Size, dtype: torch.dtype) -> int:
-        """Return about 1.53 bytes for each weight."""
-        check_dtype(self.name, dtype, (torch.bfloat16,))
-        return layout_of(self.name, shape.numel()).num_bytes
-
-    def workspace_bytes(self, shape: torch.Size, dtype: torch.dtype) -> int:
-        """Return the temporaries of a piece."""
-        return 6 * max(PACKED_BLOCK, min(shape.numel(), _PIECE))
-
-    def encode(self, values: torch.Tensor, encoded: torch.Tensor) -> None:
+    def write(self, flat: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
         """Pack.
 
         Raises:
             CodecError: More weights are outside of their block's range than there is room for.
         """
-        check_dtype(self.name, values.dtype, (torch.bfloat16,))
-        flat = values.detach().reshape(-1).view(torch.int16)
-        layout_of(self.name, flat.numel()).split_to_write(encoded)
-        low, codes, tops, positions, escaped = split(encoded, flat.numel())
+        flat = flat.view(torch.int16)
+        low, codes, tops, positions, escaped = typed(parts, flat.numel())
         num_found, room = 0, escaped.numel()
         for part, (rows, columns) in _parts(flat.numel()):
             bits = F.pad(flat[part].view(rows, columns), (0, PACKED_BLOCK - columns))
-            low[part] = _low(flat[part])
+            sign = (flat[part] >> 8) & 0x80
+            low[part] = sign.bitwise_or_(flat[part] & 0x7F).to(torch.uint8)
             block = blocks_of(part, PACKED_BLOCK)
             code, tops[block] = _codes(bits)
             codes.view(-1, _HALF)[block] = code[:, :_HALF] | (code[:, _HALF:] << 4)
@@ -87,10 +78,10 @@ class Bf16Packed:
             positions[num_found:] = 0
             escaped.copy_(flat[positions])
 
-    def decode(self, encoded: torch.Tensor, values: torch.Tensor) -> None:
+    def read(self, parts: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
         """Unpack, then overwrite the escaped weights."""
-        flat = values.view(-1).view(torch.int16)
-        low, codes, tops, at, bits = split(encoded, flat.numel())
+        flat = flat.view(torch.int16)
+        low, codes, tops, at, bits = typed(parts, flat.numel())
         if flat.is_cuda and _has_triton():
             from offload.engine.codecs.packed_kernel import unpack
 
@@ -114,9 +105,9 @@ def _has_triton() -> bool:
     return find_spec("triton") is not None
 
 
-def split(encoded: torch.Tensor, num_weights: int) -> tuple[torch.Tensor, ...]:
+def typed(parts: Sequence[torch.Tensor], num_weights: int) -> tuple[torch.Tensor, ...]:
     """Return the parts of an encoded tensor, each in its dtype."""
-    low, codes, tops, positions, escaped = layout_of("bf16_packed", num_weights).split(encoded)
+    low, codes, tops, positions, escaped = parts
     at = positions.view(torch.int32 if num_weights < PACKED_FAR else torch.int64)
     return low, codes, tops, at, escaped.view(torch.int16)
 
@@ -124,11 +115,6 @@ def split(encoded: torch.Tensor, num_weights: int) -> tuple[torch.Tensor, ...]:
 def _parts(num_weights: int) -> Iterator[tuple[slice, tuple[int, int]]]:
     for start in range(0, num_weights, _PIECE):
         yield from blocks(slice(start, min(start + _PIECE, num_weights)), PACKED_BLOCK)
-
-
-def _low(bits: torch.Tensor) -> torch.Tensor:
-    """Return sign and mantissa in a byte."""
-    return ((bits >> 8) & 0x80).bitwise_or_(bits & 0x7F).to(torch.uint8)
 
 
 def _codes(bits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

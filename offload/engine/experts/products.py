@@ -64,14 +64,6 @@ class Routing:
     row_TC: torch.Tensor
     end_E: torch.Tensor
 
-    def spread(self, hidden_TK: torch.Tensor) -> torch.Tensor:
-        """Give each row its token's features."""
-        return hidden_TK.index_select(0, self.token_S)
-
-    def gather(self, rows_SK: torch.Tensor) -> torch.Tensor:
-        """Sum each token's rows, without copying them to token order."""
-        return F.embedding_bag(self.row_TC, rows_SK, mode="sum")
-
 
 def route(expert_TC: torch.Tensor, *, num_experts: int) -> Routing:
     """Sort the choices by expert; the host does not wait."""
@@ -99,8 +91,8 @@ class Gate:
     Attributes:
         name: See kernels.gate_parts.
         is_interleaved: Whether gate and up columns alternate, or all gates come first.
-        alpha: Of clamped_swiglu.
-        limit: Of clamped_swiglu.
+        alpha: Factor inside the sigmoid of clamped_swiglu.
+        limit: Limit that clamped_swiglu clamps its inputs to.
     """
 
     name: GateName
@@ -325,7 +317,7 @@ class Grouped:
 
     def rows(self, hidden_TK: torch.Tensor) -> Rows:
         """Copy each token's features to its rows."""
-        return self._routing.spread(hidden_TK)
+        return hidden_TK.index_select(0, self._routing.token_S)
 
     def sum(self, *pairs: Pair, to_tokens: bool = False) -> torch.Tensor:
         """Add the results: grouped products cannot accumulate in place."""
@@ -335,7 +327,8 @@ class Grouped:
         )
         for other in others:
             first += other
-        return self._routing.gather(first) if to_tokens else first
+        # summed over each token's rows without copying them to token order
+        return F.embedding_bag(self._routing.row_TC, first, mode="sum") if to_tokens else first
 
     def outer(self, left: Rows, right: Rows) -> torch.Tensor:
         """Sum over the rows.

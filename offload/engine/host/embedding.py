@@ -1,4 +1,4 @@
-"""The input embedding in host memory, and the rows of it that are on the device.
+"""The input embedding and the output head in host memory, and what of them is on the device.
 
 Problem. The embedding of a large vocabulary takes a gigabyte or more of device memory, and of it a
 step reads the rows of its tokens.
@@ -22,24 +22,27 @@ values on the host, and never what the parameter refers to.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, cast
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from offload.engine.host.slab import Stash
+from offload.engine.host.slab import HostBlocks, Stash
+from offload.engine.meanwhile import meanwhile
 from offload.engine.memory_meter import Arena
 from offload.engine.streams import Device
-from offload.errors import UnsupportedModelError
+from offload.errors import OffloadError, UnsupportedModelError
 from offload.plan.facts.codec import aligned
-from offload.plan.facts.workload import TOKEN_BYTES, rows_bytes, to_pages
-from offload.plan.memory.memory import EMBEDDINGS
-from offload.plan.schedule.op import Op
+from offload.plan.facts.workload import TOKEN_BYTES, WeightPlace, rows_bytes, to_pages
+from offload.plan.memory.memory import EMBEDDINGS, HEAD
+from offload.plan.schedule.op import Kind, Op
 from offload.plan.schedule.schedule import NUM_ROW_BUFFERS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 PLACES = ("embeddings", "head")
 """The settings that say where the weights of the input embedding and the output head are."""
@@ -74,21 +77,16 @@ class HostEmbedding:
             UnsupportedModelError: The weight trains, something else uses it, or it is
                 no plain embedding.
         """
-        hint = on_device(embedding, head, PLACES, is_other_on_host=is_head_on_host)
+        hint = _on_device(embedding, head, PLACES, is_other_on_host=is_head_on_host)
         _require_plain(model, embedding, hint=hint)
         assert isinstance(embedding, nn.Embedding)
         self.weight = cast("nn.Parameter", embedding.weight)
-        require_alone(
-            model,
-            self.weight,
-            embedding,
-            head,
-            PLACES,
-            is_other_on_host=is_head_on_host,
+        _require_alone(
+            model, self.weight, embedding, head, "head", is_other_on_host=is_head_on_host, hint=hint
         )
         self._module, self._rows = embedding, rows
         self._tokens: Mapping[int, torch.Tensor] = {}
-        self._present: _Rows | None = None
+        self._present: tuple[torch.Tensor, torch.Tensor] | None = None
         self._is_read = True
         is_tied = head is not None and any(p is self.weight for p in head._parameters.values())
         self._held_by_head: torch.Tensor | None = self.weight.data if is_tied else None
@@ -144,8 +142,7 @@ class HostEmbedding:
         """Look up tokens in the rows that a front's pass has brought, in a block."""
         tokens_N = self._tokens[op.micro_batch_index]
         memory = self._rows.buffer(op.buffer_index, self._num_bytes(len(tokens_N)))
-        ids_N, rows_ND = self._views(memory, len(tokens_N))
-        self._present = _Rows(ids_N=ids_N, rows_ND=rows_ND)
+        self._present = self._views(memory, len(tokens_N))
         try:
             yield
         finally:
@@ -172,18 +169,12 @@ class HostEmbedding:
             )
         if self._present is None:
             return functional.embedding(ids.cpu(), self.values).to(ids.device)
-        ids_N, ids = self._present.ids_N, ids.long()
+        (ids_N, rows_ND), ids = self._present, ids.long()
         places = torch.searchsorted(ids_N, ids).clamp_(max=len(ids_N) - 1)
-        return functional.embedding(
-            (places + 1).where(ids_N[places] == ids, 0), self._present.rows_ND
-        )
-
-    @property
-    def _row_bytes(self) -> int:
-        return self.weight.shape[1] * self.weight.dtype.itemsize
+        return functional.embedding((places + 1).where(ids_N[places] == ids, 0), rows_ND)
 
     def _num_bytes(self, num: int) -> int:
-        return rows_bytes(num, self._row_bytes)
+        return rows_bytes(num, self.weight.shape[1] * self.weight.dtype.itemsize)
 
     def _views(self, memory: torch.Tensor, num: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the tokens (N,) and the rows (1 + N, D) in a buffer, uint8."""
@@ -194,19 +185,6 @@ class HostEmbedding:
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         with _Lookups(self):
             return type(self._module).forward(self._module, *args, **kwargs)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Rows:
-    """The rows that a front looks tokens up in.
-
-    Attributes:
-        ids_N: Their tokens, ascending, on the device.
-        rows_ND: A row of NaN, and those of the tokens, on the device: (1 + N, D).
-    """
-
-    ids_N: torch.Tensor
-    rows_ND: torch.Tensor
 
 
 class _Lookups(TorchFunctionMode):
@@ -248,14 +226,15 @@ def _require_plain(model: nn.Module, embedding: nn.Module, *, hint: str) -> None
         raise _refused(f"`{name}` trains", "an embedding in host memory is frozen", hint)
 
 
-def require_alone(
+def _require_alone(
     model: nn.Module,
     weight: nn.Parameter,
     own: nn.Module,
     other: nn.Module | None,
-    settings: tuple[str, str],
+    other_setting: str,
     *,
     is_other_on_host: bool,
+    hint: str,
 ) -> None:
     """Check that a weight on the host is one module's, or of embedding and head there.
 
@@ -264,8 +243,9 @@ def require_alone(
         weight: The weight.
         own: The module whose weight is to be on the host.
         other: The head of an embedding, or the embedding of a head; None if there is none.
-        settings: What says where each of the two has its weight.
+        other_setting: The setting that says where the other has its weight.
         is_other_on_host: Whether the other's is on the host.
+        hint: The settings that leave the weight on the device.
 
     Raises:
         UnsupportedModelError: Something else has it, or only one is on the host.
@@ -278,26 +258,25 @@ def require_alone(
     name = users.pop(own, "it")
     if not users:
         return
-    hint = on_device(own, other, settings, is_other_on_host=is_other_on_host)
     limit = "it is on the device for it"
     user = next((module for module in users if module is not other), other)
     if user is other and is_other_on_host:
         return
     if user is other:
         limit = "a weight of both is in one place"
-        hint = f'`{settings[1]}="host"` too, or {hint}'
+        hint = f'`{other_setting}="host"` too, or {hint}'
     assert user is not None
     raise UnsupportedModelError(
         f"`{users[user]}` has the same weight as `{name}`", limit=limit, hint=hint
     )
 
 
-def on_device(
+def _on_device(
     own: nn.Module, other: nn.Module | None, settings: tuple[str, str], *, is_other_on_host: bool
 ) -> str:
     """Return the settings that leave a module's weight on the device, for a hint.
 
-    A weight that the other has too is there for both. Arguments are those of `require_alone`.
+    A weight that the other has too is there for both.
     """
     hint, others = (f'`{setting}="device"`' for setting in settings)
     known = set() if other is None else {id(parameter) for parameter in other.parameters()}
@@ -305,5 +284,150 @@ def on_device(
     return f"{hint} with {others}" if is_shared and is_other_on_host else hint
 
 
-def _refused(what: str, limit: str, hint: str) -> UnsupportedModelError:
+# ---------------------------------------------------------------------------------------------
+# The output head in host memory, and the slots that it computes in.
+#
+# Its weight stays in page-locked host memory. A step copies it once over the slots of layers that
+# are needed again last (`offload.plan.schedule.head`), and the ops after the last layer compute
+# from there. Between these ops the parameter has its values on the host, so it may be read at any
+# time, and it is never one of a layer's. A weight that is the input embedding's too is here as
+# well, once for both: see `offload.engine.host.embedding`.
+#
+# A backward reads what the parameter refers to when it runs, so an op that computes gradients ends
+# them before the parameter refers to host memory again.
+
+READERS = (Kind.SCORE, Kind.TAIL)
+"""Ops that compute with the head."""
+
+
+class HostHead:
+    """A model's output head whose weight stays in host memory.
+
+    Attributes:
+        num_bytes: Size of the weight.
+        weight: The parameter.
+    """
+
+    def __init__(
+        self,
+        model: "PreTrainedModel",
+        head: nn.Module | None,
+        *,
+        blocks: HostBlocks,
+        embeddings: WeightPlace,
+    ) -> None:
+        """Let the weight be in memory that a device can copy from.
+
+        Args:
+            model: The model, which may use the weight nowhere else than in an input embedding on
+                the host.
+            head: Its output head, with or without an adapter; None if it has none.
+            blocks: Such memory.
+            embeddings: Where its input embedding's weight is to be.
+
+        Raises:
+            UnsupportedModelError: The weight trains, something else uses it, or it is
+                no plain linear layer's.
+            TransferError: The system refuses to page-lock the memory.
+        """
+        self.weight = own_weight(model, head, embeddings=embeddings)
+        self._name = next(name for name, p in model.named_parameters() if p is self.weight)
+        self._module = head
+        values = self.weight.data
+        self.num_bytes = values.nbytes
+        self._on_host = blocks.hold(values)
+        self._on_device: torch.Tensor | None = None
+        self.weight.data = self._on_host.view(values.dtype).view(values.shape)
+
+    @property
+    def arena(self) -> Arena:
+        """The weight on the host; on the device it is in the slots."""
+        return Arena(name=HEAD, blocks=[self._on_host])
+
+    def compute_in(self, memory: torch.Tensor) -> None:
+        """Compute from now on in this memory, which layers use too."""
+        self._on_device = memory
+
+    def bring(self, op: Op, device: Device) -> None:
+        """Copy a piece to the device, on the running lane."""
+        assert self._on_device is not None
+        piece = slice(op.offset, op.offset + op.num_bytes)
+        device.copy(self._on_device[piece], self._on_host[piece])
+
+    @contextmanager
+    def present(self) -> Iterator[None]:
+        """Let the parameter refer to the device in a block; the weight must be there.
+
+        Raises:
+            OffloadError: The parameter refers to other memory than what is copied to the device.
+        """
+        assert self._on_device is not None
+        on_host = self.weight.data
+        if on_host.data_ptr() != self._on_host.data_ptr():
+            raise OffloadError(
+                f"`{self._name}` was given other memory since the model was attached",
+                limit="a head in host memory is copied from where `offload.attach` has put it",
+                hint="write to it, `weight.copy_(...)`; or `engine.detach()`, and attach again",
+            )
+        self.weight.data = self._on_device.view(on_host.dtype).view(on_host.shape)
+        try:
+            yield
+        finally:
+            self.weight.data = on_host
+
+    def unread(self) -> AbstractContextManager[None]:
+        """Return zeros from the head in a block, in which nothing reads them."""
+        return meanwhile((vars(self._module), {"forward": self._zeros}))
+
+    def _zeros(self, hidden_BTD: torch.Tensor) -> torch.Tensor:
+        return hidden_BTD.new_zeros(*hidden_BTD.shape[:-1], len(self.weight))
+
+    def computing(self, body: Callable[[], None]) -> None:
+        """Run an op with the weight on the device."""
+        with self.present():
+            body()
+
+
+def without_adapter(head: nn.Module | None) -> nn.Module | None:
+    """Return the head that an adapter is put on, or the head itself."""
+    unwrap: Any = getattr(head, "get_base_layer", None)
+    return head if unwrap is None else unwrap()
+
+
+def own_weight(
+    model: "PreTrainedModel", head: nn.Module | None, *, embeddings: WeightPlace
+) -> nn.Parameter:
+    """Return the weight of a head that nothing else has but an embedding on the host.
+
+    Raises:
+        UnsupportedModelError: It has none.
+    """
+    own = without_adapter(head)
+    if own is None:
+        raise _refused(f"{type(model).__name__} has no output head", "a head's weight is moved")
+    name = next((name for name, module in model.named_modules() if module is own), "it")
+    embedding, settings = model.get_input_embeddings(), PLACES[::-1]
+    is_held = embeddings == "host"
+    hint = _on_device(own, embedding, settings, is_other_on_host=is_held)
+    if not isinstance(own, nn.Linear):
+        raise _refused(f"`{name}` is {type(own).__name__}", "the head is a linear layer", hint)
+    weight = own.weight
+    assert isinstance(weight, nn.Parameter)
+    _require_alone(
+        model,
+        weight,
+        own,
+        embedding,
+        "embeddings",
+        is_other_on_host=is_held,
+        hint=hint,
+    )
+    if weight.requires_grad:
+        raise _refused(f"`{name}` trains", "a head in host memory is frozen", hint)
+    if not weight.data.is_contiguous():
+        raise _refused(f"`{name}` has a weight that is not contiguous", "its bytes are copied")
+    return weight
+
+
+def _refused(what: str, limit: str, hint: str = '`head="device"`') -> UnsupportedModelError:
     return UnsupportedModelError(what, limit=limit, hint=hint)

@@ -19,7 +19,7 @@ import os
 import platform
 import re
 import threading
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -191,7 +191,8 @@ def find_place(
     if node not in nodes:
         node, source = _number(device / "numa_node"), "/sys"
     if node not in nodes:
-        node, source = _node_around(local_cpus, nodes), "its local CPUs"
+        around = (node for node in sorted(nodes) if local_cpus and local_cpus <= nodes[node])
+        node, source = next(around, None), "its local CPUs"
     if node is None:
         is_told = local_cpus and not local_cpus >= frozenset().union(*nodes.values())
         if not is_told:
@@ -263,11 +264,6 @@ def nodes_of(root: Path) -> dict[int, frozenset[int]]:
         if cpus:
             nodes[int(folder.name.removeprefix("node"))] = cpus
     return nodes
-
-
-def _node_around(cpus: frozenset[int], nodes: Mapping[int, frozenset[int]]) -> int | None:
-    """Return the node that all of these CPUs belong to, if there is one."""
-    return next((node for node in sorted(nodes) if cpus and cpus <= nodes[node]), None)
 
 
 def _number(path: Path) -> int | None:

@@ -38,7 +38,7 @@ class Gpu:
     """A GPU as the driver reports it.
 
     Attributes:
-        name: Of the card.
+        name: Name of the card.
         capability: Its architecture: (8, 9) is sm_89.
         memory_bytes: Total memory.
         used_bytes: Memory in use, the driver's own included.
@@ -174,15 +174,14 @@ def _num_processes(nvml: Any, gpu: ctypes.c_void_p) -> int | None:
 
 
 def _link(nvml: Any, gpu: ctypes.c_void_p) -> Link | None:
-    generation = _number(nvml, "nvmlDeviceGetCurrPcieLinkGeneration", gpu)
-    width = _number(nvml, "nvmlDeviceGetCurrPcieLinkWidth", gpu)
-    max_generation = _number(nvml, "nvmlDeviceGetMaxPcieLinkGeneration", gpu)
-    max_width = _number(nvml, "nvmlDeviceGetMaxPcieLinkWidth", gpu)
-    if not (generation and width and max_generation and max_width):
-        return None
-    return Link(
-        generation=generation, width=width, max_generation=max_generation, max_width=max_width
-    )
+    functions = {
+        "generation": "nvmlDeviceGetCurrPcieLinkGeneration",
+        "width": "nvmlDeviceGetCurrPcieLinkWidth",
+        "max_generation": "nvmlDeviceGetMaxPcieLinkGeneration",
+        "max_width": "nvmlDeviceGetMaxPcieLinkWidth",
+    }
+    known = {field: value for field, f in functions.items() if (value := _number(nvml, f, gpu))}
+    return Link(**known) if len(known) == len(functions) else None
 
 
 class _Memory(ctypes.Structure):

@@ -12,7 +12,6 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise, repeat
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -40,8 +39,8 @@ class Field:
         parameter: The parameter whose values these are.
         offset: First byte in the record.
         num_bytes: Size in the record.
-        shape: Of the values.
-        dtype: Of the values.
+        shape: Shape of the values.
+        dtype: Type of the values.
         codec: How they are encoded in the record.
         decoded_offset: First byte in the decoded record.
     """
@@ -195,6 +194,10 @@ BeforeTouch = Callable[[int, int], str]
 for NUMA policies."""
 
 
+Copy = Callable[[torch.Tensor, torch.Tensor], None]
+"""Copies the bytes of its second argument into its first."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlabHandle:
     """What another process of this machine needs to map a slab."""
@@ -312,6 +315,10 @@ class Slab:
     def layer(self, layer: int) -> torch.Tensor:
         """Return a layer's record, uint8 (record.num_bytes,)."""
         return self._layers[layer]
+
+    def deliver(self, layer: int, offset: int, target: torch.Tensor, copy: Copy) -> None:
+        """Fill `target`, uint8, with a layer's bytes from `offset` on, on the running lane."""
+        copy(target, self._layers[layer][offset : offset + target.numel()])
 
     def put(self, layer: int, index: int, values: torch.Tensor) -> torch.Tensor:
         """Write a field's values, unless another process fills the slab; return the tensor to show.
@@ -621,29 +628,3 @@ class HostBlocks:
         if self._locker is not None and address in self._locked:
             self._locked.remove(address)
             self._locker.unregister(address)
-
-
-Copy = Callable[[torch.Tensor, torch.Tensor], None]
-"""Copies the bytes of its second argument into its first."""
-
-
-class LayerSource(Protocol):
-    """The records of all layers."""
-
-    def deliver(self, layer: int, offset: int, target: torch.Tensor, copy: Copy) -> None:
-        """Fill `target`, uint8, with a layer's bytes from `offset` on.
-
-        Memory is copied by `copy`, which the running lane provides; a file is read.
-        """
-
-
-class SlabSource:
-    """Layers in host memory."""
-
-    def __init__(self, slab: Slab) -> None:
-        """Use the layers of this slab."""
-        self._slab = slab
-
-    def deliver(self, layer: int, offset: int, target: torch.Tensor, copy: Copy) -> None:
-        """Copy a piece of the layer's record."""
-        copy(target, self._slab.layer(layer)[offset : offset + target.numel()])

@@ -13,24 +13,19 @@ from contextlib import AbstractContextManager, closing, contextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from offload.engine.codecs.codec import NATIVE, Codec
 from offload.engine.host import numa, pagelock
-from offload.engine.host.embedding import HostEmbedding
 from offload.engine.host.numa import bind_memory
 from offload.engine.host.pagelock import aligned_empty, trim_heap
 from offload.engine.host.slab import (
     Field,
     HostBlocks,
-    LayerSource,
     Record,
     Slab,
-    SlabSource,
-    Stash,
     give_back,
     lay_out,
 )
@@ -38,11 +33,8 @@ from offload.engine.host.store import Store, StoreWriter
 from offload.engine.memory_meter import Arena
 from offload.errors import OffloadError
 from offload.plan.machine.machine import Tier
-from offload.plan.memory.memory import ROWS, SLAB, STAGING
+from offload.plan.memory.memory import SLAB, STAGING
 from offload.plan.schedule.schedule import NUM_STAGING, PIECE_BYTES
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 @contextmanager
@@ -61,17 +53,21 @@ def values_shown(backing: Slab | Store, layer: int) -> Iterator[None]:
     record = backing.records[layer]
     shown = [field.parameter.data for field in record.fields]
     if record.decoded_bytes:
-        if isinstance(backing, Slab):
-            memory = backing.layer(layer)
-        else:
-            memory = aligned_empty(record.num_bytes)
-            backing.read_into(layer, memory)
-        give_back(record, memory, torch.device("cpu"))
+        give_back(record, _in_memory(backing, layer), torch.device("cpu"))
     try:
         yield
     finally:
         for field, tensor in zip(record.fields, shown, strict=True):
             field.parameter.data = tensor
+
+
+def _in_memory(backing: Slab | Store, layer: int) -> torch.Tensor:
+    """Return a layer's record in host memory, uint8; one that is on disk is read."""
+    if isinstance(backing, Slab):
+        return backing.layer(layer)
+    memory = aligned_empty(backing.records[layer].num_bytes)
+    backing.read_into(layer, memory)
+    return memory
 
 
 class HostWeights:
@@ -131,13 +127,10 @@ class HostWeights:
         )
         self.records: tuple[Record, ...] = self._backing.records
         is_store = isinstance(self._backing, Store)
-        self.source: LayerSource = (
-            self._backing if isinstance(self._backing, Store) else SlabSource(self._backing)
-        )
+        self.source: Slab | Store = self._backing
         self.staging = self._lock.buffers
         if is_store and torch_device.type == "cuda" and not self.staging:
             self.staging = tuple(aligned_empty(PIECE_BYTES) for _ in range(NUM_STAGING))
-        self._embedding: HostEmbedding | None = None
         self._shown: dict[tuple[int, int], torch.Tensor] = {}
         self.slab_bytes = 0 if is_store else self._backing.num_bytes
         self.pinned_bytes = self._lock.num_bytes
@@ -161,41 +154,7 @@ class HostWeights:
     def arenas(self) -> tuple[Arena, ...]:
         """Host memory for layers and staging buffers."""
         slab = [self._backing.memory] if isinstance(self._backing, Slab) else []
-        own = () if self._embedding is None else self._embedding.arenas
-        return (Arena(name=SLAB, blocks=slab), Arena(name=STAGING, blocks=self.staging), *own)
-
-    def hold_embedding(
-        self,
-        model: "PreTrainedModel",
-        torch_device: torch.device,
-        free: Callable[[torch.Tensor], None],
-        *,
-        head: nn.Module | None,
-        is_head_on_host: bool,
-    ) -> HostEmbedding:
-        """Keep the input embedding's weight on the host until `give_back` or `close`.
-
-        Args:
-            model: The model.
-            torch_device: Where rows of it are looked up.
-            free: Frees a block of host memory once no copy uses it.
-            head: The output head without an adapter; None if there is none.
-            is_head_on_host: Whether its weight is on the host already.
-
-        Raises:
-            UnsupportedModelError: The embedding cannot be looked up in rows of it.
-        """
-        rows = Stash(
-            ROWS, allocate_host=self.blocks.allocate, free_host=free, torch_device=torch_device
-        )
-        self._embedding = HostEmbedding(
-            model,
-            model.get_input_embeddings(),
-            rows=rows,
-            head=head,
-            is_head_on_host=is_head_on_host,
-        )
-        return self._embedding
+        return (Arena(name=SLAB, blocks=slab), Arena(name=STAGING, blocks=self.staging))
 
     @property
     def is_staged(self) -> bool:
@@ -241,21 +200,12 @@ class HostWeights:
         return self._shown[layer, field.offset].detach()
 
     def give_back(self, torch_device: torch.device) -> None:
-        """Give all layers' parameters memory of their own again, and the embedding its lookups."""
-        if self._embedding is not None:
-            self._embedding.let_go()
+        """Give all layers' parameters memory of their own again."""
         for layer, record in enumerate(self.records):
-            if isinstance(self._backing, Slab):
-                memory = self._backing.layer(layer)
-            else:
-                memory = aligned_empty(record.num_bytes)
-                self._backing.read_into(layer, memory)
-            give_back(record, memory, torch_device)
+            give_back(record, _in_memory(self._backing, layer), torch_device)
 
     def close(self) -> None:
         """Unlock, stop reading, and stop sharing."""
-        if self._embedding is not None:
-            self._embedding.let_go()
         self.blocks.close()
         try:
             self._lock.release()

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from operator import is_
 from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar, cast
 
@@ -23,6 +22,7 @@ from offload.engine.host.pagelock import trim_heap
 from offload.engine.host.slab import Field, Record, lay_out
 from offload.engine.model.encoding import Encoding
 from offload.engine.model.layers import FORWARD_ERRORS, LayerCall, LayeredModel, homes_of
+from offload.engine.model.recorders import look_of
 from offload.engine.model.watch import Watch
 from offload.engine.recompute.attention_outputs import NOTHING, Recorded, Recorder, given
 from offload.engine.recompute.sent_graphs import SavedTensors
@@ -67,10 +67,10 @@ class JudgedHooks:
 
     def _call(self, hook: Any, *args: Any, **kwargs: Any) -> Any:
         given = [x for x in tree_leaves((args[1:], kwargs)) if isinstance(x, torch.Tensor)]
-        versions = [_version(tensor) for tensor in given]
+        versions = [look_of(tensor) for tensor in given]
         mark = self._watch.mark()
         result = hook(*args, **kwargs)
-        has_written = versions != [_version(tensor) for tensor in given]
+        has_written = versions != [look_of(tensor) for tensor in given]
         if not (has_written or result is not None or _may_return_more(hook)):
             self._watch.return_to(mark)
         elif not any(hook is other for other in self.acting):
@@ -96,15 +96,6 @@ def _returns_none(before: dis.Instruction, step: dis.Instruction) -> bool:
         return step.argval is None
     is_none = before.opname == "LOAD_CONST" and before.argval is None
     return step.opname == "RETURN_VALUE" and is_none and not step.is_jump_target
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def is_same_code(one: list[Any], other: list[Any]) -> bool:
-    """Return whether two lists of `all_hooks` hold the same functions."""
-    return len(one) == len(other) and all(map(is_, one, other))
 
 
 def all_hooks(model: nn.Module, outside: Iterable[nn.Module]) -> list[Any]:
@@ -417,13 +408,6 @@ class Visited:
     saved: SavedTensors | None = None
     recorded: Recorded = NOTHING
 
-    @classmethod
-    def keeping(cls, graph: Graph, saved: SavedTensors | None = None) -> "Visited":
-        """Return a visit that keeps its graph."""
-        return cls(
-            output_BTD=graph.output, router_logits=graph.router_logits, graph=graph, saved=saved
-        )
-
 
 def visit_without_graph(
     model: LayeredModel,
@@ -454,34 +438,26 @@ def visit_to_keep(
     input_BTD: torch.Tensor,
     call: LayerCall,
     mlps: Sequence[TiledMlp],
+    is_sent: bool,
 ) -> Visited:
-    """Compute a layer with its graph, which stays on the device."""
-    graph = visit_with_graph(model, layer, input_BTD=input_BTD, call=call, mlps=mlps)
-    return Visited.keeping(graph)
+    """Compute a layer with its graph; hold what autograd saves of it if that is sent.
 
-
-def visit_to_send(
-    model: LayeredModel,
-    layer: int,
-    *,
-    input_BTD: torch.Tensor,
-    call: LayerCall,
-    mlps: Sequence[TiledMlp],
-) -> Visited:
-    """Compute a layer with its graph, and hold what autograd saves of it.
-
-    Its weights and buffers stay where they are, and so do its other arguments.
+    Weights and buffers stay where they are, and so do other arguments.
     """
-    module = model.layers[layer]
-    staying = (*module.parameters(), *module.buffers(), *call.tensors())
-    saved = SavedTensors(
-        staying={x.untyped_storage().data_ptr() for x in staying}, torch_device=input_BTD.device
-    )
-    with saved.hooked():
-        graph = visit_with_graph(
-            model, layer, input_BTD=input_BTD, call=call, mlps=mlps, is_let_go=True
+    saved = None
+    if is_sent:
+        module = model.layers[layer]
+        staying = (*module.parameters(), *module.buffers(), *call.tensors())
+        saved = SavedTensors(
+            staying={x.untyped_storage().data_ptr() for x in staying}, torch_device=input_BTD.device
         )
-    return Visited.keeping(graph, saved)
+    with nullcontext() if saved is None else saved.hooked():
+        graph = visit_with_graph(
+            model, layer, input_BTD=input_BTD, call=call, mlps=mlps, is_let_go=is_sent
+        )
+    return Visited(
+        output_BTD=graph.output, router_logits=graph.router_logits, graph=graph, saved=saved
+    )
 
 
 def visit_with_graph(

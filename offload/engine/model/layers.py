@@ -30,6 +30,8 @@ from torch import nn
 from offload.engine.batch import ROW_LENS, Batch, Shape, Vocabulary, shape_of
 from offload.engine.closeness import are_close, are_equal
 from offload.engine.host.embedding import HostEmbedding
+from offload.engine.meanwhile import meanwhile
+from offload.engine.model.packed_rows import JoinedRows, PackedCall, packed_calls, rows_apart
 from offload.engine.model.recorders import (
     FORMS,
     AllRecordedError,
@@ -48,8 +50,6 @@ from offload.engine.model.recorders import (
 )
 from offload.engine.model.rotary import LengthRotary
 from offload.engine.model.router import RouterLoss
-from offload.engine.packing.attention import rows_apart
-from offload.engine.packing.check import JoinedRows, PackedCall, packed_calls
 from offload.engine.pointwise.layers import FusedLayers
 from offload.engine.pointwise.ops import cross_entropy
 from offload.engine.pointwise.recognise import DTYPES
@@ -199,18 +199,6 @@ def find_unread_stores(layers: Sequence[nn.Module]) -> list[list[nn.Module]]:
     return [[module for module in found if vars(module)[_STORES]] for found in parts]
 
 
-@contextmanager
-def not_storing(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Keep modules that `find_unread_stores` found from storing."""
-    for module in modules:
-        setattr(module, _STORES, False)
-    try:
-        yield
-    finally:
-        for module in modules:
-            setattr(module, _STORES, True)
-
-
 # ---------------------------------------------------------------------------------------------
 # What a model consists of, so that changes after attaching are detected before a step.
 #
@@ -254,8 +242,8 @@ class Composition:
         with torch._C.DisableTorchFunctionSubclass():
             modules, parameters = _flat(self._children), _flat(self._owned)
             if (
-                _are_same(modules, self._modules)
-                and _are_same(parameters, self._parameters)
+                are_same(modules, self._modules)
+                and are_same(parameters, self._parameters)
                 and _traits(parameters) == self._traits
                 and _router_logits(self._config) == self._asks
             ):
@@ -311,7 +299,8 @@ def _flat(tables: list[dict[str, Any]]) -> list[Any]:
     return list(chain.from_iterable(map(dict.values, tables)))
 
 
-def _are_same(found: list[Any], expected: list[Any]) -> bool:
+def are_same(found: list[Any], expected: list[Any]) -> bool:
+    """Return whether two lists hold the same objects."""
     return len(found) == len(expected) and all(map(is_, found, expected))
 
 
@@ -408,7 +397,10 @@ class LayeredModel:
         self.rotary = LengthRotary(self._owner, self.around)
         self.given = front_arguments(self.model)
         self._buffered = [[m for m in layer.modules() if m._buffers] for layer in self.layers]
-        self._unread = find_unread_stores(list(self.layers))
+        self._not_storing = [
+            [(vars(module), {_STORES: False}) for module in unread]
+            for unread in find_unread_stores(list(self.layers))
+        ]
         self.fused: FusedLayers | None = None
         self.together: set[int] = set()
         """Layers that compute packed rows together; all others compute one row after the other."""
@@ -537,7 +529,8 @@ class LayeredModel:
         """
         module = self.layers[layer]
         before = self._state_of(layer, hidden_BTD, call)
-        with not_storing(self._unread[layer]), self._fused(layer):
+        fused = nullcontext() if self.fused is None else self.fused.visited(layer)
+        with meanwhile(*self._not_storing[layer]), fused:
             if call.is_hidden_keyword:
                 output = module(*call.args, hidden_states=hidden_BTD, **call.kwargs)
             else:
@@ -551,9 +544,6 @@ class LayeredModel:
             )
         self._note_form(layer, output)
         return cast("torch.Tensor", output[0] if isinstance(output, tuple | list) else output)
-
-    def _fused(self, layer: int) -> AbstractContextManager[None]:
-        return nullcontext() if self.fused is None else self.fused.visited(layer)
 
     @contextmanager
     def listening(self, layer: int) -> Iterator[list[torch.Tensor]]:
@@ -620,7 +610,7 @@ class LayeredModel:
         Raises:
             UnsupportedModelError: It has no head, or one that does not predict tokens.
         """
-        logits = getattr(self._tail(hidden_BTD), "logits", None)
+        logits = getattr(self.output(hidden_BTD), "logits", None)
         if not isinstance(logits, torch.Tensor) or logits.dim() != LOGITS_DIM:
             found = "no logits" if logits is None else "one row of outputs for all tokens of a row"
             self.refuse(f"returns {found}", limit="a causal language model predicts each token")
@@ -633,9 +623,6 @@ class LayeredModel:
             hidden_BTD: Output of the last layer, of all tokens.
             inputs: Arguments of the model's call.
         """
-        return self._tail(hidden_BTD, **inputs)
-
-    def _tail(self, hidden_BTD: torch.Tensor, **inputs: Any) -> Any:
         with self.tail() as compute:
             return compute(hidden_BTD, **inputs)
 

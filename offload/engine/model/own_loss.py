@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from offload.engine.batch import IGNORED
+from offload.engine.meanwhile import meanwhile
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -74,8 +75,6 @@ def loss_function_of(model: "PreTrainedModel") -> Any:
 def heard_loss(model: "PreTrainedModel") -> Iterator[OwnLoss]:
     """Record the calls of a model's loss function meanwhile."""
     heard = OwnLoss(function=loss_function_of(model))
-    own = vars(model)
-    before = {_ATTRIBUTE: own[_ATTRIBUTE]} if _ATTRIBUTE in own else {}
 
     def hear(*args: Any, **kwargs: Any) -> Any:
         returned = heard.function(*args, **kwargs)
@@ -84,12 +83,8 @@ def heard_loss(model: "PreTrainedModel") -> Iterator[OwnLoss]:
             heard.calls.append((given, returned))
         return returned
 
-    own[_ATTRIBUTE] = hear
-    try:
+    with meanwhile((vars(model), {_ATTRIBUTE: hear})):
         yield heard
-    finally:
-        own.pop(_ATTRIBUTE)
-        own.update(before)
 
 
 def _is_transformers_own(function: Any) -> bool:

@@ -19,8 +19,9 @@ What cannot be judged is computed: layers with hooks, compiled layers, code that
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
+from contextlib import AbstractContextManager
+from functools import partial, reduce
+from operator import or_
 from typing import Any, cast, get_args
 
 import torch
@@ -32,6 +33,7 @@ from torch.utils._pytree import tree_leaves
 
 from offload.engine.decisions import Proven, takes_decisions
 from offload.engine.host.slab import Record
+from offload.engine.meanwhile import meanwhile
 from offload.engine.model.hooks import Graph, attempt
 from offload.engine.model.layers import LayeredModel
 from offload.engine.model.placement import modules_on_device
@@ -283,10 +285,9 @@ def unheld_products(
     return found
 
 
-@contextmanager
 def _marked(
     modules: Sequence[nn.Module | WithoutValue], taint: "Taint", nodes: dict[int, list[Node | None]]
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Follow what is computed from the outputs of modules meanwhile."""
 
     def call(i: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -297,13 +298,12 @@ def _marked(
             taint.mark(y, 1 << i)
         return y
 
-    for i, module in enumerate(modules):
-        vars(module)["forward"] = partial(call, i, cast("Any", module).forward)
-    try:
-        yield
-    finally:
-        for module in modules:
-            vars(module).pop("forward", None)
+    return meanwhile(
+        *(
+            (vars(module), {"forward": partial(call, i, cast("Any", module).forward)})
+            for i, module in enumerate(modules)
+        )
+    )
 
 
 class Taint(TorchDispatchMode):
@@ -366,10 +366,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _union(marks: Iterable[int]) -> int:
-    found = 0
-    for one in marks:
-        found |= one
-    return found
+    return reduce(or_, marks, 0)
 
 
 def _paths(node: Node | None, end: Node | None, depth: int = _MAX_PATH) -> Iterator[Path]:

@@ -398,7 +398,7 @@ class Note:
         returned: The hidden state that it returned.
         call: The other arguments; one object for layers in a row that are passed the same ones.
         seen: Snapshot of the other arguments at the first of these layers' calls.
-        hidden_look: Of the hidden state, at its own call.
+        hidden_look: Version of the hidden state at its own call, as `look_of` returns it.
         modes: Torch's modes at the call.
     """
 
@@ -418,10 +418,6 @@ class Note:
     def is_as_then(self) -> bool:
         """Return whether no argument was written to since, but for the hidden state."""
         return self.seen == _seen_of(self.call)
-
-    def is_hidden_as_then(self) -> bool:
-        """Return whether the hidden state was not written to since."""
-        return self.hidden_look == look_of(self.hidden)
 
 
 def _seen_of(call: Call) -> Snapshot:
@@ -452,7 +448,7 @@ def require_in_order(notes: Sequence[Note], num_layers: int) -> None:
             raise TouchedError(
                 f"calls layer {note.layer} in a mode of torch's of its own (autocast, no_grad)"
             )
-        if not (note.is_hidden_as_then() and (is_known or note.is_as_then())):
+        if not (note.hidden_look == look_of(note.hidden) and (is_known or note.is_as_then())):
             raise TouchedError(
                 f"changes what it has passed to layer {note.layer} before it calls another"
             )

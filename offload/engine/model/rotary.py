@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from offload.engine.meanwhile import meanwhile
+
 _ORIGINAL, _CACHED = "original_inv_freq", "max_seq_len_cached"
 
 
@@ -50,18 +52,14 @@ class LengthRotary:
         if not self._modules:
             yield
             return
-        before = [vars(module).get("forward") for module in self._modules]
+        forwards = [{"forward": partial(self._forward, m, m.forward)} for m in self._modules]
         hook = self._decoder.register_forward_pre_hook(self._note_mask, with_kwargs=True)
         try:
-            for module in self._modules:
-                vars(module)["forward"] = partial(self._forward, module, module.forward)
-            yield
+            with meanwhile(*zip(map(vars, self._modules), forwards, strict=True)):
+                yield
         finally:
             hook.remove()
-            for module, forward in zip(self._modules, before, strict=True):
-                del vars(module)["forward"]
-                if forward is not None:
-                    vars(module)["forward"] = forward
+            for module in self._modules:
                 _reset(module)
 
     def _note_mask(self, _decoder: nn.Module, _args: Any, given: Mapping[str, Any]) -> None:

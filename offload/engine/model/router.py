@@ -19,7 +19,6 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, NoReturn, cast
 
 import torch
@@ -39,14 +38,6 @@ Logits = Sequence[torch.Tensor]
 def alone(sums: torch.Tensor) -> torch.Tensor:
     """Return the sums of the one process that computes a step."""
     return sums
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Router:
-    """A router module, and the index of the logits in its output."""
-
-    module: nn.Module
-    index: int
 
 
 class RouterLoss:
@@ -81,12 +72,12 @@ class RouterLoss:
         """Collect the router logits (tokens, experts) of a layer while it is visited."""
         heard: list[torch.Tensor] = []
         hooks = [
-            router.module.register_forward_hook(
-                lambda _module, _inputs, output, index=router.index: heard.append(
+            module.register_forward_hook(
+                lambda _module, _inputs, output, index=index: heard.append(
                     output[index] if isinstance(output, tuple) else output
                 )
             )
-            for router in self._routers[layer]
+            for module, index in self._routers[layer]
         ]
         try:
             yield heard
@@ -212,10 +203,11 @@ def require_whole_step(schedule: Schedule) -> None:
         )
 
 
-def _routers_of(layer: nn.Module, recorder: Any) -> list[_Router]:
+def _routers_of(layer: nn.Module, recorder: Any) -> list[tuple[nn.Module, int]]:
+    """Return a layer's router modules, each with the index of the logits in its output."""
     part = f".{recorder.layer_name.strip('.')}." if recorder.layer_name else "."
     return [
-        _Router(module=module, index=recorder.index)
+        (module, recorder.index)
         for name, module in layer.named_modules()
         if isinstance(module, recorder.target_class) and part in f".{name}."
     ]

@@ -10,13 +10,14 @@ of them: no other token may become NaN, neither in the rows of the model's own f
 chunks of a step. The values of both must be the same, also of chunks of fewer tokens.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 import torch
 
 from offload.engine.closeness import are_close
+from offload.engine.meanwhile import meanwhile
 from offload.engine.model.layers import (
     FORWARD_ERRORS,
     LayeredModel,
@@ -93,21 +94,10 @@ class TailTrial:
             )
         return outputs.flatten(0, -2)
 
-    @contextmanager
-    def _narrow_head(self) -> Iterator[None]:
+    def _narrow_head(self) -> AbstractContextManager[None]:
         """Let the output head, if the model has one, return a weighted sum of its input."""
         head: Any = self._model.model.get_output_embeddings()
-        if head is None:
-            yield
-            return
-        own = vars(head)
-        before = {_FORWARD: own[_FORWARD]} if _FORWARD in own else {}
-        own[_FORWARD] = _weighted_sum
-        try:
-            yield
-        finally:
-            own.pop(_FORWARD)
-            own.update(before)
+        return meanwhile(*([] if head is None else [(vars(head), {"forward": _weighted_sum})]))
 
     def _refuse(self, num: int) -> NoReturn:
         self._model.refuse(
@@ -115,9 +105,6 @@ class TailTrial:
             f" trial of {num:,} tokens",
             limit=_BY_TOKEN,
         )
-
-
-_FORWARD = "forward"
 
 
 def _weighted_sum(x: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:

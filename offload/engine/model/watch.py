@@ -529,16 +529,6 @@ Answer = Callable[[Mapping[str, Any], Mapping[str, Any]], Any]
 """Runs the layers on what enters them; the rest goes to the model's own norm, head and loss."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Put:
-    """A guarded method: its instance, its guard, and the instance's attribute before."""
-
-    module: nn.Module
-    name: str
-    guarded: Callable[..., Any]
-    before: Callable[..., Any] | None
-
-
 class Guard:
     """The guards of one attached model, until `lift`."""
 
@@ -556,7 +546,7 @@ class Guard:
         self._layered = layered
         self._seal = seal
         self._answer: Answer | None = answer
-        self._put_on: list[_Put] = []
+        self._put_on: list[tuple[nn.Module, str, Callable[..., Any], Any]] = []
         for module in _modules_around(model, layered.layers):
             self._put(module, "_apply", self._refuse_move)
             self._put(module, "load_state_dict", self._load)
@@ -566,14 +556,14 @@ class Guard:
 
     def lift(self) -> None:
         """Remove them."""
-        for put in self._put_on:
-            attributes = vars(put.module)
-            if attributes.get(put.name) is not put.guarded:
+        for module, name, guarded, before in self._put_on:
+            attributes = vars(module)
+            if attributes.get(name) is not guarded:
                 continue  # wrapped by something else since; it calls the method from now on
-            if put.before is None:
-                del attributes[put.name]
+            if before is None:
+                del attributes[name]
             else:
-                attributes[put.name] = put.before
+                attributes[name] = before
         self._put_on.clear()
         self._answer = None  # otherwise the model would keep the engine alive
 
@@ -587,9 +577,8 @@ class Guard:
                 return method(*args, **kwargs)
             return guard(module, method, *args, **kwargs)
 
-        before = vars(module).get(name)
+        self._put_on.append((module, name, guarded, vars(module).get(name)))
         vars(module)[name] = guarded
-        self._put_on.append(_Put(module=module, name=name, guarded=guarded, before=before))
 
     # -------------------------------------------------------------------------------------- methods
 

@@ -17,11 +17,12 @@ and are no adapter's are refused.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
 
+from offload.engine.meanwhile import meanwhile
 from offload.engine.model.layers import LayeredModel
 from offload.engine.objective import Reference
 from offload.errors import OffloadError
@@ -69,13 +70,13 @@ class SwitchedModel:
     def in_layer(self, layer: int) -> Iterator[None]:
         """Switch one layer for one visit."""
         evaluated, adapted = self._evaluated_layers[layer], self._adapted_layers[layer]
-        with _in_evaluation(evaluated), _set(adapted):
+        with _in_evaluation(evaluated), meanwhile(*adapted):
             yield
 
     @contextmanager
     def around_layers(self) -> Iterator[None]:
         """Switch everything else, for what comes before and after the layers."""
-        with _in_evaluation(self._evaluated_around), _set(self._adapted_around):
+        with _in_evaluation(self._evaluated_around), meanwhile(*self._adapted_around):
             yield
 
     @contextmanager
@@ -232,20 +233,12 @@ def _adapted(modules: Iterable[nn.Module]) -> list[nn.Module]:
     ]
 
 
-@contextmanager
-def _in_evaluation(modules: Iterable[nn.Module]) -> Iterator[None]:
-    training = [module for module in modules if module.training]
-    for module in training:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
+def _in_evaluation(modules: Iterable[nn.Module]) -> AbstractContextManager[None]:
+    return meanwhile(*((vars(module), {"training": False}) for module in modules))
 
 
-_Switches = Sequence[tuple[nn.Module, Mapping[str, Any]]]
-"""Modules, and the attributes to set for a call."""
+_Switches = Sequence[tuple[dict[str, Any], Mapping[str, Any]]]
+"""Attributes of modules, and what to set of them for a call."""
 
 
 def _switches(
@@ -257,25 +250,10 @@ def _switches(
     """
     adapted = _adapted(modules) if values else []
     return [
-        (one, values if adapter is None or _has(one, adapter) else {_OFF: True}) for one in adapted
+        (vars(module), values if adapter is None or _has(module, adapter) else {_OFF: True})
+        for module in adapted
     ]
 
 
 def _has(module: nn.Module, adapter: str) -> bool:
     return any(adapter in path.split(".") for path in _owned([module]).values())
-
-
-@contextmanager
-def _set(switches: _Switches) -> Iterator[None]:
-    """Set attributes of modules past `nn.Module`, and set them back."""
-    tables = [(vars(module), values) for module, values in switches]
-    before = [{name: table[name] for name in values if name in table} for table, values in tables]
-    for table, values in tables:
-        table.update(values)
-    try:
-        yield
-    finally:
-        for (table, values), old in zip(tables, before, strict=True):
-            for name in values:
-                del table[name]
-            table.update(old)

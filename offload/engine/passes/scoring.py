@@ -21,8 +21,9 @@ Shapes: N label tokens of a chunk or of the step, D hidden features, V tokens of
 K tokens that a loss names, C = K + 2.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 
@@ -204,6 +205,10 @@ class Scoring:
         return self.model
 
 
+_Chunk = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+"""Positions of some label tokens, the label tokens, and those that the loss names, if any."""
+
+
 class ScoredTail:
     """Runs what comes after the last layer where the loss is an objective's."""
 
@@ -283,65 +288,69 @@ class ScoredTail:
         gradient_BTD = torch.zeros_like(hidden_BTD)
         gradient_ND, gradients_N = gradient_BTD.flatten(0, 1), self._gradients.pop(m)
         weights = gradients_N.split(self._chunk_tokens)
-        for chunk, weight_N in zip(self._chunks(m), weights, strict=True):
-            chunk_1ND = hidden_BTD.flatten(0, 1)[chunk.positions_N].unsqueeze(0).requires_grad_()
-            self._pass_back(chunk_1ND, chunk, weight_N)
+        for (positions_N, next_N, ids_NK), weight_N in zip(self._chunks(m), weights, strict=True):
+            chunk_1ND = hidden_BTD.flatten(0, 1)[positions_N].unsqueeze(0).requires_grad_()
+            self._pass_back(chunk_1ND, weight_N, next_N, ids_NK)
             assert chunk_1ND.grad is not None
-            gradient_ND[chunk.positions_N] = chunk_1ND.grad[0]
+            gradient_ND[positions_N] = chunk_1ND.grad[0]
         state.gradient[m] = gradient_BTD
 
     # ------------------------------------------------------------------------------------- chunks
 
-    def _chunks(self, number: int) -> Iterable["_Chunk"]:
-        """Return the label tokens of a pass, chunk by chunk; a reference's without named tokens."""
-        batch, size, scoring = self._scoring.batch(number), self._chunk_tokens, self._scoring
-        positions, labels = batch.positions.split(size), batch.next_tokens.split(size)
-        ids: Sequence[torch.Tensor | None] = [None] * len(positions)
-        if scoring.top_ids and number not in scoring.passes.reference:
-            ids = scoring.top_ids[scoring.passes.micro_batch(number)].split(size)
-        for positions_N, next_N, ids_NK in zip(positions, labels, ids, strict=True):
-            yield _Chunk(positions_N=positions_N, next_N=next_N, ids_NK=ids_NK)
+    def _chunks(self, number: int) -> Iterator[_Chunk]:
+        """Yield the label tokens of a pass, chunk by chunk; a reference's without named tokens."""
+        scoring, size = self._scoring, self._chunk_tokens
+        named = scoring.top_ids and number not in scoring.passes.reference
+        ids = scoring.top_ids[scoring.passes.micro_batch(number)].split(size) if named else ()
+        for (positions_N, next_N), ids_NK in zip_longest(scoring.batch(number).chunks(size), ids):
+            yield positions_N, next_N, ids_NK
 
     def _scores_of(self, hidden_BTD: torch.Tensor, number: int) -> torch.Tensor:
         flat_ND = hidden_BTD.flatten(0, 1)
         return torch.cat(
             [
-                self._scores_of_chunk(flat_ND[chunk.positions_N].unsqueeze(0), chunk)
-                for chunk in self._chunks(number)
+                self._scores_of_chunk(flat_ND[positions_N].unsqueeze(0), next_N, ids_NK)
+                for positions_N, next_N, ids_NK in self._chunks(number)
             ]
         )
 
-    def _scores_of_chunk(self, chunk_1ND: torch.Tensor, chunk: "_Chunk") -> torch.Tensor:
+    def _scores_of_chunk(
+        self, chunk_1ND: torch.Tensor, next_N: torch.Tensor, ids_NK: torch.Tensor | None
+    ) -> torch.Tensor:
         if self._scoring.reads_outputs:
             return self._outputs_of(chunk_1ND)
         logits_NV = self._model.tail_logits(chunk_1ND).flatten(0, 1)
-        if chunk.ids_NK is not None:
-            return top_scores(logits_NV, chunk.next_N, chunk.ids_NK)
+        if ids_NK is not None:
+            return top_scores(logits_NV, next_N, ids_NK)
         is_fused = has_fused_loss(self._model, chunk_1ND)
-        return log_probabilities(logits_NV, chunk.next_N, is_fused=is_fused)
+        return log_probabilities(logits_NV, next_N, is_fused=is_fused)
 
     def _outputs_of(self, chunk_1ND: torch.Tensor) -> torch.Tensor:
         index = self._scoring.output_index
         return _wide(classifier_outputs(self._model, chunk_1ND, index=index))
 
     def _pass_back(
-        self, chunk_1ND: torch.Tensor, chunk: "_Chunk", gradient_N: torch.Tensor
+        self,
+        chunk_1ND: torch.Tensor,
+        gradient_N: torch.Tensor,
+        next_N: torch.Tensor,
+        ids_NK: torch.Tensor | None,
     ) -> None:
         """Compute the gradients by some hidden states, given those by their log-probabilities."""
         if self._scoring.reads_outputs:
             self._outputs_of(chunk_1ND).backward(gradient_N)
             return
         logits_NV = self._model.tail_logits(chunk_1ND).flatten(0, 1)
-        if chunk.ids_NK is not None:
-            logits_NV.backward(logits_gradient(logits_NV, chunk.next_N, chunk.ids_NK, gradient_N))
+        if ids_NK is not None:
+            logits_NV.backward(logits_gradient(logits_NV, next_N, ids_NK, gradient_N))
             return
         if has_fused_loss(self._model, chunk_1ND):
             _, of_logits_NV = cross_entropy(
-                logits_NV.detach(), chunk.next_N, num_items=-1 / gradient_N, has_gradient=True
+                logits_NV.detach(), next_N, num_items=-1 / gradient_N, has_gradient=True
             )
             logits_NV.backward(of_logits_NV)
             return
-        losses_N = _cross_entropies(logits_NV, chunk.next_N)
+        losses_N = _cross_entropies(logits_NV, next_N)
         del logits_NV  # no name holds them in the backward
         losses_N.backward(-gradient_N)
 
@@ -360,21 +369,6 @@ def log_probabilities(
 def has_fused_loss(model: LayeredModel, hidden_BTD: torch.Tensor) -> bool:
     """Return whether one operator computes the loss of a model's logits."""
     return model.fuses_loss and hidden_BTD.dtype in DTYPES
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Chunk:
-    """Some label tokens of a pass, whose logits exist at a time.
-
-    Attributes:
-        positions_N: Of the hidden states that predict them.
-        next_N: The label tokens.
-        ids_NK: The tokens that the loss names at each; None if only the label is read.
-    """
-
-    positions_N: torch.Tensor
-    next_N: torch.Tensor
-    ids_NK: torch.Tensor | None
 
 
 def _cross_entropies(logits_NV: torch.Tensor, next_N: torch.Tensor) -> torch.Tensor:
@@ -583,11 +577,7 @@ class EachTail:
         flat_ND = state.inputs.pop((self._last, number)).flatten(0, 1)
         batch, found = self._passes.batch(number), list[tuple[torch.Tensor, torch.Tensor]]()
         with self._passes.of_pass(number).around_layers():
-            for positions_N, next_N in zip(
-                batch.positions.split(self._chunk_tokens),
-                batch.next_tokens.split(self._chunk_tokens),
-                strict=True,
-            ):
+            for positions_N, next_N in batch.chunks(self._chunk_tokens):
                 found.append(self._chunk(flat_ND[positions_N].unsqueeze(0), next_N))
         logps, are_greedy = zip(*found, strict=True)
         self._passes.add(number, torch.cat(logps), torch.cat(are_greedy))

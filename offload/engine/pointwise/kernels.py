@@ -84,32 +84,6 @@ def norm_backward(
 
 
 @triton.jit
-def turn(
-    x,  # the first head of a token
-    out,
-    num_heads,
-    width,
-    stride_x,
-    stride_out,
-    factor_D,
-    other_D,
-    partner_D,
-    BLOCK_H: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """Write each feature times a factor, plus its partner's times another."""
-    d = tl.arange(0, BLOCK_D)
-    for first in range(0, num_heads, BLOCK_H):
-        head = (first + tl.arange(0, BLOCK_H)).to(tl.int64)
-        is_there = (head < num_heads)[:, None] & (d < width)[None, :]
-        place = x + (head * stride_x)[:, None]
-        value = tl.load(place + d[None, :], is_there, other=0.0).to(tl.float32)
-        partner = tl.load(place + partner_D[None, :], is_there, other=0.0).to(tl.float32)
-        result = rounded(value * factor_D[None, :] + partner * other_D[None, :], out)
-        tl.store(out + (head * stride_out)[:, None] + d[None, :], result, is_there)
-
-
-@triton.jit
 def angles(cos, sin, rotated_width, IS_BACK: tl.constexpr, BLOCK_D: tl.constexpr):
     """Return what each feature of a token is multiplied by, and its partner, and which that is.
 
@@ -129,73 +103,6 @@ def angles(cos, sin, rotated_width, IS_BACK: tl.constexpr, BLOCK_D: tl.constexpr
 
 
 @triton.jit
-def rotate(
-    q,  # (B, H, T, D), any strides but the last
-    k,  # (B, fewer H, T, D)
-    cos,  # (B or 1, T, rotated)
-    sin,
-    q_out,
-    k_out,
-    num_q,
-    num_k,
-    num_t,
-    width,
-    rotated_width,
-    q_b,
-    q_h,
-    q_t,
-    k_b,
-    k_h,
-    k_t,
-    q_out_b,
-    q_out_h,
-    q_out_t,
-    k_out_b,
-    k_out_h,
-    k_out_t,
-    cos_b,
-    cos_t,
-    sin_b,
-    sin_t,
-    IS_BACK: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """Write one token's queries and keys rotated, half by half; further features as they are."""
-    b = tl.program_id(0).to(tl.int64) // num_t
-    t = tl.program_id(0).to(tl.int64) % num_t
-    factor, other, partner = angles(
-        cos + b * cos_b + t * cos_t, sin + b * sin_b + t * sin_t, rotated_width, IS_BACK, BLOCK_D
-    )
-    turn(
-        q + b * q_b + t * q_t,
-        q_out + b * q_out_b + t * q_out_t,
-        num_q,
-        width,
-        q_h,
-        q_out_h,
-        factor,
-        other,
-        partner,
-        BLOCK_H,
-        BLOCK_D,
-    )
-    turn(
-        k + b * k_b + t * k_t,
-        k_out + b * k_out_b + t * k_out_t,
-        num_k,
-        width,
-        k_h,
-        k_out_h,
-        factor,
-        other,
-        partner,
-        BLOCK_H,
-        BLOCK_D,
-    )
-
-
-@triton.jit
 def weighted(value, scale, weight, y, IS_CAST_FIRST: tl.constexpr):
     """Return features times the scale of their row and their weight, rounded as `norm` does."""
     normed = value * scale[:, None]
@@ -205,7 +112,7 @@ def weighted(value, scale, weight, y, IS_CAST_FIRST: tl.constexpr):
 
 
 @triton.jit
-def norm_turn(
+def turn(
     x,  # the first head of a token
     weight,  # (D,)
     out,
@@ -219,24 +126,28 @@ def norm_turn(
     factor_D,
     other_D,
     partner_D,
+    HAS_NORM: tl.constexpr,
     IS_CAST_FIRST: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Norm each head and turn it as `turn` does."""
+    """Write each feature times a factor, plus its partner's times another; norm heads first."""
     d = tl.arange(0, BLOCK_D)
-    weight_D = tl.load(weight + d, d < width, other=0.0).to(tl.float32) + offset
-    of_partner_D = tl.load(weight + partner_D, d < width, other=0.0).to(tl.float32) + offset
+    weight_D, of_partner_D = factor_D, factor_D  # not read without a norm
+    if HAS_NORM:
+        weight_D = tl.load(weight + d, d < width, other=0.0).to(tl.float32) + offset
+        of_partner_D = tl.load(weight + partner_D, d < width, other=0.0).to(tl.float32) + offset
     for first in range(0, num_heads, BLOCK_H):
         head = (first + tl.arange(0, BLOCK_H)).to(tl.int64)
         is_there = (head < num_heads)[:, None] & (d < width)[None, :]
         place = x + (head * stride_x)[:, None]
         value = tl.load(place + d[None, :], is_there, other=0.0).to(tl.float32)
         partner = tl.load(place + partner_D[None, :], is_there, other=0.0).to(tl.float32)
-        scale = tl.rsqrt(tl.sum(value * value, 1) / width + eps)
-        tl.store(inverse + head, scale, head < num_heads)
-        value = weighted(value, scale, weight_D, out, IS_CAST_FIRST)
-        partner = weighted(partner, scale, of_partner_D, out, IS_CAST_FIRST)
+        if HAS_NORM:
+            scale = tl.rsqrt(tl.sum(value * value, 1) / width + eps)
+            tl.store(inverse + head, scale, head < num_heads)
+            value = weighted(value, scale, weight_D, out, IS_CAST_FIRST)
+            partner = weighted(partner, scale, of_partner_D, out, IS_CAST_FIRST)
         result = rounded(value * factor_D[None, :] + partner * other_D[None, :], out)
         tl.store(out + (head * stride_out)[:, None] + d[None, :], result, is_there)
 
@@ -280,7 +191,7 @@ def norm_turn_backward(
 
 
 @triton.jit
-def norm_rotate(
+def rotate(
     q,  # (B, H, T, D), any strides but the last
     k,  # (B, fewer H, T, D)
     q_weight,  # (D,)
@@ -314,25 +225,33 @@ def norm_rotate(
     sin_t,
     eps,
     offset,
+    IS_BACK: tl.constexpr,
+    HAS_NORM: tl.constexpr,
     IS_CAST_FIRST: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Write one token's queries and keys normed, each head by itself, and rotated."""
+    """Write one token's queries and keys rotated, half by half; further features as they are.
+
+    With `HAS_NORM` each head is normed by itself first; else weights and inverses are not read.
+    """
     b = tl.program_id(0).to(tl.int64) // num_t
     t = tl.program_id(0).to(tl.int64) % num_t
     factor, other, partner = angles(
         cos + b * cos_b + t * cos_t,
         sin + b * sin_b + t * sin_t,
         rotated_width,
-        IS_BACK=False,
-        BLOCK_D=BLOCK_D,
+        IS_BACK,
+        BLOCK_D,
     )
-    norm_turn(
+    if HAS_NORM:
+        q_inverse += (b * num_t + t) * num_q
+        k_inverse += (b * num_t + t) * num_k
+    turn(
         q + b * q_b + t * q_t,
         q_weight,
         q_out + b * q_out_b + t * q_out_t,
-        q_inverse + (b * num_t + t) * num_q,
+        q_inverse,
         num_q,
         width,
         q_h,
@@ -342,15 +261,16 @@ def norm_rotate(
         factor,
         other,
         partner,
+        HAS_NORM,
         IS_CAST_FIRST,
         BLOCK_H,
         BLOCK_D,
     )
-    norm_turn(
+    turn(
         k + b * k_b + t * k_t,
         k_weight,
         k_out + b * k_out_b + t * k_out_t,
-        k_inverse + (b * num_t + t) * num_k,
+        k_inverse,
         num_k,
         width,
         k_h,
@@ -360,6 +280,7 @@ def norm_rotate(
         factor,
         other,
         partner,
+        HAS_NORM,
         IS_CAST_FIRST,
         BLOCK_H,
         BLOCK_D,

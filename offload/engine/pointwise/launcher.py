@@ -84,12 +84,10 @@ def rotate(
     is_back: bool,  # noqa: FBT001  # torch passes an operator's arguments by position
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return queries and keys rotated by their tokens' angles, or by the opposite ones."""
-    q_out_BHTD, k_out_BHTD = _like_dense_rows(q_BHTD), _like_dense_rows(k_BHTD)
-    if q_BHTD.numel() + k_BHTD.numel():
-        heads = {"q": q_BHTD, "k": k_BHTD, "q_out": q_out_BHTD, "k_out": k_out_BHTD}
-        grid, arguments = _rotary(heads, cos_BTD, sin_BTD)
-        _kernels().rotate[grid](IS_BACK=is_back, **arguments)
-    return q_out_BHTD, k_out_BHTD
+    heads = {"q": q_BHTD, "k": k_BHTD}
+    nothing = dict.fromkeys(("q_weight", "k_weight", "q_inverse", "k_inverse"))
+    form = {"eps": 0.0, "offset": 0.0, "HAS_NORM": False, "IS_CAST_FIRST": False}
+    return _turned("rotate", heads, cos_BTD, sin_BTD, IS_BACK=is_back, **nothing, **form)
 
 
 def norm_rotate(  # noqa: PLR0913  # as torch's operators take them
@@ -104,24 +102,25 @@ def norm_rotate(  # noqa: PLR0913  # as torch's operators take them
     is_cast_first: bool,  # noqa: FBT001  # torch passes an operator's arguments by position
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return queries and keys normed and rotated, and the factor of each head."""
-    q_out_BHTD, k_out_BHTD = _like_dense_rows(q_BHTD), _like_dense_rows(k_BHTD)
     q_inverse_BTH, k_inverse_BTH = (
         x.new_empty(x.shape[0], x.shape[2], x.shape[1], dtype=torch.float32)
         for x in (q_BHTD, k_BHTD)
     )
-    if q_BHTD.numel() + k_BHTD.numel():
-        heads = {"q": q_BHTD, "k": k_BHTD, "q_out": q_out_BHTD, "k_out": k_out_BHTD}
-        grid, arguments = _rotary(heads, cos_BTD, sin_BTD)
-        _kernels().norm_rotate[grid](
-            q_weight=q_weight_D.contiguous(),
-            k_weight=k_weight_D.contiguous(),
-            q_inverse=q_inverse_BTH,
-            k_inverse=k_inverse_BTH,
-            eps=eps,
-            offset=offset,
-            IS_CAST_FIRST=is_cast_first,
-            **arguments,
-        )
+    q_out_BHTD, k_out_BHTD = _turned(
+        "rotate",
+        {"q": q_BHTD, "k": k_BHTD},
+        cos_BTD,
+        sin_BTD,
+        q_weight=q_weight_D.contiguous(),
+        k_weight=k_weight_D.contiguous(),
+        q_inverse=q_inverse_BTH,
+        k_inverse=k_inverse_BTH,
+        eps=eps,
+        offset=offset,
+        IS_BACK=False,
+        HAS_NORM=True,
+        IS_CAST_FIRST=is_cast_first,
+    )
     return q_out_BHTD, k_out_BHTD, q_inverse_BTH, k_inverse_BTH
 
 
@@ -139,32 +138,47 @@ def norm_rotate_backward(  # noqa: PLR0913  # as torch's operators take them
     offset: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the gradients by queries and keys before they were normed."""
-    q_out_BHTD, k_out_BHTD = _like_dense_rows(q_BHTD), _like_dense_rows(k_BHTD)
-    if q_BHTD.numel() + k_BHTD.numel():
-        heads = {"of_q": of_q_BHTD, "of_k": of_k_BHTD, "q": q_BHTD, "k": k_BHTD}
-        heads |= {"q_out": q_out_BHTD, "k_out": k_out_BHTD}
+    return _turned(
+        "norm_rotate_backward",
+        {"of_q": of_q_BHTD, "of_k": of_k_BHTD, "q": q_BHTD, "k": k_BHTD},
+        cos_BTD,
+        sin_BTD,
+        q_weight=q_weight_D.contiguous(),
+        k_weight=k_weight_D.contiguous(),
+        q_inverse=q_inverse_BTH,
+        k_inverse=k_inverse_BTH,
+        offset=offset,
+    )
+
+
+def _turned(
+    kernel: str,
+    given: Mapping[str, torch.Tensor],
+    cos_BTD: torch.Tensor,
+    sin_BTD: torch.Tensor,
+    **more: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launch a rotation's kernel, and return what it writes for queries and keys.
+
+    Args:
+        kernel: Its name.
+        given: Tensors (B, H, T, D) by the names of the kernel's arguments, `q` and `k` among them.
+        cos_BTD: Cosines (B or 1, T, ...).
+        sin_BTD: Sines.
+        more: Further arguments of the kernel.
+    """
+    q_out_BHTD, k_out_BHTD = _like_dense_rows(given["q"]), _like_dense_rows(given["k"])
+    if q_out_BHTD.numel() + k_out_BHTD.numel():
+        heads = {**given, "q_out": q_out_BHTD, "k_out": k_out_BHTD}
         grid, arguments = _rotary(heads, cos_BTD, sin_BTD)
-        _kernels().norm_rotate_backward[grid](
-            q_weight=q_weight_D.contiguous(),
-            k_weight=k_weight_D.contiguous(),
-            q_inverse=q_inverse_BTH,
-            k_inverse=k_inverse_BTH,
-            offset=offset,
-            **arguments,
-        )
+        getattr(_kernels(), kernel)[grid](**more, **arguments)
     return q_out_BHTD, k_out_BHTD
 
 
 def _rotary(
     heads: Mapping[str, torch.Tensor], cos_BTD: torch.Tensor, sin_BTD: torch.Tensor
 ) -> tuple[tuple[int], dict[str, Any]]:
-    """Return the grid of tokens, and the tensors, sizes and strides of a rotation's kernel.
-
-    Args:
-        heads: Tensors (B, H, T, D) by the names of the kernel's arguments, `q` and `k` among them.
-        cos_BTD: Cosines (B or 1, T, ...).
-        sin_BTD: Sines.
-    """
+    """Return the grid of tokens, and the tensors, sizes and strides of a rotation's kernel."""
     dense = {name: _with_dense_rows(x) for name, x in heads.items()}
     arguments: dict[str, Any] = dict(dense)
     for name, x in dense.items():

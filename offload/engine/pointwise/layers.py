@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from offload.engine.decisions import Proven
+from offload.engine.meanwhile import meanwhile
 from offload.engine.pointwise import ops
 from offload.engine.pointwise.recognise import (
     DTYPES,
@@ -42,7 +43,7 @@ class FusedModule:
     Attributes:
         module: The module.
         part: What it computes.
-        normed: Of a rotation: the norms of what it rotates, if it is to compute them too.
+        normed: Norms of what a rotation rotates, if it is to compute them too.
     """
 
     module: nn.Module
@@ -110,13 +111,8 @@ class FusedLayers:
             for module, forward in one.forwards():  # attention comes before its norms
                 if "forward" not in vars(module):
                     forwards.setdefault(module, forward)
-        for module, forward in forwards.items():
-            vars(module)["forward"] = forward
-        try:
+        with meanwhile(*((vars(module), {"forward": f}) for module, f in forwards.items())):
             yield
-        finally:
-            for module in forwards:
-                vars(module).pop("forward", None)
 
     def parts(self) -> Iterator[FusedModule]:
         """Yield all modules that are fused, with what each computes."""

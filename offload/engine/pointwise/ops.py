@@ -1,10 +1,10 @@
-"""The fused operators as torch knows them: one each, with a shape function and a gradient.
+"""The fused operators as torch knows them: one each, with a gradient.
 
 A trace without values, a mode that counts operations and torch's own tools see one operator with
 its operands. On CUDA its kernel is Triton's, on a CPU plain torch (for tests: runs on a CPU use the
-models' own code). Nothing is written over; a graph keeps of a norm its input and one number per
-row, of a rotation the angles, of norms with a rotation both, of a gate its two inputs. A
-cross-entropy gives its gradient at once.
+models' own code), which also gives the shapes of results where tensors have no values. Nothing is
+written over; a graph keeps of a norm its input and one number per row, of a rotation the angles, of
+norms with a rotation both, of a gate its two inputs. A cross-entropy gives its gradient at once.
 """
 
 from typing import Any
@@ -33,75 +33,14 @@ _SCHEMAS = (
 )
 
 
-def _norm_shapes(x: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    return x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=dtype)
-
-
-def _norm_backward_shapes(_: torch.Tensor, x: torch.Tensor, *__: object) -> torch.Tensor:
-    return x.new_empty(x.shape)
-
-
-def _rotate_shapes(
-    q_BHTD: torch.Tensor, k_BHTD: torch.Tensor, *_: object
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(q_BHTD), torch.empty_like(k_BHTD)
-
-
-def _norm_rotate_shapes(
-    q_BHTD: torch.Tensor, k_BHTD: torch.Tensor, *_: object
-) -> tuple[torch.Tensor, ...]:
-    dtype = torch.float64 if q_BHTD.dtype == torch.float64 else torch.float32
-    inverses = (
-        x.new_empty(x.shape[0], x.shape[2], x.shape[1], dtype=dtype) for x in (q_BHTD, k_BHTD)
-    )
-    return torch.empty_like(q_BHTD), torch.empty_like(k_BHTD), *inverses
-
-
-def _norm_rotate_backward_shapes(
-    _: torch.Tensor, __: torch.Tensor, q_BHTD: torch.Tensor, k_BHTD: torch.Tensor, *___: object
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(q_BHTD), torch.empty_like(k_BHTD)
-
-
-def _gated_shapes(gate: torch.Tensor, *_: object) -> torch.Tensor:
-    return gate.new_empty(gate.shape)
-
-
-def _gated_backward_shapes(
-    _: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, *__: object
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return gate.new_empty(gate.shape), up.new_empty(up.shape)
-
-
-def _cross_entropy_shapes(
-    logits_NV: torch.Tensor,
-    _: torch.Tensor,
-    __: torch.Tensor,
-    has_gradient: bool,  # noqa: FBT001  # torch passes an operator's arguments by position
-) -> tuple[torch.Tensor, torch.Tensor]:
-    dtype = torch.float64 if logits_NV.dtype == torch.float64 else torch.float32
-    gradient_shape = logits_NV.shape if has_gradient else (0,)
-    return logits_NV.new_empty(len(logits_NV), dtype=dtype), logits_NV.new_empty(gradient_shape)
-
-
-_SHAPES: tuple[Any, ...] = (
-    _norm_shapes,
-    _norm_backward_shapes,
-    _rotate_shapes,
-    _norm_rotate_shapes,
-    _norm_rotate_backward_shapes,
-    _gated_shapes,
-    _gated_backward_shapes,
-    _cross_entropy_shapes,
-)
 _library = torch.library.Library("sluice", "DEF")
-for _schema, _shapes in zip(_SCHEMAS, _SHAPES, strict=True):
+for _schema in _SCHEMAS:
     _name = _schema.partition("(")[0]
+    _plain = getattr(reference, _name)
     _library.define(_schema)
     _library.impl(_name, getattr(launcher, _name), "CUDA")
-    _library.impl(_name, getattr(reference, _name), "CPU")
-    torch.library.register_fake(f"sluice::{_name}", _shapes, lib=_library)
+    _library.impl(_name, _plain, "CPU")
+    torch.library.register_fake(f"sluice::{_name}", _plain, lib=_library)
 
 
 def norm(
@@ -184,14 +123,13 @@ class _Norm(torch.autograd.Function):
         eps: float,
         offset: float,
         is_cast_first: bool,  # noqa: FBT001  # torch passes arguments by position
-    ) -> torch.Tensor:
+    ) -> Any:
         order, back = _in_memory_order(x)
         rows = x.permute(order)
         y, inverse_M = torch.ops.sluice.norm(rows, weight_N, eps, offset, is_cast_first)
         ctx.offset, ctx.order, ctx.back = offset, order, back
         ctx.save_for_backward(rows, weight_N, inverse_M)
-        result: torch.Tensor = y.permute(back)
-        return result
+        return y.permute(back)
 
     @staticmethod
     @once_differentiable
@@ -203,10 +141,9 @@ class _Norm(torch.autograd.Function):
 
 class _Rotate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(ctx: Any, *tensors: torch.Tensor) -> Any:
         ctx.save_for_backward(*tensors[2:])
-        both: tuple[torch.Tensor, torch.Tensor] = torch.ops.sluice.rotate(*tensors, False)  # noqa: FBT003
-        return both
+        return torch.ops.sluice.rotate(*tensors, False)  # noqa: FBT003
 
     @staticmethod
     @once_differentiable
@@ -231,11 +168,10 @@ class _NormRotate(torch.autograd.Function):
 
 class _Gated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor, curve: Curve) -> torch.Tensor:
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor, curve: Curve) -> Any:
         ctx.curve = curve
         ctx.save_for_backward(gate, up)
-        y: torch.Tensor = torch.ops.sluice.gated(gate, up, curve)
-        return y
+        return torch.ops.sluice.gated(gate, up, curve)
 
     @staticmethod
     @once_differentiable

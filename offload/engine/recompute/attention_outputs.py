@@ -32,6 +32,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from offload.engine.randomness import dropout_of
 from offload.plan.facts.linears import output_bytes
 
 _aten = torch.ops.aten
@@ -245,7 +246,7 @@ class _Seen(TorchDispatchMode):
     ) -> Any:
         returned = func(*args, **(kwargs or {}))
         is_fused = func in _FUSED or func.name() == _JOINED
-        if is_fused and not _dropout_of(func, args, kwargs or {}):
+        if is_fused and not dropout_of(func, args, kwargs or {}):
             self._seen.append((func, _form_of(args, kwargs or {}), returned))
         return returned
 
@@ -299,11 +300,6 @@ def _form_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return tuple(x.shape), x.stride(), x.dtype, x.device
 
     return tree_map_only(torch.Tensor, form, (tuple(args), kwargs))
-
-
-def _dropout_of(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> float:
-    names = [argument.name for argument in operation._schema.arguments]
-    return float((dict(zip(names, args, strict=False)) | kwargs).get("dropout_p", 0.0))
 
 
 def _is_whole(x: torch.Tensor) -> bool:

@@ -186,8 +186,6 @@ def _filled(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-def _of_softmax_backward(args: Sequence[Any], _: Sequence[torch.Tensor]) -> int:
-    return cast("int", args[0].nbytes)  # grad * output
-
-
-CUDA_WORKSPACES: Workspaces = {torch.ops.aten._softmax_backward_data.default: _of_softmax_backward}
+CUDA_WORKSPACES: Workspaces = {
+    torch.ops.aten._softmax_backward_data.default: lambda args, _: cast("int", args[0].nbytes)
+}  # grad * output

@@ -149,7 +149,7 @@ def rebind(engine: Any, slab: Slab, *, num_slots: int, stash: Literal["device", 
     with engine._seal.opened():
         for layer in range(len(slab.records)):
             slab.alias(layer)
-    engine._host.blocks.free(engine._bound.stash._host)
+    engine._host.blocks.free(engine._bound.places.stash._host)
     engine._bound = None
     gc.collect()
     release_cached(engine._device.torch_device)

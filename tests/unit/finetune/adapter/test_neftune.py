@@ -9,7 +9,7 @@ from transformers.integrations.neftune import activate_neftune
 import offload
 from finetune.adapter.lora import add_noise
 from offload.engine.randomness import FRONT_LAYER
-from offload.engine.seeding import visit_seed
+from offload.engine.seeding import seed_of
 from tests.tiers import diagonal
 
 SHAPE: dict[str, Any] = {
@@ -80,7 +80,7 @@ def test_gradients_of_a_streamed_step_are_those_of_transformers_under_the_same_n
     activate_neftune(plain, 5.0)
     loss = torch.zeros(())
     for m in range(2):
-        torch.manual_seed(visit_seed(5, FRONT_LAYER, m))
+        torch.manual_seed(seed_of(5, FRONT_LAYER, m))
         logits = plain(input_ids=ids[m]).logits[:, :-1]
         loss = loss + torch.nn.functional.cross_entropy(
             logits.flatten(0, 1), labels[m][:, 1:].flatten(), reduction="sum"

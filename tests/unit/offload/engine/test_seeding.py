@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from offload.engine.randomness import FRONT_LAYER
-from offload.engine.seeding import step_seed, visit_seed
+from offload.engine.seeding import seed_of
 
 MAX_SEED = 2**63 - 1
 
@@ -22,7 +22,7 @@ MAX_SEED = 2**63 - 1
     ],
 )
 def test_a_step_has_the_seed_that_is_promised(numbers, expected) -> None:
-    assert step_seed(*numbers) == expected
+    assert seed_of(*numbers) == expected
 
 
 @pytest.mark.parametrize(
@@ -35,19 +35,19 @@ def test_a_step_has_the_seed_that_is_promised(numbers, expected) -> None:
     ],
 )
 def test_a_visit_has_the_seed_that_is_promised(numbers, expected) -> None:
-    assert visit_seed(*numbers) == expected
+    assert seed_of(*numbers) == expected
 
 
 def test_seeds_are_blake2b_of_64_bit_words() -> None:
     numbers = 1_234_567_890_123, 11, 3
     digest = blake2b(struct.pack("<3q", *numbers), digest_size=8).digest()
-    assert visit_seed(*numbers) == struct.unpack("<Q", digest)[0] % 2**63
+    assert seed_of(*numbers) == struct.unpack("<Q", digest)[0] % 2**63
 
 
 def test_no_two_visits_share_a_seed_and_torch_takes_each() -> None:
-    steps = [step_seed(seed, step) for seed, step in product(range(3), range(20))]
+    steps = [seed_of(seed, step) for seed, step in product(range(3), range(20))]
     visits = list(product(steps, range(-1, 8), range(8)))
-    seeds = {visit_seed(*visit) for visit in visits}
+    seeds = {seed_of(*visit) for visit in visits}
     assert len(seeds) == len(visits)
     assert min(seeds) >= 0
     assert max(seeds) <= MAX_SEED

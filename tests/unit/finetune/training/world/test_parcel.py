@@ -1,5 +1,6 @@
 import json
 import pickle
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +126,7 @@ def test_the_text_of_a_large_tensor_is_short() -> None:
     assert len(content) < 1_000
 
 
-@pytest.mark.parametrize("value", [object(), len, np.int64(3), 1j, Path])
+@pytest.mark.parametrize("value", [object(), signal.SIGINT, len, np.int64(3), 1j, Path])
 def test_nothing_else_is_sent(value: object) -> None:
     with pytest.raises(TypeError, match="is not sent to other processes"):
         packed([value])

@@ -109,11 +109,13 @@ def kernel() -> Iterator[ModuleType]:
 @pytest.mark.thorough
 @pytest.mark.parametrize("num_weights", [1, 255, 256, 2047, 2048, 2049, 70001])
 def test_the_kernel_gives_every_bit_back(kernel: ModuleType, num_weights: int) -> None:
-    from offload.engine.codecs.packed import split
+    from offload.engine.codecs.layout import layout_of
+    from offload.engine.codecs.packed import typed
 
     values = with_odd_ones(normal(num_weights), every=300)
     found = torch.full((num_weights,), 9, dtype=torch.int16)
-    kernel.unpack(*split(encoded(values), num_weights), found)
+    parts = layout_of("bf16_packed", num_weights).split(encoded(values))
+    kernel.unpack(*typed(parts, num_weights), found)
     assert torch.equal(found, values.view(torch.int16))
 
 

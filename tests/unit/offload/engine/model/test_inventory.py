@@ -2,7 +2,6 @@
 
 import re
 from collections import Counter
-from contextlib import closing
 
 import pytest
 from peft import LoraConfig, get_peft_model
@@ -108,9 +107,3 @@ def test_nothing_is_called_encoded_that_waits_as_it_is() -> None:
     stock = stock_of(adapted("qwen3_moe"), "native")
     assert stock.encoded_frac == stock.layers_encoded_frac == 0.0
     assert stock.encoded_bytes == stock.decoded_bytes
-
-
-def test_the_earlier_name_of_an_engines_weights_warns() -> None:
-    engine = offload.attach(tiny_model("qwen3"), num_slots=2, device="cpu")
-    with closing(engine), pytest.warns(DeprecationWarning, match=r"now `Engine\.weights`"):
-        assert engine.stock == engine.weights

@@ -23,7 +23,7 @@ def check(capability: int, dtype: torch.dtype, **sizes: Any) -> None:
     found = compile_for(capability, launches(dtype, **sizes), module=MODULE)
     names = {each.launch.kernel for each in found}
     assert names == {
-        *("norm", "norm_backward", "rotate", "norm_rotate", "norm_rotate_backward"),
+        *("norm", "norm_backward", "rotate", "norm_rotate_backward"),
         *("gate_up", "gate_up_backward", "cross_entropy"),
     }
     for each in found:

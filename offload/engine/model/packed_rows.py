@@ -1,45 +1,32 @@
-"""Finds the layers that may compute packed rows together, before the first packed step.
+"""Several rows in one sequence, none of which sees another: their arguments and their attention.
 
-A layer may if, on a few rows,
+Transformers looks attention up by the name in a config, at each call. While a layer computes packed
+rows, the name is that of the function below. It cuts queries, keys and values at the rows' ends and
+calls, for each row, what the name meant before, with the mask that the row would have alone. So a
+fused kernel sees a causal row without a mask, a window or a sink is the model's own, and nothing of
+T x T exists but a row's own mask, where its model makes one.
 
-1. its output is what it gives for each row alone, but for rounding;
-2. a row that is NaN leaves all others finite, whichever row it is: NaN propagates along every path,
-   however small the number that it is multiplied by;
-3. other tokens in all other rows change a row by no more than rounding.
-
-A rounding of 16 bits hides much, so one layer of each kind is tried in float32 as well, by the
-model's own code, with its weights widened for the time. Where float32 is a little beyond the limit,
-as it is for some layers on some processors only, float64 says whether that is rounding.
-
-What it does with many tokens is tried with many: as many as a micro-batch has, in rows whose ends
-no block of tokens is aligned to. There, NaN in some of the rows must leave the others as they are
-alone, for enough subsets of rows that each pair is apart in one. Half of a row's tokens must be
-near: in 16 bits a router that is undecided sends a few to other experts.
-
-Any other layer is called once for each row, where each of these holds by construction.
+On CUDA one kernel computes all rows at once where it gives the same, as
+`offload.engine.model.packed_trial` says.
 """
 
 import inspect
 import operator
+import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
-from warnings import warn
+from typing import Any
 
 import torch
 from torch import nn
 
-from offload.engine.closeness import is_near, rounding_of
-from offload.engine.trials import TrialSize, subsets_apart
+from offload.engine.meanwhile import meanwhile
+from offload.engine.model.recorders import Call, Leaves
 from offload.plan.facts.linears import can_join_rows
-
-if TYPE_CHECKING:
-    from offload.engine.model.layers import Front, LayeredModel
-    from offload.engine.model.recorders import Call, Leaves
-
 
 # ---------------------------------------------------------------------------------------------
 # Attention of all packed rows in one call, by torch's operator for rows of any lengths.
@@ -141,7 +128,7 @@ def joined_attention(
     """
     num_heads, num_kv_heads, features = query.shape[1], key.shape[1], query.shape[3]
     is_possible = (
-        not any(_is_set(options.get(name)) for name in _UNSUPPORTED)
+        not any(isinstance(x, torch.Tensor) or x for x in map(options.get, _UNSUPPORTED))
         and options.get("is_causal") in (None, True)
         and getattr(module, "is_causal", True)
         and features == key.shape[3] == value.shape[3]
@@ -154,10 +141,6 @@ def joined_attention(
     if not is_possible:
         return None
     return call_operator(query, key, value, rows=rows, scale=options.get("scaling"))
-
-
-def _is_set(option: object) -> bool:
-    return isinstance(option, torch.Tensor) or bool(option)
 
 
 def call_operator(
@@ -227,9 +210,10 @@ def _has_kernel(
 # Idea. The part before the layers runs on each row alone, so positions, masks, windows and biases
 # are the model's own. What a layer is passed for each token is joined: the dimension that counts
 # tokens is the one in which rows of different length differ. Masks between pairs of tokens are not
-# joined. They go to attention, which is computed row by row (`offload.engine.packing.attention`).
-# The rest of a layer gets all tokens at once. A layer for which this is not right, as `check`
-# finds, is called once for each row: a row is then computed to the bit as it is alone.
+# joined. They go to attention, which is computed row by row (`attention_by_rows`). The
+# rest of a layer gets all tokens at once. A layer for which this is not right, as
+# `offload.engine.model.packed_trial` finds, is called once for each row: a row is then computed to
+# the bit as it is alone.
 
 MASK = "attention_mask"
 _CONSTANTS = (bool, int, float, str, torch.dtype, torch.device, type(None))
@@ -251,8 +235,8 @@ class PackedCall:
     """
 
     lens: tuple[int, ...]
-    rows: "tuple[Call, ...]"
-    together: "Call | None"
+    rows: tuple[Call, ...]
+    together: Call | None
     joined: JoinedRows | None = None
 
     @property
@@ -267,7 +251,7 @@ class PackedCall:
         if self.joined is not None:
             yield self.joined.ends
 
-    def cut(self, leaves: "Leaves") -> "PackedCall":
+    def cut(self, leaves: Leaves) -> "PackedCall":
         """Return the call with leaves in place of tensors that require grad."""
         return replace(
             self,
@@ -289,7 +273,7 @@ class PackedCall:
 
 
 def packed_calls(
-    rows: "Sequence[Sequence[Call]]", lens: Sequence[int], joined: JoinedRows | None = None
+    rows: Sequence[Sequence[Call]], lens: Sequence[int], joined: JoinedRows | None = None
 ) -> tuple[PackedCall, ...]:
     """Return each layer's call for packed rows; layers in a row that are passed the same share one.
 
@@ -308,7 +292,7 @@ def packed_calls(
             seen[key] = joined.seeing(lens, call.masks)
         return seen.get(key)
 
-    def packed(some: "Sequence[Call]") -> PackedCall:
+    def packed(some: Sequence[Call]) -> PackedCall:
         call = PackedCall(
             lens=tuple(lens), rows=tuple(some[: len(lens)]), together=joiner.call(some)
         )
@@ -329,7 +313,7 @@ class _Joiner:
         self._num = sum(length is not None for length in lens)
         self._joined: dict[tuple[int, ...], torch.Tensor] = {}
 
-    def call(self, calls: "Sequence[Call]") -> "Call | None":
+    def call(self, calls: Sequence[Call]) -> Call | None:
         """Return one call for the tokens of all; None if an argument cannot be joined."""
         first = calls[0]
         if any(one.kwargs.keys() != first.kwargs.keys() for one in calls):
@@ -389,259 +373,111 @@ class _Joiner:
         return torch.cat(list(joined), dim=dims[0])
 
 
-LENS = (5, 3, 7, 2)  # tokens of the rows that are tried
-ROUNDINGS, ROUNDINGS_FP32 = 1, 8  # of a norm; 8 of float32 are 1e-6
-JOINED_ROUNDINGS = 2  # another kernel may compute each row alone
-DOUBTFUL_FP32 = 64  # beyond 8 and within these, float64 decides
-LONG_ROUNDINGS = 4  # of 16 bits, where many tokens are tried; 64 of float32
-FLOAT32_BYTES, EXPERTS = 4, "_experts_implementation_internal"
-_ERRORS = (TypeError, ValueError, LookupError, AttributeError, RuntimeError)
+# ---------------------------------------------------------------------------------------------
+# Attention row by row, or in one call, while a layer computes packed rows.
+
+NAME = "sluice_packed_rows"
+JOINING = "sdpa"  # whose mask and scale are all that it reads
+_FIELD = "_attn_implementation_internal"  # the public property sets sub-configs too
 
 
-class PackedTrial:
-    """A few packed rows on their way through the layers of a model."""
+@dataclass(kw_only=True, slots=True)
+class _Rows:
+    """The rows of the layer that is being computed, and how attention took them.
 
-    def __init__(self, model: "LayeredModel", input_ids_BT: torch.Tensor) -> None:
-        """Run the part before the layers.
-
-        Args:
-            model: The model.
-            input_ids_BT: Tokens to take some of.
-        """
-        front = _packed_front(model, input_ids_BT, LENS)
-        self._model, self._calls = model, front.packed
-        self._hidden_BTD = front.hidden_BTD.detach()
-        self._kinds: dict[object, bool] = {}
-
-    def visit(self, layer: int) -> bool:
-        """Try a layer, whose weights are in place; return whether it may compute rows together.
-
-        Where attention in one call is not the same, it is tried row by row.
-        """
-        model, call = self._model, self._calls[layer]
-        hidden_BTD = self._hidden_BTD
-        with _without_dropout(model.layers[layer]):
-            self._hidden_BTD = model.rows_alone(layer, hidden_BTD, call)
-            model.unjoined.discard(layer)
-            is_exact_for = partial(_is_exact, model, layer, hidden_BTD, call)
-            is_exact = call.joined is not None and is_exact_for(roundings=JOINED_ROUNDINGS)
-            if not (is_exact and layer in model.joined):
-                model.unjoined.add(layer)
-                is_exact = is_exact_for(roundings=ROUNDINGS)
-            is_joined = layer in model.joined
-            is_exact = is_exact and self._is_exact_in_float32(layer, hidden_BTD)
-            (model.joined.add if is_exact and is_joined else model.joined.discard)(layer)
-            return is_exact
-
-    def _is_exact_in_float32(self, layer: int, hidden_BTD: torch.Tensor) -> bool:
-        """Try the first layer of each kind in float32; return what came of its kind."""
-        model, call = self._model, self._calls[layer]
-        module = model.layers[layer]
-        kind = repr(module), tuple((x.shape, x.dtype) for x in module.state_dict().values())
-        if hidden_BTD.dtype.itemsize >= FLOAT32_BYTES:
-            return True
-        if kind not in self._kinds:
-            try:
-                with _widened(model, layer, call, torch.float32) as wide_call:
-                    self._kinds[kind] = _is_exact_wide(model, layer, hidden_BTD.float(), wide_call)
-            except _ERRORS as error:  # torch's lack of memory is one
-                self._kinds[kind] = True
-                warn(
-                    f"packed rows of layer {layer} were tried in {hidden_BTD.dtype} alone, as they"
-                    f" cannot be in float32: {str(error).partition(chr(10))[0]}",
-                    stacklevel=2,
-                )
-        return self._kinds[kind]
-
-
-class LongTrial:
-    """As many packed tokens as a micro-batch has, on their way through the layers of a model."""
-
-    def __init__(self, model: "LayeredModel", input_ids_BT: torch.Tensor, size: TrialSize) -> None:
-        """Run the part before the layers.
-
-        Args:
-            model: The model.
-            input_ids_BT: Tokens to take some of.
-            size: How many tokens, and of the longest row.
-        """
-        front = _packed_front(model, input_ids_BT, size.row_lens)
-        self._model, self._calls = model, front.packed
-        self._hidden_BTD = front.hidden_BTD.detach()
-
-    def visit(self, layer: int) -> bool:
-        """Try a layer, whose weights are in place; return whether it may compute rows together."""
-        model, call, hidden_BTD = self._model, self._calls[layer], self._hidden_BTD
-        with _without_dropout(model.layers[layer]):
-            self._hidden_BTD = model.rows_alone(layer, hidden_BTD, call)
-            if layer not in model.together:
-                return False
-            try:
-                return self._is_apart(layer, hidden_BTD, self._hidden_BTD)
-            except torch.OutOfMemoryError:
-                raise
-            except _ERRORS:
-                return False
-
-    def _is_apart(self, layer: int, hidden_BTD: torch.Tensor, alone_BTD: torch.Tensor) -> bool:
-        call = self._calls[layer]
-        if call.together is None:
-            return False
-        rows = call.split(alone_BTD)
-        nobody = torch.zeros(1, len(rows), dtype=torch.bool)
-        for is_poisoned in torch.cat([nobody, subsets_apart(len(rows))]).tolist():
-            given = [
-                torch.full_like(row, torch.nan) if is_nan else row
-                for row, is_nan in zip(call.split(hidden_BTD), is_poisoned, strict=True)
-            ]
-            found_BTD = self._model.rows_together(layer, torch.cat(given, dim=1), call)
-            both = zip(rows, call.split(found_BTD), is_poisoned, strict=True)
-            if not all(is_nan or _is_mostly_near(*pair) for *pair, is_nan in both):
-                return False
-        return True
-
-
-def _packed_front(
-    model: "LayeredModel", input_ids_BT: torch.Tensor, lens: Sequence[int]
-) -> "Front":
-    """Run the part before the layers on packed rows of some tokens, over and over if few."""
-    ids_N = input_ids_BT.flatten()
-    some_N = ids_N[torch.arange(sum(lens), device=ids_N.device) % ids_N.numel()]
-    return model.front({"input_ids": some_N.unsqueeze(0), "row_lens": torch.tensor(lens)})
-
-
-def _is_exact(
-    model: "LayeredModel",
-    layer: int,
-    hidden_BTD: torch.Tensor,
-    call: PackedCall,
-    *,
-    roundings: int,
-) -> bool:
-    """Return whether rows may be computed together; not if the layer cannot take several."""
-    try:
-        if hidden_BTD.dtype.itemsize >= FLOAT32_BYTES:
-            return _is_exact_wide(model, layer, hidden_BTD, call)
-        return is_exact_together(model, layer, hidden_BTD, call, roundings=roundings)
-    except torch.OutOfMemoryError:
-        raise
-    except _ERRORS:
-        return False
-
-
-def _is_exact_wide(
-    model: "LayeredModel", layer: int, hidden_BTD: torch.Tensor, call: PackedCall
-) -> bool:
-    """Return whether rows may be computed together, by float32, and by float64 where in doubt."""
-    if is_exact_together(model, layer, hidden_BTD, call, roundings=ROUNDINGS_FP32):
-        return True
-    if not is_exact_together(model, layer, hidden_BTD, call, roundings=DOUBTFUL_FP32):
-        return False
-    try:
-        with _widened(model, layer, call, torch.float64) as wide_call:
-            return is_exact_together(
-                model, layer, hidden_BTD.double(), wide_call, roundings=ROUNDINGS_FP32
-            )
-    except _ERRORS:  # no memory for it, or no kernel
-        return False
-
-
-@contextmanager
-def _widened(
-    model: "LayeredModel", layer: int, call: PackedCall, dtype: torch.dtype
-) -> Iterator[PackedCall]:
-    """Widen what a layer holds, and compute it by the model's own code meanwhile.
-
-    Yields:
-        Its call, whose tensors are widened too.
+    Attributes:
+        lens: Tokens of each row.
+        masks: Each row's mask as it is alone; None for none.
+        joined: The rows for one call; None to take them one by one.
+        names: What a config called the layer's attention.
+        has_joined: Whether all calls so far took them at once; None before the first.
     """
-    from offload.engine.experts.lora import SUFFIX  # imports transformers
 
-    def widen(x: torch.Tensor) -> torch.Tensor:
-        return x.to(dtype) if x.is_floating_point() and x.dtype.itemsize < dtype.itemsize else x
+    lens: tuple[int, ...]
+    masks: tuple[Any, ...]
+    joined: JoinedRows | None
+    names: dict[int, str | None]
+    has_joined: bool | None = None
 
-    module, fused = model.layers[layer], model.fused
-    held = [*module.parameters(), *module.buffers()]
-    before = [x.data for x in held]
-    configs = {id(c): c for c in (getattr(m, "config", None) for m in module.modules()) if c}
-    experts = [(c, getattr(c, EXPERTS)) for c in configs.values() if hasattr(c, EXPERTS)]
-    model.fused = None
-    try:
-        for config, own in experts:
-            setattr(config, EXPERTS, "eager" + SUFFIX * str(own).endswith(SUFFIX))
-        for x in held:
-            x.data = widen(x.data)
-        yield call.changed(widen)
-    finally:
-        for x, data in zip(held, before, strict=True):
-            x.data = data
-        for config, implementation in experts:
-            setattr(config, EXPERTS, implementation)
-        model.fused = fused
+
+class _Current(threading.local):
+    rows: _Rows | None = None
+
+
+_current = _Current()
 
 
 @contextmanager
-def _without_dropout(layer: nn.Module) -> Iterator[None]:
-    kinds = (nn.Dropout, nn.AlphaDropout, nn.FeatureAlphaDropout)
-    dropouts = [m for m in layer.modules() if m.training and isinstance(m, kinds)]
-    try:
-        for module in dropouts:
-            module.training = False
-        yield
-    finally:
-        for module in dropouts:
-            module.training = True
-
-
-def is_exact_together(
-    model: "LayeredModel",
-    layer: int,
-    hidden_BTD: torch.Tensor,
-    call: PackedCall,
-    *,
-    roundings: int,
-) -> bool:
-    """Return whether a layer computes packed rows together as it does each alone.
+def rows_apart(layer: nn.Module, call: PackedCall, *, joins: bool) -> Iterator[_Rows]:
+    """Let a layer's attention keep rows apart meanwhile; yields how it did.
 
     Args:
-        model: The model.
-        layer: The layer, whose weights are in place.
-        hidden_BTD: The layer's input, of all rows.
-        call: Its other arguments.
-        roundings: How many of them results may be apart, of a norm.
+        layer: The layer.
+        call: Its rows.
+        joins: Whether one call may compute all rows, where it can.
     """
-    if call.together is None:
-        return False
-    alone, together = (partial(f, layer) for f in (model.rows_alone, model.rows_together))
-    expected_BTD = alone(hidden_BTD, call)
-    rows = zip(call.split(expected_BTD), call.split(together(hidden_BTD, call)), strict=True)
-    if not all(_is_near(*row, roundings=roundings) for row in rows):
-        return False
-    for index, own_BTD in enumerate(call.split(expected_BTD)):
-        others = [row.flip(-1) * 0.5 for row in call.split(hidden_BTD)]
-        others[index] = call.split(hidden_BTD)[index]
-        moved_BTD = call.split(together(torch.cat(others, dim=1), call))[index]
-        if not _is_near(own_BTD, moved_BTD, roundings=roundings):
-            return False
-        poisoned = list(call.split(hidden_BTD))
-        poisoned[index] = torch.full_like(poisoned[index], torch.nan)
-        outputs = list(call.split(together(torch.cat(poisoned, dim=1), call)))
-        del outputs[index]
-        if not all(bool(row.isfinite().all()) for row in outputs):
-            return False
-    return True
+    _register()
+    parts = (getattr(module, "config", None) for module in layer.modules())
+    configs = {id(config): config for config in parts if hasattr(config, _FIELD)}
+    names = {key: getattr(config, _FIELD) for key, config in configs.items()}
+    joined = call.joined if joins else None
+    rows = _Rows(lens=call.lens, masks=call.masks, joined=joined, names=names)
+    named = [(vars(config), {_FIELD: NAME}) for config in configs.values()]
+    with meanwhile((vars(_current), {"rows": rows}), *named):
+        yield rows
 
 
-def _is_near(one: torch.Tensor, other: torch.Tensor, *, roundings: int) -> bool:
-    """Return whether two results of a row differ by rounding."""
-    return is_near(other.float(), one.float(), roundings * rounding_of(one.dtype))
+def attention_by_rows(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: object,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Compute attention of packed rows; an attention function of transformers.
+
+    Args:
+        module: The attention.
+        query: (1, H, T, K), as are `key` and `value` with their heads and features.
+        key: Of all tokens.
+        value: Of all tokens.
+        attention_mask: Left aside: each row has its own.
+        options: What the model's attention is passed besides.
+
+    Returns:
+        Its output (1, T, H, K), and no weights.
+    """
+    del attention_mask
+    rows = _current.rows
+    assert rows is not None, "only `rows_apart` names this function"
+    name = rows.names[id(module.config)]
+    if name == JOINING and rows.joined is not None:
+        output = joined_attention(module, query, key, value, rows=rows.joined, options=options)
+        if output is not None:
+            rows.has_joined = rows.has_joined is not False
+            return output, None
+    rows.has_joined = False
+    own = _own(module, name)
+    parts = zip(*(x.split(rows.lens, dim=2) for x in (query, key, value)), rows.masks, strict=True)
+    outputs = [own(module, q, k, v, mask, **options)[0] for q, k, v, mask in parts]
+    return torch.cat(outputs, dim=1), None
 
 
-def _is_mostly_near(one_1TD: torch.Tensor, other_1TD: torch.Tensor) -> bool:
-    """Return whether a row is finite, and half of its tokens differ by rounding."""
-    is_wide = one_1TD.dtype.itemsize >= FLOAT32_BYTES
-    roundings = DOUBTFUL_FP32 if is_wide else LONG_ROUNDINGS
-    one_TK, other_TK = (x[0].flatten(1).float() for x in (one_1TD, other_1TD))
-    apart_T, norm_T = (other_TK - one_TK).norm(dim=1), one_TK.norm(dim=1)
-    is_near = bool(apart_T.median() <= roundings * rounding_of(one_1TD.dtype) * norm_T.median())
-    return is_near and bool(other_TK.isfinite().all())
+def _own(module: nn.Module, name: str | None) -> Callable[..., Sequence[torch.Tensor]]:
+    """Return the function that a module calls if rows are not packed."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    code = sys.modules[type(module).__module__]
+    eager: Any = getattr(code, "eager_attention_forward", None)
+    own: Any = ALL_ATTENTION_FUNCTIONS.get_interface(name or "eager", eager)
+    if own is None:
+        raise NotImplementedError(f"{type(module).__name__} has no attention function to call")
+    return own  # type: ignore[no-any-return]
+
+
+def _register() -> None:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    if NAME not in ALL_ATTENTION_FUNCTIONS:
+        ALL_ATTENTION_FUNCTIONS.register(NAME, attention_by_rows)

@@ -1,1 +1,0 @@
-"""Several rows in one sequence, none of which sees another."""
