@@ -27,9 +27,8 @@ from finetune.cli.commands import (
     sweep,
     validate,
 )
-from finetune.env import quiet_libraries
+from finetune.env import quiet_libraries, rank_label
 from finetune.exits import EXIT_USER
-from finetune.training.ranks import is_joined
 
 CHATTY_MODULES = r"(transformers|peft|accelerate|datasets|bitsandbytes|huggingface_hub)(\.|$)"
 COMMANDS = (
@@ -63,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         app(list(argv) if argv is not None else None)
     except BaseException as error:
         code = int(error.code or 0) if isinstance(error, SystemExit) else EXIT_USER
-        if not is_joined():
+        if not rank_label():
             raise
         if not isinstance(error, SystemExit):
             sys.excepthook(type(error), error, error.__traceback__)

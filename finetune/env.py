@@ -22,8 +22,9 @@ class Launch:
         num_local: Those on this machine.
         local_index: This one's number on this machine.
         node: This machine's number; two launchers on one host count as two machines.
-        store: Host and port at which the processes meet; None if the launcher has not said it.
+        store: Host and port at which the processes meet.
         is_store_launcher_s: Whether the launcher has opened the store there, and not rank 0.
+        num_restarts: How often the launcher has started the processes again.
         secret: What the user has set for the processes to prove to each other whose they are.
     """
 
@@ -32,8 +33,9 @@ class Launch:
     num_local: int
     local_index: int
     node: int
-    store: tuple[str, int] | None = None
+    store: tuple[str, int] = ("", 0)
     is_store_launcher_s: bool = False
+    num_restarts: int = 0
     secret: str | None = field(default=None, repr=False)
 
     @property
@@ -60,8 +62,9 @@ def launch() -> Launch:
         num_local=num_local,
         local_index=_number("LOCAL_RANK"),
         node=_number("GROUP_RANK", default=str(index // max(1, num_local))),
-        store=_store(),
+        store=(os.environ.get("MASTER_ADDR", "127.0.0.1"), _number("MASTER_PORT")),
         is_store_launcher_s=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True),
+        num_restarts=_number("TORCHELASTIC_RESTART_COUNT", default="0"),
         secret=os.environ.get(SECRET),
     )
     if found.secret is None and not found.is_on_one_machine:
@@ -80,18 +83,13 @@ def _no_secret(seen: str) -> ConfigError:
     )
 
 
-def _store() -> tuple[str, int] | None:
-    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
-    return (host, int(port)) if host and port.isdecimal() else None
-
-
 def _number(name: str, *, default: str | None = None) -> int:
     text = os.environ.get(name, default)
     if text is None or not text.isdecimal():
         seen = "not set" if text is None else repr(text)
         raise ConfigError(
             f"the environment variable {name} is {seen}",
-            limit="a launcher sets WORLD_SIZE, RANK and LOCAL_RANK to numbers, or none of them",
+            limit="a launcher sets WORLD_SIZE, RANK, LOCAL_RANK, MASTER_PORT to numbers, or none",
             hint="`accelerate launch --multi_gpu --num_processes N`, or `unset WORLD_SIZE`",
         )
     return int(text)

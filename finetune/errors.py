@@ -7,7 +7,6 @@ FinetuneError            see offload.errors.SluiceError for the three parts
   CheckpointError        a run directory that cannot be continued
   MergeError             an adapter that cannot be merged, or a model that cannot be exported
   RankError              another process of the run has failed
-    ToldRankError        and has said so itself
   RunFailedError         one of several runs, which all its ranks know
   StudioError            the page's second process has died
 ApartError               runs that are to train in waves, by their plan
@@ -56,7 +55,15 @@ def unmatched(source: str, problem: str, names: Collection[str]) -> ModelError:
 
 
 class RankError(FinetuneError):
-    """Another process of the run has ended, does not answer, or trains on something else."""
+    """Another process of the run has failed, has ended or does not answer.
+
+    Attributes:
+        is_shown: Whether this process shows it, and no other one of its machine.
+    """
+
+    def __init__(self, what: str, *, limit: str, hint: str, is_shown: bool) -> None:
+        super().__init__(what, limit=limit, hint=hint)
+        self.is_shown = is_shown
 
 
 class RunFailedError(FinetuneError):
@@ -87,23 +94,6 @@ class ApartError(FinetuneError):
 
 class TrialDoesNotFitError(DoesNotFitError):
     """The longest batch ran out of device memory when it was tried; on which ranks is not known."""
-
-
-class ToldRankError(RankError):
-    """Another process of the run has failed and shows why; this one ends with it.
-
-    Attributes:
-        speaker: The rank that shows it on this machine.
-        is_shown: Whether that is this one: the rank that failed is on another machine.
-    """
-
-    def __init__(self, rank: int, failure: str, *, speaker: int, is_shown: bool) -> None:
-        super().__init__(
-            f"rank {rank} has failed: {failure}",
-            limit="the ranks of a run end together",
-            hint=f"see what rank {rank} shows",
-        )
-        self.speaker, self.is_shown = speaker, is_shown
 
 
 def file_error(error: OSError, where: str) -> FinetuneError:

@@ -1,16 +1,14 @@
 """How a command ends: its exit code and, after an error, the message on stderr."""
 
-import os
 import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NoReturn
 
 import typer
 
 from finetune.env import rank_label
-from finetune.errors import ConfigError, ToldRankError, file_error
+from finetune.errors import ConfigError, RankError, file_error
 from finetune.interrupts import Interrupted, exit_code, raised
 from offload.errors import DoesNotFitError, SluiceError
 
@@ -24,7 +22,7 @@ def explained(where: str) -> Iterator[None]:
         with raised():
             yield
     except SluiceError as error:
-        if isinstance(error, ToldRankError) and not error.is_shown:
+        if isinstance(error, RankError) and not error.is_shown:
             raise typer.Exit(EXIT_USER) from None  # another rank of this machine shows why
         _show(error, where)
         code = EXIT_DOES_NOT_FIT if isinstance(error, DoesNotFitError) else EXIT_USER
@@ -38,14 +36,6 @@ def explained(where: str) -> Iterator[None]:
         print("stopped", file=sys.stderr)
         number = error.number if isinstance(error, Interrupted) else signal.SIGINT
         raise typer.Exit(exit_code(number)) from None
-
-
-def end_at_once(error: SluiceError) -> NoReturn:
-    """Show an error and end this process, whose main thread waits for what nothing can end."""
-    _show(error, "")
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(EXIT_USER)
 
 
 def _show(error: SluiceError, where: str) -> None:

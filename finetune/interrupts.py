@@ -26,7 +26,7 @@ class Interrupted(KeyboardInterrupt):
     """A signal has asked the command to end."""
 
     def __init__(self, number: int) -> None:
-        super().__init__(number)
+        super().__init__(signal.Signals(number).name)
         self.number = number
 
 

@@ -15,8 +15,7 @@ from finetune.report.screen import Screen
 from finetune.report.summary import plan_summary
 from finetune.training.prepare import Planned, prepare
 from finetune.training.ranks import Ranks
-from finetune.training.run import Outcome, opened
-from finetune.training.world.shortage import shortage_named
+from finetune.training.run import Outcome, opened, shortage_named
 
 
 def finetune(

@@ -109,7 +109,7 @@ class HostOptions:
                 limit="it connects the GPUs of a machine with each other",
                 hint="`--gpus 2`, or leave out `--interconnect`",
             )
-        return with_interconnect(machine, self.interconnect, num_ranks=self.num_gpus or 1)
+        return with_interconnect(machine, self.interconnect, world_size=self.num_gpus or 1)
 
 
 def planned(

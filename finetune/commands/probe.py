@@ -23,7 +23,7 @@ def probed_with_network(dtype: str, ranks: Ranks, *, note: Callable[[str], None]
         return machine
     from finetune.recipe.sections import OffloadSection
     from finetune.training.preflight import torch_device
-    from finetune.training.world.network_probe import measure_network
+    from finetune.training.process_group import measure_network
 
     if ranks.is_main:
         note(f"Measuring the network between {ranks.num} processes ...")

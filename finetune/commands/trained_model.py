@@ -26,7 +26,7 @@ from finetune.files.adapter import refuse_classifier
 from finetune.model.load import load_model
 from finetune.model.tokenizer import Choose, load_tokenizer
 from finetune.planning.request import facts_of, full_request
-from finetune.recipe.recipe import Recipe
+from finetune.recipe.recipe import Recipe, with_settings
 from finetune.run.run_dir import RunDir
 from finetune.training import preflight
 from finetune.training.generate import generate
@@ -269,8 +269,8 @@ def _of_trained(run: RunDir, recipe: Recipe) -> Recipe:
         CheckpointError: It is not there yet, or damaged.
     """
     run.require_model()
-    update = {"path": str(run.model), "config": None, "init": "pretrained", "tokenizer": None}
-    return recipe.model_copy(update={"model": recipe.model.model_copy(update=update)})
+    own = {"path": str(run.model), "config": None, "init": "pretrained", "tokenizer": None}
+    return with_settings(recipe, {f"model.{name}": value for name, value in own.items()})
 
 
 def _stops(

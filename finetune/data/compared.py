@@ -292,10 +292,12 @@ class Comparison:
         scored = [place for part in own[1] for place in layout.scored[part]]
         places = np.array([*trained, *scored], dtype=np.int64)
         references, sampler = self.groups.references, None
+        own_rows = [examples[row] for row in rows[trained].tolist()]
         if self.has_sampler:
-            drawn = [_sampler_of(examples[row]) for row in rows[trained].tolist()]
-            sampler = torch.from_numpy(np.concatenate(drawn))
-        top_ids_NK, top_logps_NK = self._teacher_of([examples[row] for row in rows[trained]])
+            sampler = torch.from_numpy(
+                np.concatenate([_at_labels(x, x.logprobs) for x in own_rows])
+            )
+        top_ids_NK, top_logps_NK = self._teacher_of(own_rows)
         return StepRows(
             groups_R=torch.from_numpy(self.groups.numbers(rows)[places]),
             values_R=torch.from_numpy(self.groups.values[rows[places]]),
@@ -304,14 +306,14 @@ class Comparison:
             sampler_N=sampler,
             top_ids_NK=top_ids_NK,
             top_logps_NK=top_logps_NK,
-            classes_N=self._classes_of([examples[row] for row in rows[trained]]),
+            classes_N=self._classes_of(own_rows),
         )
 
     def _classes_of(self, examples: Sequence[Example]) -> torch.Tensor | None:
         """Return the classes at the label tokens of examples, where words have classes."""
         if not self.has_classes:
             return None
-        found = [one.labels[_label_mask(one)].astype(np.int64) for one in examples]
+        found = [_at_labels(row, row.labels).astype(np.int64) for row in examples]
         return torch.from_numpy(np.concatenate(found))
 
     def _teacher_of(
@@ -429,10 +431,10 @@ def end_of(example: Example, num_tokens: int) -> Example:
     return replace(example, input_ids=ids, labels=labels)
 
 
-def _sampler_of(example: Example) -> "NDArray[np.float32]":
-    """Return the log-probabilities that its label tokens were sampled with."""
-    assert example.logprobs is not None
-    return np.asarray(example.logprobs[_label_mask(example)])
+def _at_labels(example: Example, values: "NDArray[Any] | None") -> "NDArray[Any]":
+    """Return the values of its tokens that have a loss."""
+    assert values is not None
+    return np.asarray(values[_label_mask(example)])
 
 
 def _label_mask(example: Example) -> "NDArray[np.bool_]":

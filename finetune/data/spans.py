@@ -340,7 +340,7 @@ class _Chat:
         self._require_tools(shown)
         answers = {}
         for number, turn in enumerate(self._turns):
-            mark = self._text_mark(number)
+            mark = self._mark(str(number))
             count = shown.count(mark)
             if turn.role != "assistant":
                 if count == 0 and turn.content.strip():
@@ -368,7 +368,7 @@ class _Chat:
         if turn.calls and not turn.content.strip():
             thought = None if turn.thought is None else self._thought_mark(number)
             return replace(self._with_calls_marked(turn, number), thought=thought)
-        marked = _with(turn, self._text_mark(number), self._thought_mark(number))
+        marked = _with(turn, self._mark(str(number)), self._thought_mark(number))
         return self._with_calls_marked(marked, number)
 
     def _with_calls_marked(self, turn: Message, number: int) -> Message:
@@ -609,9 +609,6 @@ class _Chat:
 
     def _mark(self, name: str) -> str:
         return f"{self._left}{name}{self._right}"
-
-    def _text_mark(self, number: int) -> str:
-        return self._mark(str(number))
 
     def _thought_mark(self, number: int) -> str:
         return f"{self._right}{number}{self._left}"

@@ -118,7 +118,6 @@ def plan_steps(
         num_workers=args.dataloader_num_workers,
         is_stashed=False,
         is_on_disk=False,
-        is_slab_shared=False,
         is_masked=True,
         has_outputs=base.config._attn_implementation == "sdpa",  # no other is recorded
         has_sent_graphs=True,

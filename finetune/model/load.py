@@ -42,7 +42,7 @@ class Loaded:
     notes: tuple[str, ...] = ()
 
 
-def load_model(  # noqa: PLR0913 - all that a run decides of its model
+def load_model(
     section: ModelSection,
     *,
     codec: CodecName,
@@ -52,7 +52,6 @@ def load_model(  # noqa: PLR0913 - all that a run decides of its model
     experts_implementation: ExpertsImplementation | None,
     make_slab: Callable[[Sequence[Record]], Slab] | None = None,
     on_put: OnPut = lambda _done, _all: None,
-    on_wait: Callable[[], None] = lambda: None,
 ) -> Loaded:
     """Build the model on the host, to be run on `device`.
 
@@ -63,8 +62,7 @@ def load_model(  # noqa: PLR0913 - all that a run decides of its model
     transformers.
 
     `make_slab` makes the slab of the layers' records; None makes one for this process alone.
-    `on_put` is called with the progress of loading, and `on_wait` while another process writes the
-    file.
+    `on_put` is called with the progress of loading.
 
     Raises:
         ModelError: Weights are missing or do not match the config.
@@ -75,7 +73,7 @@ def load_model(  # noqa: PLR0913 - all that a run decides of its model
     if section.init == "random":
         loaded = Loaded(model=_random_model(section, seed), backing=None)
     elif tier == "disk" or codec != "native":
-        store, notes = layer_store(section, codec, device, on_put, on_wait)
+        store, notes = layer_store(section, codec, device, on_put)
         loaded = Loaded(model=_around(store, section), backing=store, notes=notes)
         if tier == "ram":
             loaded = _into_memory(loaded, make_slab or Slab)

@@ -8,8 +8,8 @@ start takes the hashes from the record; else it reads the files again.
 import hashlib
 import json
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import version
@@ -53,7 +53,7 @@ def identity(contents: Contents, dtype: str, codec: CodecName) -> dict[str, Any]
     }
 
 
-def weights_digest(section: ModelSection, codec: CodecName, *, on_file: Callable[[], None]) -> str:
+def weights_digest(section: ModelSection, codec: CodecName) -> str:
     """Return a digest of all that a model is made from.
 
     Files are read only if they have changed since they were last read.
@@ -61,7 +61,6 @@ def weights_digest(section: ModelSection, codec: CodecName, *, on_file: Callable
     Args:
         section: The model.
         codec: Of its store.
-        on_file: Called when a file has been read.
 
     Raises:
         ModelError: Weights are missing, or change meanwhile.
@@ -70,7 +69,7 @@ def weights_digest(section: ModelSection, codec: CodecName, *, on_file: Callable
     if section.init == "random" or path is None:
         return hashlib.sha256(config_of(section).to_json_string().encode()).hexdigest()
     files = WeightFiles(weights_folder(path), store_path(path, section.dtype, codec))
-    contents = files.recorded() or files.read(on_file)
+    contents = files.recorded() or files.read()
     return hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()
 
 
@@ -79,7 +78,6 @@ def layer_store(
     codec: CodecName,
     device: str,
     on_put: OnPut,
-    on_wait: Callable[[], None] = lambda: None,
 ) -> tuple[Store, tuple[str, ...]]:
     """Open the store of a model's weights, which is written first if necessary.
 
@@ -88,7 +86,6 @@ def layer_store(
         codec: Of the layers in the store.
         device: What encodes them.
         on_put: Called with the progress of writing.
-        on_wait: Called now and then while another process writes it.
 
     Returns:
         The store, and what the user should know about it.
@@ -101,7 +98,7 @@ def layer_store(
     path, dtype = section.path, section.dtype
     assert path is not None
     file = store_path(path, dtype, codec)
-    with sole_builder(file, on_wait):
+    with sole_builder(file):
         try:
             return _open_store(path, dtype, codec, file)
         except StoreError as error:
@@ -190,27 +187,21 @@ class WeightFiles:
             return None
         return contents or None
 
-    def read(self, on_file: Callable[[], None] = lambda: None) -> Contents:
+    def read(self) -> Contents:
         """Read all files and write the record.
-
-        Args:
-            on_file: See `reading`.
 
         Raises:
             ModelError: A file changed meanwhile.
         """
-        with self.reading(on_file) as contents:
+        with self.reading() as contents:
             pass
         return contents
 
     @contextmanager
-    def reading(self, on_file: Callable[[], None] = lambda: None) -> Iterator[Contents]:
+    def reading(self) -> Iterator[Contents]:
         """Read all files on separate threads, while they are also read by the body.
 
         The contents are there after the body, and the record is written.
-
-        Args:
-            on_file: Called for each file that has been read, once the body has ended.
 
         Raises:
             ModelError: A file changed meanwhile.
@@ -223,8 +214,6 @@ class WeightFiles:
             except BaseException:
                 threads.shutdown(wait=False, cancel_futures=True)
                 raise
-            for _ in as_completed(hashes.values()):
-                on_file()
             contents |= {name: found.result() for name, found in hashes.items()}
         self._require_unchanged()
         record = {"stamps": self._stamps, "contents": contents}

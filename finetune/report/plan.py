@@ -17,7 +17,7 @@ from finetune.report.format import (
 )
 from offload.plan.facts.facts import WholeWeights
 from offload.plan.facts.linears import FP32_BYTES
-from offload.plan.facts.optimizer import HOST_STATES, LOW_HALVES, host_update_bytes
+from offload.plan.facts.optimizer import LOW_HALVES, host_update_bytes
 from offload.plan.facts.trainable import adapter_parameters, trained_parameters
 from offload.plan.feature_pass import FeaturePass, feature_pass
 from offload.plan.machine.machine import Implementation, Machine, Network, Rate
@@ -28,8 +28,6 @@ from offload.plan.schedule.schedule import Residency
 from offload.plan.step import FREE_FRAC
 from offload.plan.time.roofline import Count, layer_flops
 
-STATES = (LOW_HALVES, HOST_STATES)
-"""What of a weight in the layers may wait on disk."""
 REFERENCE_FLOPS_PER_S = 250e12
 MATRIX_CLASSES = ("attention", "mlp", "experts", "shared_experts")
 COUNTS: dict[Count, str] = {
@@ -493,7 +491,7 @@ def machine_table(machine: Machine) -> Table:
     table = table_of(f"{machine.name} ({machine.device}, {machine.dtype})", "", "value", "source")
     named = {field.name: getattr(machine, field.name) for field in fields(machine)}
     if machine.network is not None:
-        between = f"network, {machine.network.num_ranks} ranks"
+        between = f"network, {machine.network.world_size} ranks"
         named[f"{between}: latency_s"] = machine.network.latency_s
         named[f"{between}: bytes_per_s"] = machine.network.bytes_per_s
     for name, value in named.items():

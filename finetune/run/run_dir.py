@@ -377,8 +377,8 @@ def _that_count(before: Recipe, after: Recipe) -> list[str]:
     """List the settings in which a run differs from what was begun, and that it must not change.
 
     How processes share a step may change, and with it where they hold the layers; and so may the
-    places of optimizer states, input embedding and output head. These change no bit, but on a GPU
-    the last bits of the norm of an embedding that trains. The run itself may be moved and renamed.
+    places of input embedding and output head. These change no bit. The run itself may be moved and
+    renamed.
     """
     found = [one for one in differences(before, after) if not one.startswith(PLACE)]
     if before.train.is_sharded == after.train.is_sharded:
@@ -414,10 +414,10 @@ def as_begun(recipe: Recipe, begun: Recipe | None, *, num_ranks: int = 1) -> Rec
     shares = begun.train.shares
     if recipe.train.shares == "auto" and (isinstance(shares, str) or len(shares) == num_ranks):
         recipe = with_settings(recipe, {"train.shares": shares})
-    return _placed_as_begun(recipe, begun, num_ranks=num_ranks)
+    return _placed_as_begun(recipe, begun)
 
 
-def _placed_as_begun(recipe: Recipe, begun: Recipe, *, num_ranks: int) -> Recipe:
+def _placed_as_begun(recipe: Recipe, begun: Recipe) -> Recipe:
     """Return the recipe with embedding and head where they were, unless one is moved now.
 
     Both may be one weight, so if one is moved the other is not kept. Processes that each hold a
@@ -426,9 +426,7 @@ def _placed_as_begun(recipe: Recipe, begun: Recipe, *, num_ranks: int) -> Recipe
     now, then = recipe.offload, begun.offload
     asked = ((now.embeddings, then.embeddings), (now.head, then.head))
     is_moved = any(new != "auto" and (new == "host") != (old == "host") for new, old in asked)
-    ways = recipe.train.parallel, begun.train.parallel
-    is_split = num_ranks > 1 and (recipe.train.is_full or "fsdp2" in ways)
-    if is_moved or is_split:
+    if is_moved or "fsdp2" in (recipe.train.parallel, begun.train.parallel):
         return recipe
     places = {"offload.embeddings": then.embeddings, "offload.head": then.head}
     is_open = {path: place for path, place in places.items() if setting(recipe, path) == "auto"}

@@ -30,9 +30,8 @@ from finetune.run.run_lock import locked
 from finetune.sweep.screen import Board, RunScreen
 from finetune.sweep.together import train_together
 from finetune.sweep.variants import StopRule, Variant, Variants, Verdicts, waves_of
-from finetune.training.ranks import Ranks
+from finetune.training.ranks import Ranks, require_same_settings
 from finetune.training.run import Outcome, opened
-from finetune.training.world.same_settings import require_same_settings
 from offload.errors import DoesNotFitError
 
 # ---------------------------------------------------------------------------------------------

@@ -33,10 +33,9 @@ from finetune.training.prepare import (
     settled,
     with_plan,
 )
-from finetune.training.run import Outcome, Run
+from finetune.training.run import Outcome, Run, shortage_named
 from finetune.training.session import Session
 from finetune.training.step_log import StepLog, step_log
-from finetune.training.world.shortage import shortage_named
 from offload.plan.plan import Plan
 
 Judge = Callable[[int, Mapping[int, float]], Mapping[int, str]]

@@ -20,6 +20,7 @@ from finetune.training.load import load_base
 from finetune.training.loop import Loop, StepEngine, gc_frozen, rehearsed
 from finetune.training.packing import shown_layers
 from finetune.training.prepare import Planned, Prepared
+from finetune.training.ranks import with_others
 from finetune.training.session import (
     Adapted,
     Kind,
@@ -29,7 +30,6 @@ from finetune.training.session import (
     take_references,
 )
 from finetune.training.trace_memory import trace_memory
-from finetune.training.world.other_ranks import with_others
 from offload.engine.engine import Engine
 from offload.engine.memory_meter import reset_peak
 from offload.plan.facts.linears import Linear
@@ -77,7 +77,7 @@ def on_engine(
         notes.append(note)
     engine = kind.engine(first, plan, adapted)
     del loaded, adapted  # of a sharded model nothing else may hold the memory it was loaded to
-    with closing(engine), ranks.following(lambda: engine.num_issued), gc_frozen():
+    with closing(engine), gc_frozen():
         sessions = [_attached(one, plan, model, engine, kind) for one in prepared]
         for note in notes:
             first.screen.note(note)

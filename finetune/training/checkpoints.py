@@ -13,8 +13,8 @@ from finetune.training import report
 from finetune.training.loop import StepRecord
 from finetune.training.measured import write_measured
 from finetune.training.optimizer import rates_since
+from finetune.training.ranks import FromMain
 from finetune.training.session import Session
-from finetune.training.world.from_main import FromMain
 from offload.plan.plan import Plan
 from offload.probe.energy import Taken
 

@@ -28,16 +28,14 @@ def load_base(run: Run, plan: Plan) -> Loaded:
     recipe, ranks = run.recipe, run.ranks
     if recipe.model.init == "pretrained" and recipe.model.path is not None:
         with ranks.first_here_first():
-            download_weights(recipe.model.path, working=run.working, note=run.screen.note)
+            download_weights(recipe.model.path, working=run.screen.working, note=run.screen.note)
     if ranks.num_machines > 1:
         codec = plan.request.typical.codec
-        digest = ranks.from_first_here(
-            lambda: weights_digest(recipe.model, codec, on_file=ranks.mark)
-        )
+        digest = ranks.from_first_here(lambda: weights_digest(recipe.model, codec))
         ranks.require_same("files of the base model", lambda: digest)
     place = place_near(run.device)
     # memory that cannot be bound to a NUMA node is allocated near the thread that fills it
-    with thread_on(place.cpus), run.working("Loading weights", "bytes") as on_put:
+    with thread_on(place.cpus), run.screen.working("Loading weights", "bytes") as on_put:
         loaded = load_model(
             recipe.model,
             codec=plan.request.typical.codec,
@@ -47,7 +45,6 @@ def load_base(run: Run, plan: Plan) -> Loaded:
             experts_implementation=plan.experts_implementation,
             make_slab=_shared_slab(ranks, run.device, place.node),
             on_put=on_put,
-            on_wait=ranks.mark,
         )
     set_router_loss(loaded.model, recipe.train.router_loss_coef)
     shared = None

@@ -1,11 +1,13 @@
 """Optimizer steps on an attached model: rehearsed, run, and validated."""
 
 import gc
+import json
 import math
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from hashlib import sha256
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
@@ -60,10 +62,6 @@ class StepOutput(Protocol):
 
 class StepEngine(Protocol):
     """What computes steps: layers that are streamed, or ranks that each hold a part of them."""
-
-    @property
-    def num_issued(self) -> int:
-        """Ops or visits so far: a sign of life."""
 
     def forward_backward_runs(self, runs: Sequence[RunStep], /) -> Sequence[StepOutput]:
         """Compute steps in one pass over the layers and back; add to the gradients."""
@@ -296,8 +294,8 @@ class Loop:
 
     def require_same(self, *, step: int) -> None:
         """Check that what trains is the same on all ranks, to the bit, where each has a copy."""
-        if self._ranks.num > 1:
-            self._ranks.require_same_weights(self._update.copies, step=step)
+        what = f"the trained weights after step {step}"
+        self._ranks.require_same(what, lambda: digest_of(self._update.copies))
 
     def step(self, number: int, share: StepShare) -> StepRecord:
         """Run optimizer step `number`, counted from 0, of which this rank does a share."""
@@ -554,3 +552,13 @@ class Loop:
 
     def _lower_rate(self) -> str:
         return f"start again with a lower rate: `train.lr: {self._train.lr / 4:.1e}`"
+
+
+def digest_of(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Return the SHA-256 of tensors' names, types, shapes and bytes."""
+    digest = sha256()
+    for name, tensor in tensors.items():
+        digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
+        values: torch.Tensor = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        digest.update(values.numpy().data)
+    return str(digest.hexdigest())

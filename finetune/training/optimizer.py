@@ -12,9 +12,11 @@ from finetune.adapter.rounded_weights import RoundedOptimizer, RoundedWeights
 from finetune.recipe.sections import TrainSection
 from finetune.run.checkpoint import Restored, Resumable, Saved
 from finetune.training.ranks import Ranks
-from finetune.training.world.gradient_sums import GradientSums
 from offload.engine.passes.part import Reducer
 from offload.plan.facts.optimizer import Optimizer
+from offload.plan.schedule.schedule import Reduced
+
+_SENT = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 CLIP_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
@@ -115,6 +117,51 @@ class Update(Protocol):
 
     def rehearsal(self) -> Callable[[], None]:
         """Return a function that undoes all steps, at a learning rate of 0, from here on."""
+
+
+class GradientSums:
+    """Adds up the gradients of what trains, in ops of the network lane."""
+
+    def __init__(
+        self,
+        weights: Mapping[str, nn.Parameter],
+        *,
+        layers: Sequence[Collection[str]],
+        train: TrainSection,
+        ranks: Ranks,
+    ) -> None:
+        """Share out the weights among the ops.
+
+        Args:
+            weights: What the optimizer updates, by name.
+            layers: The names of those that each layer has alone.
+            train: How they are added up.
+            ranks: The processes that share each step.
+        """
+        self._dtype, self._ranks = _SENT[train.reduce_dtype], ranks
+        own = [set(names) for names in layers]
+        self._layers = [[weights[name] for name in weights if name in names] for names in own]
+        alone = {name for names in own for name in names}
+        self._rest = [weight for name, weight in weights.items() if name not in alone]
+
+    @property
+    def reduced(self) -> Reduced:
+        """What is sent of each layer, and of all else."""
+        return Reduced.of(
+            tuple(map(_num_elements, self._layers)),
+            _num_elements(self._rest),
+            element_bytes=self._dtype.itemsize,
+            world_size=self._ranks.num,
+        )
+
+    def reduce(self, layer: int | None) -> None:
+        """Replace gradients by their sums; waits for the other ranks."""
+        weights = self._rest if layer is None else self._layers[layer]
+        self._ranks.sum_gradients(weights, dtype=self._dtype)
+
+
+def _num_elements(weights: Sequence[nn.Parameter]) -> int:
+    return sum(weight.numel() for weight in weights)
 
 
 class AdapterUpdate:

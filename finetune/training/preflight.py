@@ -25,7 +25,6 @@ from offload.plan.facts.facts import ModelFacts
 from offload.plan.facts.linears import FP32_BYTES
 from offload.plan.facts.optimizer import (
     HOST_GRADIENTS,
-    HOST_STATES,
     ROUNDED_BYTES,
     host_update_bytes,
     state_bytes,
@@ -187,11 +186,8 @@ def require_room(folder: Path, plan: Plan) -> None:
     if spec.whole is not None:  # masters and states in one file, and the model
         dtype_bytes, num = plan.request.typical.dtype_bytes, spec.whole.num_parameters
         optimizer = plan.request.typical.optimizer
-        low_bytes = spec.whole.low_bytes
-        each = host_update_bytes(dtype_bytes, optimizer, low_bytes)
-        outer = host_update_bytes(dtype_bytes, optimizer, low_bytes)
+        each = host_update_bytes(dtype_bytes, optimizer, spec.whole.low_bytes)
         weight_bytes = math.ceil(num * (sum(each.values()) - each[HOST_GRADIENTS]))
-        weight_bytes += int(spec.whole.num_outer * (outer[HOST_STATES] - each[HOST_STATES]))
         needed_bytes = weight_bytes + facts.num_parameters * dtype_bytes
     free_bytes = shutil.disk_usage(folder).free
     if needed_bytes > free_bytes:

@@ -34,10 +34,9 @@ from finetune.training import preflight
 from finetune.training.expert_backend import fastest_expert_backend, resolve_expert_backend
 from finetune.training.layer_kernels import settled_layer_kernels
 from finetune.training.packing import settled_packing, shown_packing, shown_steps
-from finetune.training.ranks import Ranks, micro_batches_by_shares
+from finetune.training.ranks import Ranks, micro_batches_by_shares, with_others
 from finetune.training.run import Run
 from finetune.training.samples import pad_id
-from finetune.training.world.other_ranks import with_others
 from offload.plan.facts.facts import ModelFacts
 from offload.plan.facts.trainable import layer_parameters
 from offload.plan.facts.workload import WeightPlace
@@ -278,9 +277,9 @@ def _network(run: Run, facts: ModelFacts, main: Machine) -> Network | None:
     """
     if run.ranks.num == 1:
         return main.network
-    if main.network is not None and main.network.num_ranks == run.ranks.num:
+    if main.network is not None and main.network.world_size == run.ranks.num:
         return main.network
-    from finetune.training.world.network_probe import measure_network  # it imports torch
+    from finetune.training.process_group import measure_network  # it imports torch
 
     most = max(layer_parameters(facts, trained_spec(run.recipe, facts)))
     return measure_network(run.ranks, device=run.device, num_elements=most)
@@ -354,7 +353,7 @@ def load_data(run: Run, facts: ModelFacts) -> Data:
             seq_len=recipe.train.seq_len,
             seed=recipe.train.seed,
             cache_dir=cache_dir(),
-            working=run.working,
+            working=run.screen.working,
             formats=formats_of(recipe.objective),
         )
     require_known_rows(rows, tokenizer, facts.vocab_size)

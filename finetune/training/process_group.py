@@ -1,73 +1,84 @@
 """Ranks that use torch.distributed: gloo for messages; gloo or, on CUDA, NCCL for gradients.
 
-No rank waits for a dead one. Messages go over TCP connections between the processes: a process that
-is killed closes its connections, which at once is an error on the others. One that is stopped, or
-whose machine is gone, no longer gives signs of life. Our own collectives are polled; while a
-library's are waited for, as those that gather parts of a model, a thread looks for these signs. One
-that hangs lets the others wait for its share of a step, for no longer than ten times the longest
-step so far, and between steps, unless it is the main one, than ten times what they took themselves.
-The main rank between steps, and any before the first has ended, may be at work for long: it is
-waited for as long as it does some, see `heartbeat`.
-A rank that fails but lives takes part in the others' next exchange with the reason in place of a
-value; who does not come to it is ended, see `heartbeat`.
+How a failure of one rank ends all, in order of the means:
 
-No error report is cut off. On each machine one rank shows the error: the one that has it, or the
-first if that is elsewhere. A launcher ends all ranks of its machine as soon as one exits with an
-error, so those that have nothing to report wait until the one that shows the error has exited.
+1. A process that ends closes its connections, which is an error of the others' collectives within
+   seconds. A launcher ends the other processes of its machine too.
+2. A collective has a time limit, torch's own: in a step `LEAST_STEP_S`, or `STEPS` times the
+   longest step so far if that is more; elsewhere, and before the first step has ended, `TIMEOUT_S`.
+   So a process that hangs, or a machine that is unplugged, ends the others.
+3. Whoever fails leaves one word in the store of the launch: the cause. A rank whose collective
+   fails looks there; if there is none it leaves who has ended, or does not come to know of it.
+
+The first word is what all show, one rank of each machine: the one that left it or the first that
+asks. A launcher ends the others of its machine as soon as one exits with an error, and would cut
+off that report, so ranks that show nothing wait `QUIET_S` before they exit. Rank 0 may have the
+store: it stays until the others know the word, for `MOMENT_S` at most.
+
+How strangers are kept out: whoever reaches torch's store can read it and write to it, and gloo and
+NCCL connect to the addresses in it. So each value is signed, by HMAC-SHA256 of its key and itself,
+and one without a valid signature is refused. The processes know a secret: on one machine it is in a
+file that its user alone can read, so that nothing is to be set; on several it is an environment
+variable. A signature of an earlier launch would still be valid, so each process first writes a
+random number among what it says of itself. What gloo and NCCL write is signed by a key that is made
+of the secret and all these numbers: it is good for these processes alone.
 """
 
-import atexit
+import hmac
+import json
+import os
+import platform
+import re
+import secrets
+import socket
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from datetime import timedelta
-from threading import Event, Thread
+from functools import partial
+from importlib.metadata import distributions
+from itertools import accumulate, groupby
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from timeit import repeat
 from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from accelerate import PartialState
 from torch import nn
+from torch.distributed import (  # type: ignore[attr-defined]  # no stub has them
+    PrefixStore,
+    Store,
+    TCPStore,
+    distributed_c10d,
+)
 
-from finetune.env import Launch, connect_on_loopback
-from finetune.errors import (
-    FinetuneError,
-    RankError,
-    RunFailedError,
-    ToldRankError,
-    file_error,
-)
-from finetune.exits import end_at_once
+from finetune.env import SECRET, Launch, cache_dir, connect_on_loopback
+from finetune.errors import FinetuneError, RankError, RunFailedError
+from finetune.training.messages import read, written
 from finetune.training.ranks import Ranks
-from finetune.training.world.blocks import MOST_RUNNING, block_elements, parts_of
-from finetune.training.world.heartbeat import BEAT_S, STOPPED_S, Heartbeat
-from finetune.training.world.likeness import difference, digests_of
-from finetune.training.world.meeting import cause_of, meet, opened_store
-from finetune.training.world.one_world import require_one_world
-from finetune.training.world.parcel import (
-    ParcelError,
-    memory_of,
-    opened,
-    packed,
-    sealed,
-    unpacked,
-)
-from finetune.training.world.secret import secret_of
 from offload.errors import SluiceError
 from offload.plan.facts.linears import FP32_BYTES
+from offload.plan.machine.machine import MEASURED, Network, Rate
 from offload.plan.memory.memory import GRADIENT_BUCKET_BYTES
+from offload.plan.schedule.schedule import Reduced
 
 T = TypeVar("T")
 
-JOIN_S = 120.0
-# In all, for one that does work before the first step, or as the main rank between steps.
-TIMEOUT_S = 6 * 3600.0
-# Within steps, for a process that hangs; one that dies or is stopped is noticed before.
-LEAST_STEP_TIMEOUT_S, STEP_TIMEOUT_STEPS = 60.0, 10
-FAREWELL_S = 30.0
+JOIN_S, TIMEOUT_S = 120.0, 2 * 3600.0
+LEAST_STEP_S, STEPS = 60.0, 10
+BLOCK_BYTES, MOST_ELEMENTS = 2**20, 2**24
+QUIET_S, MOMENT_S, NOTICED_S, ANSWER_S = 5.0, 3.0, 1.0, 5.0
 _POLL_S, _POLL_FRAC, _MOST_POLL_S = 0.0002, 0.02, 0.01
+_OF_NETWORK = re.compile("gloo|pair closure|NCCL|store")
+PACKAGES = (
+    *("sluice-finetune", "torch", "transformers", "peft", "accelerate", "bitsandbytes"),
+    *("tokenizers", "triton"),
+)
+_LOOPBACK = "127.0.0.1"
+_NUM_BYTES = 32  # of a secret, and of a signature
 
 
 class ProcessGroup(Ranks):
@@ -79,60 +90,47 @@ class ProcessGroup(Ranks):
         self,
         launch: Launch,
         *,
-        timeout_s: float = TIMEOUT_S,
         bucket_bytes: int = GRADIENT_BUCKET_BYTES,
     ) -> None:
         """Wait for the others.
 
         Raises:
-            FinetuneError: They cannot be reached.
+            FinetuneError: They cannot be reached, or do not belong to this one.
         """
         self.num, self.index, self.local_index = launch.num, launch.index, launch.local_index
-        self._timeout_s = timeout_s
-        self._is_broken = False
-        self._longest_step_s = 0.0
+        self._launch, self._bucket_bytes, self._bucket = launch, bucket_bytes, torch.empty(0)
+        self._knowing = [f"knows/{rank}" for rank in range(self.num)]
+        self._longest_step_s: float | None = None  # but for the first, in which layers are compiled
         self._begun_s = time.monotonic()
-        self._has_summed = False
-        self._bucket_bytes = bucket_bytes
-        self._bucket: torch.Tensor | None = None
-        has_cuda, timeout = torch.cuda.is_available(), timedelta(seconds=timeout_s + FAREWELL_S)
-        try:
-            secret, store = secret_of(launch), opened_store(launch, timeout_s=JOIN_S)
-            self._meeting = meet(store, secret, index=self.index, num=self.num, timeout_s=JOIN_S)
-            self._heartbeat = Heartbeat(
-                self._meeting.store, index=self.index, num=self.num, end=self._end
-            )
+        with self._reaching():
+            secret, store = secret_of(launch), _opened_store(launch)
+        self._all_attempts = SignedStore(store, secret)
+        self._store = SignedStore(PrefixStore(f"attempt/{launch.num_restarts}", store), secret)
+        with self, self._reaching():
+            tables = _met(self._store, launch)
+            self.nodes = tuple(table["node"] for table in tables)
+            self._pids = [table["pid"] for table in tables]
             if launch.is_on_one_machine:
                 connect_on_loopback()
+            if has_cuda := torch.cuda.is_available():
+                torch.cuda.set_device(self.local_index)
+            of_all = hmac.digest(secret, json.dumps(tables).encode(), "sha256")
             dist.init_process_group(
                 backend="cuda:nccl,cpu:gloo" if has_cuda else "gloo",
-                store=self._meeting.store,
+                store=SignedStore(self._store.store, of_all),
                 rank=self.index,
                 world_size=self.num,
-                timeout=timeout,
+                timeout=timedelta(seconds=JOIN_S),
             )
-            PartialState(cpu=not has_cuda)
-        except (RuntimeError, ValueError) as error:
-            raise FinetuneError(
-                f"rank {self.index} of {self.num} cannot reach the others:"
-                f" {str(error).splitlines()[0]}",
-                limit="the launcher's MASTER_ADDR and MASTER_PORT must lead to rank 0",
-                hint=f"`accelerate launch --multi_gpu --num_processes {self.num}"
-                " --main_process_port 0` takes a port that is free",
-            ) from error
-        self.is_restart = self._meeting.is_restart
-        self._heartbeat.start()
-        atexit.register(self._leave)  # for a process that does not exit at once, as commands do
-        try:
-            self.nodes = tuple(self.exchange(launch.node))
-            require_one_world(self, launch)
-        except FinetuneError as error:
-            self._tell(error)
-            raise
+            self.is_restart = bool(
+                launch.num_restarts and store.check(["begun"]) and self._all_attempts.get("begun")
+            )
 
     def note_begun(self) -> None:
         """Let processes that the launcher starts after these continue the run."""
-        self._meeting.note_begun()
+        self._all_attempts.set("begun", "yes")
+
+    # ------------------------------------------------------------------------------------ failures
 
     def __exit__(
         self,
@@ -140,364 +138,189 @@ class ProcessGroup(Ranks):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Disconnect, report to the others why this rank fails, or let the failed rank report."""
+        """Disconnect; or leave word why this rank fails, and let one of its machine show it.
+
+        Raises:
+            RankError: Another rank shows it.
+        """
         if error is None:
             self.exchange(None)
-        elif isinstance(error, ToldRankError):
-            self._wait_for(error.speaker)
-        elif isinstance(error, KeyboardInterrupt):
-            self._is_broken = True
-            self._heartbeat.leave(f"rank {self.index} was stopped before a step had ended")
-        elif isinstance(error, Exception) and not (isinstance(error, RankError) or self._is_broken):
-            self._tell(error)
+            return
+        what = error.what if isinstance(error, SluiceError) else f"{type(error).__name__}: {error}"
+        failure = (
+            error
+            if isinstance(error, RankError)
+            else self._failure(f"rank {self.index} has failed: {what}")
+        )
+        if self.index == 0:
+            with suppress(RuntimeError):
+                self._store.wait(self._knowing, timedelta(seconds=MOMENT_S))
+        if isinstance(error, Exception) and not failure.is_shown:
+            with suppress(KeyboardInterrupt):  # the launcher's SIGTERM
+                time.sleep(QUIET_S)
+            raise failure from None
 
-    def exchange(self, value: T, *, is_step: bool = False) -> tuple[T, ...]:
-        """Return the values of all ranks, in rank order."""
-        if is_step:
-            return self._exchange(value, limit_s=self._step_timeout_s())
-        values = self._exchange(value, limit_s=self._timeout_s)
-        self._begun_s = time.monotonic()
-        return values
+    def _failure(self, own: str | None, why: str = "") -> RankError:
+        """Return the error for the first word on why the launch ends.
 
-    def from_main(self, make: Callable[[], T]) -> T:
-        """Return the result of `make` on the main rank, on all ranks."""
-        if self.is_main:
-            value = make()
-            content, tensors = packed(value)
-            self.exchange(content)
-        else:
-            content, *_ = self.exchange("")
-            with self._read_from(0):
-                value, tensors = unpacked(content)
-        for tensor in tensors:
-            for piece in memory_of(tensor).split(GRADIENT_BUCKET_BYTES):
-                self._send(piece)
-        return value
+        Args:
+            own: Why this rank fails; None if another does, which is then to be named.
+            why: What torch says of that.
+        """
+        here = [r for r, node in enumerate(self.nodes) if r and node == self._launch.node]
+        shown, what = min(here, default=self.index), own or self._gone([0], "its store is gone")
+        with suppress(RuntimeError, OSError, FinetuneError):  # without a store
+            # on a thread of its own: a store that has stopped never answers
+            shown, what = ThreadPoolExecutor(1).submit(self._word, own, why).result(ANSWER_S)
+        return RankError(
+            what,
+            limit="all must live, and do their share of each step",
+            hint="see what the others and the launcher show; `--resume` continues from the newest"
+            " checkpoint",
+            is_shown=shown == self.index,
+        )
 
-    def _send(self, piece: torch.Tensor) -> None:
-        """Fill memory of all ranks with what the main rank has there."""
-        with self._connected():
-            self._wait(dist.broadcast(piece, src=0, async_op=True), limit_s=self._timeout_s)
-        self.mark()
+    def _word(self, own: str | None, why: str) -> tuple[int, str]:
+        """Return the rank that shows here why the launch ends, and the first word on that."""
+        with suppress(RuntimeError, ValueError):  # torch closes all connections, as for a timeout
+            neighbour = (self.index + 1) % self.num
+            work = dist.irecv(torch.empty(1), src=neighbour)
+            work.wait(timedelta(milliseconds=1))  # type: ignore[union-attr]  # of a group's member
+        self._store.set(self._knowing[self.index], "")
+        if own is None:
+            with suppress(RuntimeError):  # others come here too, but for those that fail otherwise
+                self._store.wait(["failure"], timedelta(seconds=NOTICED_S))
+            late = [r for r, key in enumerate(self._knowing) if not self._store.store.check([key])]
+            own = self._gone([r for r in late if self._has_ended(r)] or late, why)
+        word = json.dumps([self.index, self._launch.node, own])
+        rank, node, what = json.loads(self._store.compare_set("failure", "", word))
+        first = self._store.compare_set(f"shown/{self._launch.node}", "", str(self.index))
+        return rank if node == self._launch.node else int(first), what
+
+    def _has_ended(self, rank: int) -> bool:
+        """Return whether a process is one of this machine and has ended."""
+        status = Path("/proc", str(self._pids[rank]), "status")
+        is_running = status.exists() and "(zombie)" not in status.read_text()
+        return self.nodes[rank] == self._launch.node and not is_running
+
+    def _gone(self, ranks: Sequence[int], why: str) -> str:
+        shown = "rank {} (machine {})" if self.num_machines > 1 else "rank {}"
+        names = " and ".join(shown.format(rank, self.nodes[rank]) for rank in ranks)
+        return f"{names or 'another rank'} is gone or does not answer: {why}"
 
     @contextmanager
-    def first_here_first(self) -> Iterator[None]:
-        """See `Ranks`; a run is loaded, for which each machine takes its own time."""
-        self._heartbeat.has_steps = False
-        with super().first_here_first():
-            yield
-
-    def _exchange(self, value: T, *, limit_s: float) -> tuple[T, ...]:
-        words = self._gather(value, failure=None, limit_s=limit_s)
-        failed = [rank for rank, (_, failure) in enumerate(words) if failure is not None]
-        if failed:
-            raise self._reported(failed, words[failed[0]][1] or "")
-        return tuple(value for value, _ in words)
-
-    def _reported(self, failed: Sequence[int], failure: str) -> ToldRankError:
-        """Return the error for a rank to which others have reported a failure."""
-        self._heartbeat.note_ending()
-        here = [rank for rank in range(self.num) if self.nodes[rank] == self.nodes[self.index]]
-        speaker = next((rank for rank in failed if rank in here), here[0])
-        is_shown = speaker == self.index
-        return ToldRankError(failed[0], failure, speaker=speaker, is_shown=is_shown)
-
-    @contextmanager
-    def failing_together(self) -> Iterator[None]:
-        """Fail on all ranks if one fails in this context, with its error."""
-        failure: SluiceError | None = None
+    def _reaching(self) -> Iterator[None]:
         try:
-            with self._heartbeat.writing() if self.is_main else nullcontext():
-                yield
-        except RankError:
-            raise
-        except SluiceError as error:
-            failure = error
-        except OSError as error:
-            failure = file_error(error, f"rank {self.index}")
-        own = None if failure is None else (failure.what, failure.limit, failure.hint)
-        first = next((one for one in self.exchange(own) if one is not None), None)
-        if first is not None:
-            what, limit, hint = first
-            raise RunFailedError(what, limit=limit, hint=hint) from failure
+            yield
+        except (RuntimeError, OSError, ValueError) as error:
+            host, port = self._launch.store
+            raise FinetuneError(
+                f"rank {self.index} of {self.num} cannot reach the others at {host}:{port}:"
+                f" {str(error).splitlines()[0]}",
+                limit=f"all must be there within {JOIN_S:,.0f} s; the launcher's MASTER_ADDR and"
+                " MASTER_PORT lead to a port that is rank 0's or the launcher's alone",
+                hint="start the same command on each machine, with a port that is free"
+                " (`--main_process_port 0` of `accelerate launch` on one); see that a firewall lets"
+                " them through",
+            ) from error
 
     @contextmanager
     def in_collectives(self, *, is_step: bool) -> Iterator[None]:
-        """See `Ranks`; a rank that fails cannot tell the others, who wait for a tensor."""
+        """See `Ranks`."""
+        own_s = max(self._longest_step_s or 0.0, time.monotonic() - self._begun_s)
+        is_first = self._longest_step_s is None
+        limit_s = TIMEOUT_S if is_first or not is_step else max(LEAST_STEP_S, STEPS * own_s)
+        distributed_c10d._set_pg_timeout(timedelta(seconds=limit_s), dist.group.WORLD)
         try:
-            with self._watched(limit_s=self._step_timeout_s() if is_step else self._timeout_s):
-                yield
-        except Exception as error:
-            if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
-                gone = self._heartbeat.gone()
-                if gone or self._heartbeat.reason():
-                    raise self._lost(gone, cause_of(error)) from error
-            self._is_broken = True
-            what = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-            self._heartbeat.leave(f"rank {self.index} has failed: {what}")
-            raise
-
-    def arrive(self) -> None:
-        """See `Ranks`."""
-        self._heartbeat.arrive()
-
-    def mark(self) -> None:
-        """See `Ranks`."""
-        self._heartbeat.mark()
-
-    @contextmanager
-    def following(self, count: Callable[[], int]) -> Iterator[None]:
-        """See `Ranks`."""
-        with self._heartbeat.following(count):
             yield
+        except RuntimeError as error:
+            if isinstance(error, torch.OutOfMemoryError) or not _OF_NETWORK.search(str(error)):
+                raise
+            why = re.sub(r"^\[\S+:\d+\] |\. This is typically caused by .*|\n.*", "", str(error))
+            raise self._failure(None, why) from error
+
+    # ------------------------------------------------------------------------------------ messages
+
+    def exchange(self, value: T, *, is_step: bool = False) -> tuple[T, ...]:
+        """Return the values of all ranks, in rank order."""
+        own: list[torch.Tensor] = []
+        content = json.dumps(written(value, own)).encode()
+        size, sizes = torch.tensor([len(content)]), torch.empty(self.num, dtype=torch.int64)
+        self._run(dist.all_gather_into_tensor, (sizes, size), is_step=is_step)
+        most = int(sizes.max())
+        sent = torch.frombuffer(bytearray(content.ljust(most)), dtype=torch.uint8)
+        every = torch.empty(self.num * most, dtype=torch.uint8)
+        self._run(dist.all_gather_into_tensor, (every, sent), is_step=is_step)
+        values = []
+        for rank, text in enumerate(every.view(self.num, -1)):
+            is_own, theirs = rank == self.index, list[torch.Tensor]()
+            values.append(value if is_own else read(json.loads(text.numpy().tobytes()), theirs))
+            for tensor in own if is_own else theirs:
+                for piece in tensor.view(-1).split(MOST_ELEMENTS):
+                    self._run(dist.broadcast, (piece,), src=rank, is_step=is_step)
+        if not is_step:
+            self._begun_s = time.monotonic()
+        return tuple(values)
+
+    def _run(
+        self,
+        collective: Callable[..., Any],
+        *blocks: tuple[torch.Tensor, ...],
+        is_step: bool,
+        **how: Any,
+    ) -> None:
+        """Run a collective on the bytes of each block, as gloo does not know all types, and wait.
+
+        Signals are handled meanwhile.
+        """
+        with self.in_collectives(is_step=is_step):
+            works = [
+                collective(*(one.view(torch.uint8) for one in block), **how, async_op=True)
+                for block in blocks
+            ]
+            start_s = time.monotonic()
+            for work in works:
+                while not work.is_completed():  # a lane that polls often keeps the GIL from others
+                    waited_s = time.monotonic() - start_s
+                    time.sleep(min(_POLL_S + _POLL_FRAC * waited_s, _MOST_POLL_S))
+                work.wait()
+
+    def sum_losses(self, loss: float) -> float:
+        """Return the sum of the losses of all ranks, at the end of a step."""
+        losses = self.exchange(loss, is_step=True)
+        took_s, longest_s = time.monotonic() - self._begun_s, self._longest_step_s
+        self._longest_step_s = 0.0 if longest_s is None else max(longest_s, took_s)
+        self._begun_s = time.monotonic()
+        return sum(losses)
+
+    # ----------------------------------------------------------------------------------- gradients
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter], *, dtype: torch.dtype) -> None:
         """Add up the gradients of all ranks, in place."""
         missing = {i for i, parameter in enumerate(parameters) if parameter.grad is None}
         for i in missing:
             parameters[i].grad = torch.zeros_like(parameters[i])
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        num_elements = self._bucket_bytes // 2 // FP32_BYTES
-        num_elements = min(num_elements, sum(gradient.numel() for gradient in gradients))
-        bucket = self._bucket_for(2 * (num_elements + self.num), like=gradients[0])
+        gradients = [p.grad.view(-1) for p in parameters if p.grad is not None]
+        total = sum(map(len, gradients))
+        largest = min(self._bucket_bytes // 4 // FP32_BYTES, total)
+        num_elements = 2 * (min(2 * largest, total) + self.num)  # sent and received, in two pieces
+        if len(self._bucket) < num_elements:
+            self._bucket = torch.empty(num_elements, device=gradients[0].device)
         # All memory is allocated: from here on no rank can fail alone and leave others waiting.
-        gathered = self._exchange(missing, limit_s=self._step_timeout_s())
-        with self._connected():
-            for part in parts_of(gradients, max_elements=num_elements):
-                self._sum_in_order(part, bucket, dtype)
+        gathered = self.exchange(missing, is_step=True)
+        pieces = [piece for gradient in gradients for piece in gradient.split(largest)]
+        ends = accumulate(map(len, pieces))
+        for _, part in groupby(pieces, key=lambda _: (next(ends) - 1) // largest):
+            self._sum_in_order(list(part), self._bucket.view(dtype))
         for i in set.intersection(*gathered):
             parameters[i].grad = None
 
     def send_from_main(self, tensors: Sequence[torch.Tensor]) -> None:
         """Replace tensors by those of the main rank; all are fp32."""
-        num_elements = min(self._bucket_bytes // FP32_BYTES, sum(map(torch.Tensor.numel, tensors)))
-        bucket = self._bucket_for(num_elements, like=tensors[0])
-        self._exchange(None, limit_s=self._step_timeout_s())  # see `sum_gradients`
-        with self._connected():
-            for part in parts_of(tensors, max_elements=num_elements):
-                sizes = [piece.numel() for piece in part]
-                flat = bucket[: sum(sizes)]
-                if self.is_main:
-                    torch.cat(list(part), out=flat)
-                self._wait(
-                    dist.broadcast(flat, src=0, async_op=True), limit_s=self._step_timeout_s()
-                )
-                for piece, sent in zip(part, flat.split(sizes), strict=True):
-                    piece.copy_(sent)
+        every = ((tensor.view(-1),) for tensor in tensors)
+        self._run(dist.broadcast, *every, src=0, is_step=True)
 
-    def sum_losses(self, loss: float) -> float:
-        """Return the sum of the losses of all ranks, at the end of a step."""
-        losses = self._exchange(loss, limit_s=self._step_timeout_s())
-        self._has_summed, self._begun_s = True, time.monotonic()
-        self._heartbeat.has_steps = True
-        return sum(losses)
-
-    def _step_timeout_s(self) -> float:
-        """Return how long the others may take longer than this rank for their share of a step."""
-        if not self._has_summed:  # layers are compiled, or kernels for their shapes
-            return self._timeout_s
-        own_s = time.monotonic() - self._begun_s
-        self._longest_step_s = max(self._longest_step_s, own_s)
-        allowed_s = max(LEAST_STEP_TIMEOUT_S, STEP_TIMEOUT_STEPS * self._longest_step_s)
-        return min(self._timeout_s, allowed_s)
-
-    def _idle_timeout_s(self) -> float:
-        """Return how long the others may take longer than this rank for what all do alike."""
-        own_s = max(self._longest_step_s, time.monotonic() - self._begun_s)
-        return max(LEAST_STEP_TIMEOUT_S, STEP_TIMEOUT_STEPS * own_s)
-
-    def add_up(self, own: torch.Tensor) -> torch.Tensor:
-        """Add up a vector over the ranks, in rank order; waits for the device."""
-        every = self._exchange(own.tolist(), limit_s=self._step_timeout_s())
-        return torch.tensor([sum(one) for one in zip(*every, strict=True)]).to(own)
-
-    def require_same(self, what: str, digest: Callable[[], str]) -> None:
-        """Check that all ranks have the same of something."""
-        self._require_alike(what, {what: digest()})
-
-    def require_same_weights(self, parameters: Mapping[str, torch.Tensor], *, step: int) -> None:
-        """Check that what trains has stayed the same on all ranks that have it, to the bit."""
-        self._require_alike(f"the trained weights after step {step}", digests_of(parameters))
-
-    def _require_alike(self, what: str, digests: Mapping[str, str]) -> None:
-        found = difference(what, self.exchange(digests), nodes=self.nodes)
-        if found is not None:
-            raise found
-
-    # ----------------------------------------------------------------------------------- messages
-
-    def _gather(
-        self, value: Any, *, failure: str | None, limit_s: float
-    ) -> list[tuple[Any, str | None]]:
-        """Return the value of each rank, or why it has failed."""
-        own = sealed((value, failure))
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.num)]
-        self._heartbeat.arrive()
-        with self._connected():
-            size = torch.tensor([len(own)])
-            self._wait(dist.all_gather(sizes, size, async_op=True), limit_s=limit_s)
-            most = max(int(size) for size in sizes)
-            parcels = [torch.empty(most, dtype=torch.uint8) for _ in range(self.num)]
-            own = torch.nn.functional.pad(own, (0, most - len(own)))
-            self._wait(dist.all_gather(parcels, own, async_op=True), limit_s=limit_s)
-        words = []
-        for rank, (parcel, size) in enumerate(zip(parcels, sizes, strict=True)):
-            with self._read_from(rank):
-                own_value, own_failure = opened(parcel[: int(size)])
-            words.append((own_value, own_failure))
-        return words
-
-    @contextmanager
-    def _read_from(self, rank: int) -> Iterator[None]:
-        """Read what a rank has sent.
-
-        Raises:
-            RankError: It is nothing that a rank sends.
-        """
-        try:
-            yield
-        except ParcelError as error:
-            raise self._lost([rank], f"what it has sent cannot be read ({error})") from error
-
-    def _wait(self, work: "dist.Work | None", *, limit_s: float) -> None:
-        """Wait for a collective, but for no rank that has stopped, nor longer than allowed.
-
-        Raises:
-            RankError: A rank does not answer.
-            RuntimeError: A connection is closed.
-        """
-        assert work is not None
-        start_s, idle_s = time.monotonic(), self._idle_timeout_s()
-        while not work.is_completed():
-            waited_s = time.monotonic() - start_s
-            self._require_answers(waited_s=waited_s, limit_s=limit_s, idle_s=idle_s)
-            # a lane that polls often would keep the interpreter from others
-            time.sleep(min(_POLL_S + _POLL_FRAC * waited_s, _MOST_POLL_S))
-        work.wait()
-
-    def _require_answers(self, *, waited_s: float, limit_s: float, idle_s: float) -> None:
-        """Check that all ranks live, and that none has let this one wait for too long.
-
-        Args:
-            waited_s: How long this rank has waited.
-            limit_s: How long it may wait for the main rank, which may be at work for all.
-            idle_s: How long for others, between the steps of a run.
-
-        Raises:
-            RankError: A rank does not answer, or has left.
-        """
-        if self._heartbeat.have_left():
-            raise self._lost([], "")
-        stopped = self._heartbeat.stopped(waited_s=waited_s)
-        if stopped:
-            raise self._lost(stopped, f"no sign of life for {STOPPED_S:.0f} s")
-        idle = self._heartbeat.idle(waited_s=waited_s)
-        if idle:
-            raise self._lost(idle, f"it has let others wait for {waited_s:,.0f} s without any work")
-        late = self._heartbeat.late()
-        if self._heartbeat.has_steps and late and 0 not in late:
-            limit_s = min(limit_s, idle_s)
-        if waited_s > limit_s:
-            raise self._lost(late, f"others have waited for it for {limit_s:,.0f} s")
-
-    @contextmanager
-    def _watched(self, *, limit_s: float) -> Iterator[None]:
-        """End this process if another rank stops in this context, or this one comes no further.
-
-        No thread can end another's wait in a collective of gloo or NCCL: aborting gloo's group
-        leaves it waiting.
-        """
-        is_done = Event()
-
-        def watch() -> None:
-            place, since_s = self._heartbeat.place, time.monotonic()
-            idle_s = self._idle_timeout_s()
-            while not is_done.wait(BEAT_S):
-                if self._heartbeat.place != place:
-                    place, since_s = self._heartbeat.place, time.monotonic()
-                waited_s = time.monotonic() - since_s
-                try:
-                    self._require_answers(waited_s=waited_s, limit_s=limit_s, idle_s=idle_s)
-                except RankError as error:
-                    end_at_once(error)
-
-        watching = Thread(target=watch, name="watch", daemon=True)
-        watching.start()
-        try:
-            yield
-        finally:
-            is_done.set()
-            watching.join()
-
-    def _tell(self, error: Exception) -> None:
-        """Report why this rank fails; of a machine's that fail alike, one reports for all."""
-        failure = (
-            error.what if isinstance(error, SluiceError) else f"{type(error).__name__}: {error}"
-        )
-        self._heartbeat.fail(f"rank {self.index} has failed: {failure}")
-        try:
-            words = self._gather(None, failure=failure, limit_s=self._timeout_s)
-        except RankError:
-            return  # no rank is left to report to
-        reported = self._reported(
-            [r for r, (_, other) in enumerate(words) if other == failure], failure
-        )
-        if reported.speaker != self.index:
-            self._wait_for(reported.speaker)
-            raise reported from error
-
-    def _wait_for(self, rank: int) -> None:
-        """Wait until a rank has exited; it sends nothing, its closing connection ends the wait."""
-        if rank == self.index:
-            return
-        with suppress(RuntimeError):
-            work = dist.irecv(torch.empty(1), src=rank)
-            assert work is not None
-            work.wait(timedelta(seconds=FAREWELL_S))
-
-    @contextmanager
-    def _connected(self) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:
-            raise self._lost(self._heartbeat.gone(), cause_of(error)) from error
-
-    def _lost(self, ranks: Sequence[int], why: str) -> RankError:
-        """Return the error that ranks are gone, and let the others know that this one is not.
-
-        If others have left because of it, it is the error that they have said.
-        """
-        self._is_broken = True
-        self._heartbeat.note_ending()
-        machine = "" if self.num_machines == 1 else " (machine {})"
-        names = [f"rank {rank}{machine.format(self.nodes[rank])}" for rank in ranks]
-        what = self._heartbeat.reason() or (
-            f"{' and '.join(names) or 'another rank'} is gone or does not answer: {why}"
-        )
-        self._heartbeat.leave(what)
-        return _rank_error(what)
-
-    def _end(self, why: str) -> None:
-        """End this process, whose main thread has not come to notice that the others do."""
-        end_at_once(_rank_error(why))
-
-    def _leave(self) -> None:
-        """Disconnect, unless an exchange is unfinished, which would be waited for."""
-        self._heartbeat.leave()
-        if dist.is_initialized() and not self._is_broken:
-            dist.destroy_process_group()
-
-    # ----------------------------------------------------------------------------------- gradients
-
-    def _bucket_for(self, num_elements: int, *, like: torch.Tensor) -> torch.Tensor:
-        """Return fp32 memory that gradients are sent from, kept from step to step."""
-        if self._bucket is None or self._bucket.numel() < num_elements:
-            self._bucket = torch.empty(num_elements, dtype=torch.float32, device=like.device)
-        return self._bucket
-
-    def _sum_in_order(
-        self, part: Sequence[torch.Tensor], bucket: torch.Tensor, dtype: torch.dtype
-    ) -> None:
+    def _sum_in_order(self, part: Sequence[torch.Tensor], memory: torch.Tensor) -> None:
         """Add up in fp32, in the order of the ranks; each rank adds up an equal share.
 
         It gets the others' gradients of its share, and sends them the sums: 2 (N - 1) / N of the
@@ -506,50 +329,214 @@ class ProcessGroup(Ranks):
         """
         sizes = [piece.numel() for piece in part]
         num_elements = -(-sum(sizes) // self.num) * self.num
-        memory = bucket.view(dtype)
         sent, received = memory[: 2 * num_elements].split(num_elements)
-        for piece, place in zip(part, sent.split([*sizes, len(sent) - sum(sizes)]), strict=False):
+        pieces = sent[: sum(sizes)].split(sizes)
+        for piece, place in zip(part, pieces, strict=True):
             place.copy_(piece)
-        share, is_gloo = num_elements // self.num, bucket.device.type == "cpu"
-        most = self.num * block_elements(share, dtype) if is_gloo else num_elements
-        blocks = list(zip(sent.split(most), received.split(most), strict=True))
-        self._exchange_bytes(dist.all_to_all_single, ((own, others) for others, own in blocks))
-        shares = []
-        for block, every in blocks:
-            first, *others = every.view(self.num, -1)
-            total = first.float()
-            for other in others:
-                total += other
-            shares.append((block, first.copy_(total)))
-        self._exchange_bytes(dist.all_gather_into_tensor, shares)
-        for piece, summed in zip(part, sent[: sum(sizes)].split(sizes), strict=True):
-            piece.copy_(summed)
+        # gloo moves a large message in one direction at a time, and several small ones in both
+        most = self.num * BLOCK_BYTES // memory.itemsize if memory.is_cpu else num_elements
+        blocks = list(zip(received.split(most), sent.split(most), strict=True))
+        self._run(dist.all_to_all_single, *blocks, is_step=True)
+        rows = [(block, every.view(self.num, -1)) for every, block in blocks]
+        shares = [(block, own[0].copy_(sum(one.float() for one in own))) for block, own in rows]
+        self._run(dist.all_gather_into_tensor, *shares, is_step=True)
+        for piece, place in zip(part, pieces, strict=True):
+            piece.copy_(place)
 
-    def _exchange_bytes(
-        self,
-        collective: Callable[..., Any],
-        blocks: Iterable[tuple[torch.Tensor, torch.Tensor]],
-    ) -> None:
-        """Run a collective that moves bytes, as gloo does not know all types, on each block.
 
-        Args:
-            collective: Of torch.distributed.
-            blocks: Its target and source, each.
+# ------------------------------------------------------------------------------------------- launch
+
+
+class SignedStore(Store):
+    """A store of signed values, also for torch's own use."""
+
+    def __init__(self, store: Store, key: bytes) -> None:
+        """Take where values are, and what they are signed with."""
+        super().__init__()
+        self.store: Any = store  # its stub does not know bytes
+        self._key = key
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Write a value."""
+        self.store.set(key, self._signed(key, value))
+
+    def get(self, key: str) -> bytes:
+        """Return a value, once it is there.
+
+        Raises:
+            FinetuneError: It was not written by a process of this launch.
+            RuntimeError: It is not there in time, or the store is gone.
         """
-        running = deque[Any]()
-        for target, source in blocks:
-            if len(running) == MOST_RUNNING:
-                self._wait(running.popleft(), limit_s=self._step_timeout_s())
-            as_bytes = target.view(torch.uint8), source.view(torch.uint8)
-            running.append(collective(*as_bytes, async_op=True))
-        while running:
-            self._wait(running.popleft(), limit_s=self._step_timeout_s())
+        return self._checked(key, self.store.get(key))
+
+    def compare_set(self, key: str, expected: str, value: str) -> bytes:
+        """Write a value where there is none, and return what is there then.
+
+        Raises:
+            FinetuneError: See `get`.
+        """
+        return self._checked(key, self.store.compare_set(key, expected, self._signed(key, value)))
+
+    def wait(self, keys: Sequence[str], *timeout: timedelta) -> None:
+        """Wait until something is there, by whomever."""
+        self.store.wait(keys, *timeout)
+
+    def _signed(self, key: str, value: str | bytes) -> bytes:
+        content = value.encode() if isinstance(value, str) else bytes(value)
+        return hmac.digest(self._key, json.dumps(key).encode() + content, "sha256") + content
+
+    def _checked(self, key: str, found: bytes) -> bytes:
+        content = bytes(found)[_NUM_BYTES:]
+        if not hmac.compare_digest(self._signed(key, content), bytes(found)):
+            raise FinetuneError(
+                f"what is at {key!r} in the store of this launch is not signed with its secret",
+                limit="only its own processes may take part in it",
+                hint=f"set {SECRET} to the same value on each machine; on one machine start all"
+                " ranks as the same user, with the same XDG_CACHE_HOME",
+            )
+        return content
 
 
-def _rank_error(what: str) -> RankError:
-    return RankError(
-        what,
-        limit="all must live, and do their share of each step",
-        hint="see what the others and the launcher show; `--resume` continues from the newest"
-        " checkpoint",
+def _opened_store(launch: Launch) -> Store:
+    """Return the store of the launcher, or that of rank 0.
+
+    On one machine the store of rank 0 listens on the loopback interface alone.
+
+    Raises:
+        RuntimeError: It cannot be reached.
+        OSError: Another program has the port.
+    """
+    host, port = launch.store
+    is_alone, is_server = launch.is_on_one_machine, not (launch.index or launch.is_store_launcher_s)
+    listener = socket.create_server((_LOOPBACK, port)) if is_server and is_alone else None
+    opening = ThreadPoolExecutor(1).submit(  # an answer may never come
+        lambda: TCPStore(
+            _LOOPBACK if is_alone else host,
+            port,
+            None,
+            is_server,
+            timedelta(seconds=JOIN_S),
+            wait_for_workers=False,
+            master_listen_fd=None if listener is None else listener.detach(),  # torch closes it
+        )
+    )
+    return opening.result(JOIN_S + 1)
+
+
+def _met(store: SignedStore, launch: Launch) -> list[dict[str, Any]]:
+    """Wait until all processes are there; return what each says of itself.
+
+    Raises:
+        FinetuneError: They do not belong together, or what changes the last bits is not alike.
+        RuntimeError: One is not there in time.
+    """
+    own = {
+        "nonce": secrets.token_hex(_NUM_BYTES),
+        "pid": os.getpid(),
+        "node": launch.node,
+        "place": {"LOCAL_RANK": launch.local_index, "LOCAL_WORLD_SIZE": launch.num_local},
+        "alike": {"WORLD_SIZE": launch.num, **surroundings()},
+    }
+    store.set(f"rank/{launch.index}", json.dumps(own))
+    tables: list[dict[str, Any]] = []
+    for rank in range(launch.num):
+        tables.append(json.loads(store.get(f"rank/{rank}")))
+        _require_alike(rank, tables[rank]["alike"], tables[0]["alike"])
+    nodes = [table["node"] for table in tables]
+    for rank, node in enumerate(nodes):  # of all, as nobody waits for one that fails here
+        place = {"LOCAL_RANK": nodes[:rank].count(node), "LOCAL_WORLD_SIZE": nodes.count(node)}
+        _require_alike(rank, tables[rank]["place"], place)
+    return tables
+
+
+def surroundings() -> dict[str, str]:
+    """Return versions of packages that change numerics; on a CPU also what its sums depend on."""
+    found = {one.name: one.version for one in distributions() if one.name in PACKAGES}
+    found |= {"Python": ".".join(platform.python_version_tuple()[:2])}
+    if torch.cuda.is_available():
+        return {**found, "tf32": str(torch.backends.cuda.matmul.allow_tf32)}
+    return {
+        **found,
+        "torch's threads": str(torch.get_num_threads()),
+        "torch's CPU code": torch.backends.cpu.get_cpu_capability(),
+    }
+
+
+def _require_alike(rank: int, found: dict[str, Any], expected: dict[str, Any]) -> None:
+    other = [name for name in {**expected, **found} if expected.get(name) != found.get(name)]
+    if other:
+        raise FinetuneError(
+            f"rank {rank} has {' and '.join(f'{name} {found.get(name)}' for name in other)}",
+            limit="by the other ranks it is"
+            f" {' and '.join(f'{name} {expected.get(name)}' for name in other)}, and what trains"
+            " must stay the same on all, to the bit",
+            hint="start all machines by the same launcher with the same versions and"
+            " OMP_NUM_THREADS, and see that nothing else sets RANK, WORLD_SIZE, LOCAL_RANK,"
+            " LOCAL_WORLD_SIZE or GROUP_RANK",
+        )
+
+
+def secret_of(launch: Launch) -> bytes:
+    """Return the secret that all processes of a launch know.
+
+    Raises:
+        FinetuneError: It is not kept from other users of this machine.
+        OSError: It cannot be read or written.
+    """
+    if launch.secret is not None:
+        return launch.secret.encode()
+    file = cache_dir() / "secret"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with NamedTemporaryFile(dir=file.parent, buffering=0) as new:  # for this user alone
+        new.write(secrets.token_bytes(_NUM_BYTES))
+        with suppress(FileExistsError):
+            os.link(new.name, file)  # that of one process, whole
+    status, key = file.stat(), file.read_bytes()
+    if status.st_uid != os.geteuid() or status.st_mode & 0o077 or len(key) < _NUM_BYTES:
+        raise FinetuneError(
+            f"{file} has mode {status.st_mode & 0o777:o}, user {status.st_uid}, {len(key)} bytes",
+            limit=f"it is the secret of this user's launches, of {_NUM_BYTES} bytes, which he alone"
+            " reads",
+            hint=f"`rm {file}`, and start again; or set {SECRET} to a secret of your own",
+        )
+    return key
+
+
+# ------------------------------------------------------------------------------------------ network
+
+NUM_ELEMENTS, FEWEST_ELEMENTS = 2**21, 2**12  # of the largest sum, if no layer says: 8 MiB
+ENOUGH_S, NUM_REPEATS = 0.25, 5
+LEAST_FRAC = 0.1  # the least share of a sum's time that is not latency; less is noise
+
+
+def measure_network(
+    ranks: Ranks, *, device: torch.device, num_elements: int = NUM_ELEMENTS
+) -> Network:
+    """Return the latency and the rate between the ranks, the same on all of them.
+
+    They are measured by the sums that training takes. The latency is that of the sum of an element
+    for each rank. Sums grow until they take long enough, or have as many elements as training's.
+
+    Args:
+        ranks: There are several.
+        device: Where this rank's gradients are.
+        num_elements: Of the largest sum.
+    """
+
+    def sum_s(num: int) -> float:
+        parameter = nn.Parameter(torch.zeros(num, device=device))
+        parameter.grad = torch.zeros_like(parameter)
+        sum_it = partial(ranks.sum_gradients, [parameter], dtype=torch.float32)
+        return max(ranks.exchange(min(repeat(sum_it, repeat=NUM_REPEATS, number=1))))
+
+    latency_s = sum_s(ranks.num)
+    num, most = FEWEST_ELEMENTS, max(num_elements, FEWEST_ELEMENTS)
+    while (largest_s := sum_s(num)) < ENOUGH_S and num < most:
+        num = min(4 * num, most)
+    sent = Reduced.of((), num, element_bytes=FP32_BYTES, world_size=ranks.num).rest
+    bytes_s = max(largest_s - latency_s, LEAST_FRAC * largest_s)
+    return Network(
+        world_size=ranks.num,
+        latency_s=Rate(value=latency_s, source=MEASURED),
+        bytes_per_s=Rate(value=sent / bytes_s, source=MEASURED),
     )

@@ -8,13 +8,15 @@ The main rank, of all machines, writes the run's directory. The first rank of ea
 slab, writes its store and its cache of tokens.
 """
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from fractions import Fraction
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TypeVar
 
+from finetune.errors import FinetuneError, RankError, RunFailedError, file_error
+from finetune.recipe.recipe import Recipe, differences
 from offload.errors import SluiceError
 from offload.plan.shares import apportioned
 
@@ -22,7 +24,17 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from finetune.run.checkpoint import NamedTensors
+    from offload.plan.plan import Plan
+
 T = TypeVar("T")
+
+# What is there is compared by itself, or is the main rank's alone.
+OF_A_MACHINE = (
+    *("model.path:", "model.config:", "model.tokenizer:", "adapter.init_from:"),
+    *("data.path:", "data.mix:", "data.eval_path:", "data.num_workers:"),
+    *("output.name:", "output.dir:", "report."),
+)
 
 
 class Ranks:
@@ -115,14 +127,24 @@ class Ranks:
         Raises:
             RunFailedError: There are several ranks, and one has failed.
         """
-        yield
+        failure: SluiceError | None = None
+        try:
+            yield
+        except (SluiceError, OSError) as error:
+            if self.num == 1 or isinstance(error, RankError):
+                raise
+            where = f"rank {self.index}"
+            failure = file_error(error, where) if isinstance(error, OSError) else error
+        own = None if failure is None else (failure.what, failure.limit, failure.hint)
+        for found in self.exchange(own):
+            if found is not None:
+                raise RunFailedError(found[0], limit=found[1], hint=found[2]) from failure
 
     @contextmanager
     def in_collectives(self, *, is_step: bool) -> Iterator[None]:
         """Run collectives of a library in this context, in which each rank waits for all others.
 
-        A rank that fails there leaves, and so do those that wait for it. Nothing ends a library's
-        wait for a rank that has stopped: then this process ends with the cause on stderr.
+        A collective that fails or takes too long ends this rank.
 
         Args:
             is_step: See `exchange`.
@@ -130,17 +152,6 @@ class Ranks:
         Raises:
             RankError: Another rank is gone.
         """
-        yield
-
-    def arrive(self) -> None:
-        """Note that this rank has come to another collective; who has not come there is late."""
-
-    def mark(self) -> None:
-        """Note that this rank has done a unit of work; one that does none for long is lost."""
-
-    @contextmanager
-    def following(self, count: Callable[[], int]) -> Iterator[None]:
-        """Take a count that only grows for units of this rank's work, in this context."""
         yield
 
     def sum_gradients(self, parameters: "Sequence[nn.Parameter]", *, dtype: "torch.dtype") -> None:
@@ -162,8 +173,14 @@ class Ranks:
         return loss
 
     def add_up(self, own: "torch.Tensor") -> "torch.Tensor":
-        """Add up a vector over the ranks, in rank order, so that all get the same bits."""
-        return own
+        """Add up a vector over the ranks, in rank order, so that all get the same bits.
+
+        With several ranks it waits for the device.
+        """
+        if self.num == 1:
+            return own
+        every = self.exchange(own.tolist(), is_step=True)
+        return own.new_tensor([sum(one) for one in zip(*every, strict=True)])
 
     def require_same(self, what: str, digest: Callable[[], str]) -> None:
         """Check that all ranks have the same of something.
@@ -171,19 +188,70 @@ class Ranks:
         Raises:
             FinetuneError: They have not.
         """
+        first, *others = self.exchange(digest() if self.num > 1 else "")
+        unlike = [str(rank) for rank, found in enumerate(others, 1) if found != first]
+        if unlike:
+            raise FinetuneError(
+                f"{what} on rank {', '.join(unlike)} are not those on rank 0",
+                limit="ranks train one model on one order of rows, the same to the bit",
+                hint="give all ranks the same files, package versions and kind of card;"
+                " `--resume` continues from the newest checkpoint",
+            )
 
-    def require_same_weights(self, parameters: "Mapping[str, torch.Tensor]", *, step: int) -> None:
-        """Check that what trains is the same on all ranks, to the bit.
+
+class FromMain:
+    """Tensors that the main rank has, by name; all ranks ask for the same ones in the same order.
+
+    A checkpoint of a model's own weights and states is as large as all of it, so no process
+    receives it at once: each takes what it needs of one tensor before it asks for the next.
+    """
+
+    def __init__(self, tensors: "NamedTensors | None", *, ranks: Ranks) -> None:
+        """Take what the main rank has; None on others."""
+        self._tensors, self._ranks = tensors or {}, ranks
+
+    def __getitem__(self, name: str) -> "torch.Tensor":
+        """Return a tensor in memory of its own, or as the main rank has it; it is a collective.
 
         Raises:
-            FinetuneError: They have drifted apart.
+            RankError: A rank has failed, or is gone.
         """
+        return self._ranks.from_main(lambda: self._tensors[name])
 
 
-def is_joined() -> bool:
-    """Return whether this process is one of several that are connected."""
-    distributed = sys.modules.get("torch.distributed")
-    return distributed is not None and bool(distributed.is_initialized())
+def with_others(plan: "Plan", ranks: Ranks) -> "Plan":
+    """Return a rank's plan with what it waits for; ranks that are planned alike wait for none."""
+    if plan.request.own_micro_batches is None:
+        return plan
+    every = ranks.exchange(plan.as_other)
+    return replace(plan, others=every[: ranks.index] + every[ranks.index + 1 :])
+
+
+def require_same_settings(ranks: Ranks, recipes: Mapping[str, Recipe], *, is_resume: bool) -> None:
+    """Check that all ranks were started alike; paths may differ by machine.
+
+    Args:
+        ranks: The processes.
+        recipes: By the name of the run, as this rank was given them; of a single one by any.
+        is_resume: Whether its command continues a run.
+
+    Raises:
+        FinetuneError: They were not.
+    """
+    (first, is_first), *others = ranks.exchange((dict(recipes), is_resume))
+    for rank, (theirs, resumes) in enumerate(others, 1):
+        found = [f"runs {', '.join(first)} -> {', '.join(theirs)}"]
+        if list(first) == list(theirs):
+            every = (one for name in first for one in differences(first[name], theirs[name]))
+            found = [one for one in dict.fromkeys(every) if not one.startswith(OF_A_MACHINE)]
+        if resumes != is_first:
+            found.append("`--resume` is given to one of them")
+        if found:
+            raise FinetuneError(
+                f"settings on rank {rank} are not those on rank 0: {'; '.join(found)}",
+                limit="ranks train one model on one order of rows, the same to the bit",
+                hint="start the same command with the same recipe on each machine",
+            )
 
 
 def micro_batches_by_shares(

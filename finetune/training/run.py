@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from finetune.errors import FinetuneError
 from finetune.planning.ranks import (
     require_micro_batch_per_rank,
     require_ranks_for,
@@ -14,12 +15,11 @@ from finetune.planning.ranks import (
 )
 from finetune.recipe.recipe import Recipe
 from finetune.report.prediction import require_unchanged
-from finetune.report.screen import Screen, Unit, Work
+from finetune.report.screen import Screen
 from finetune.run.run_dir import RunDir, as_begun
 from finetune.run.run_lock import locked
 from finetune.training import preflight
-from finetune.training.ranks import Ranks
-from finetune.training.world.same_settings import require_same_settings
+from finetune.training.ranks import Ranks, require_same_settings
 from offload.errors import SluiceError
 
 
@@ -47,22 +47,6 @@ class Run:
     is_resumed: bool
     are_cards_alike: bool = True
     adapter: str | None = None
-
-    @contextmanager
-    def working(self, what: str, unit: Unit) -> Iterator[Work]:
-        """Show the progress of some work, and let the other ranks see that it goes on.
-
-        Args:
-            what: The work in words.
-            unit: What is counted.
-        """
-        with self.screen.working(what, unit) as show:
-
-            def show_and_mark(done: int, total: int | None) -> None:
-                self.ranks.mark()
-                show(done, total)
-
-            yield show_and_mark
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,3 +144,23 @@ def _require_resumable(run_dir: RunDir, recipe: Recipe, screen: Screen) -> None:
         return
     run_dir.checkpoints.require_whole(newest)
     screen.note(f"Continuing from {run_dir.checkpoints.folder(newest)}")
+
+
+@contextmanager
+def shortage_named(ranks: Ranks) -> Iterator[None]:
+    """Give a shortage of memory the rank, the memory and a way out.
+
+    Raises:
+        FinetuneError: The device or the host has no more memory.
+    """
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        memory = "device" if isinstance(error, torch.OutOfMemoryError) else "host"
+        rank = f"rank {ranks.index} " if ranks.num > 1 else "the run "
+        said = str(error).partition("\n")[0]
+        raise FinetuneError(
+            f"{rank}ran out of {memory} memory in a step{f': {said}' if said else ''}",
+            limit="the plan had counted on what was free when the run began; checkpoints are good",
+            hint="close what else takes it, then `--resume`: the step is planned again",
+        ) from error

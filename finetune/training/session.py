@@ -123,7 +123,7 @@ class Session:
         """Return what held-out rows say, shared by the ranks."""
         if self.head is not None:
             return self.head.evaluation()
-        with self.run.working("Evaluating", "rows") as progress:
+        with self.run.screen.working("Evaluating", "rows") as progress:
             if self.held_out is not None:
                 assert self.objectives is not None
                 return self.objectives.validation(self.loop, self.held_out, progress=progress)

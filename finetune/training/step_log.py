@@ -13,6 +13,7 @@ from finetune.training.checkpoints import save
 from finetune.training.loop import StepRecord, is_due
 from finetune.training.measured import energy_row, memory_in_use, open_meter
 from finetune.training.metrics_writer import MetricsWriter, profiled
+from finetune.training.ranks import Ranks
 from finetune.training.run import Outcome
 from finetune.training.session import Session
 from offload.plan.plan import Plan
@@ -119,7 +120,7 @@ class StepLog:
             row |= report.evaluation_row(session.evaluation())
             self.loss = row[EVAL_LOSS]
             self._evaluations = self._evaluations.after(done, row[EVAL_LOSS])
-        self._taken = ranks.exchange(self.meter.taken())
+        self._taken = _of_all(self.meter.taken(), ranks)
         with ranks.failing_together():
             if ranks.is_main:
                 self.writer.write(row | energy_row(self._taken, num_tokens=record.num_tokens))
@@ -169,3 +170,9 @@ class StepLog:
             signalled=signalled,
             stopped=why,
         )
+
+
+def _of_all(taken: Taken, ranks: Ranks) -> list[Taken]:
+    """Return what all ranks have taken, in rank order."""
+    every = ranks.exchange((taken.window_s, dict(taken.joules), dict(taken.missing)))
+    return [Taken(window_s=window_s, joules=own, missing=why) for window_s, own, why in every]

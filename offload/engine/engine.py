@@ -34,6 +34,7 @@ from offload.engine.model.layers import (
     Composition,
     LayeredModel,
     are_same,
+    homes_of,
     unchanged,
     vocabulary_of,
 )
@@ -463,30 +464,12 @@ class Engine:
     @property
     def own_layers(self) -> dict[int, int]:
         """The layer of each parameter that one layer has alone, by the parameter's id."""
-        layers = self._layered.layers
-        within = [name for name, one in self._layered.whole.named_modules() if one is layers]
-        found: dict[int, set[str]] = {}
-        for path, parameter in self._layered.whole.named_parameters(remove_duplicate=False):
-            number = next(
-                (
-                    path.removeprefix(f"{x}.").split(".")[0]
-                    for x in within
-                    if path.startswith(f"{x}.")
-                ),
-                "",
-            )
-            found.setdefault(id(parameter), set()).add(number)
-        return {one: int(*of) for one, of in found.items() if len(of) == 1 and "" not in of}
+        return homes_of(self._layered.layers, self._layered.around)
 
     @property
     def arenas(self) -> tuple[Arena, ...]:
         """The memory held from step to step, without parameters that were not moved."""
         return (*self._host.arenas, *self._bound.places.arenas)
-
-    @property
-    def num_issued(self) -> int:
-        """The ops that were issued so far, of all passes: it grows as long as there is progress."""
-        return self._bound.executor.num_issued
 
     @property
     def fused(self) -> tuple[Counter[str], ...]:

@@ -83,8 +83,6 @@ class Executor:
         self._copied: dict[tuple[Kind, int | None], Event] = {}
         self.adapter: str | None = None
         """The adapter that the model is switched to for passes of its own."""
-        self.num_issued = 0
-        """The ops that were issued so far."""
 
     def step(
         self, schedule: Schedule, parts: Sequence[Part], *, is_stashed: bool
@@ -360,7 +358,6 @@ class Executor:
                 if copied is not None:
                     waits.append(copied)
                 events.append(self._device.submit(op.lane, waits, body))
-                self.num_issued += 1
             self._device.settle()
         for op, event in zip(schedule.ops, events, strict=True):
             if op.kind in FILLED_BY and op.buffer is not None:

@@ -126,7 +126,7 @@ class PlanRequest:
     is_stashed: bool
     is_on_disk: bool
     num_ranks: int = 1
-    is_slab_shared: bool
+    is_slab_shared: bool = False
     traced: TracedBytes | None = None
     is_masked: bool = False
     may_be_on_disk: bool = False
@@ -443,7 +443,7 @@ def network_of(machine: Machine, request: PlanRequest) -> Network:
     is_one_machine = request.local_ranks == request.num_ranks
     copies = machine.h2d_duplex_bytes_per_s
     return Network(
-        num_ranks=request.num_ranks,
+        world_size=request.num_ranks,
         latency_s=NETWORK_LATENCY,
         bytes_per_s=replace(copies, source=f"assumed: a copy, {copies.source}")
         if is_one_machine

@@ -76,7 +76,7 @@ class Candidate:
             costs=costs,
             residency=residency,
             shortages=needs.shortages(residency),
-            bound_s=bound_of(needs, costs, residency),
+            bound_s=bound_of(needs, costs)(residency),
         )
 
     @classmethod

@@ -31,12 +31,7 @@ SAME_FRAC = 1e-6  # times that differ by less are the same
 WORTH_FRAC = 0.01  # of the step: smaller gains are not worth a slot, in case the link is slower
 
 
-def bound_of(needs: MemoryNeeds, costs: Costs, residency: Residency) -> float:
-    """Return the lower bound on the time of a request's step, optimizer included."""
-    return _bound(needs, costs)(residency)
-
-
-def _bound(needs: MemoryNeeds, costs: Costs) -> _Seconds:
+def bound_of(needs: MemoryNeeds, costs: Costs) -> _Seconds:
     """Return the lower bound as a function of the residency, each computed once."""
     request = needs.request
     num_micro_batches = sum(run.round_micro_batches for run in request.runs)
@@ -121,7 +116,7 @@ class Split:
 
     @cached_property
     def _bound_s(self) -> _Seconds:
-        return _bound(self.needs, self.costs)
+        return bound_of(self.needs, self.costs)
 
     @cached_property
     def _slots_bound_s(self) -> _Seconds:
@@ -129,7 +124,7 @@ class Split:
         if not self.needs.is_staged:
             return self._bound_s
         rate = min(self.costs.h2d_bytes_per_s, self.costs.read_bytes_per_s)
-        return _bound(self.needs, replace(self.costs, h2d_bytes_per_s=rate))
+        return bound_of(self.needs, replace(self.costs, h2d_bytes_per_s=rate))
 
     @cached_property
     def _step_s(self) -> _Seconds:

@@ -125,8 +125,6 @@ def costs_of(timelines: dict[str, list[Timeline]], layer_bytes: int, graph_bytes
         recompute_s=backward_s - mean_s("graphs kept", Kind.BACKWARD),
         decode_s=0.0,
         weight_bytes=layer_bytes,
-        forward_flops=0.0,
-        backward_flops=0.0,
         bound="compute",
         attention_s=backward_s - mean_s("all kept", Kind.BACKWARD),
         pack_s=max(0.0, mean_s("all sent", Kind.FORWARD) - mean_s("all kept", Kind.FORWARD)),

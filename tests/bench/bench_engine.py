@@ -141,8 +141,6 @@ class Bench:
             recompute_s=0.0,
             decode_s=0.0,
             weight_bytes=self._streamed.layer_bytes[0],
-            forward_flops=0.0,
-            backward_flops=0.0,
             bound="compute",
         )
         return Costs(

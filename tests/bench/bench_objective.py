@@ -122,8 +122,6 @@ def costs_of(timelines: Mapping[str, list[Timeline]], layer_bytes: int) -> Costs
         recompute_s=0.0,
         decode_s=0.0,
         weight_bytes=layer_bytes,
-        forward_flops=0.0,
-        backward_flops=0.0,
         bound="compute",
         reference_s=mean_s(DPO, Kind.REFERENCE),
     )

@@ -115,8 +115,6 @@ def costs_of(timelines: Sequence[Timeline], layer_bytes: int) -> Costs:
         recompute_s=0.0,
         decode_s=0.0,
         weight_bytes=layer_bytes,
-        forward_flops=0.0,
-        backward_flops=0.0,
         bound="compute",
     )
     return Costs(

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from importlib.metadata import version
 from itertools import count
 from pathlib import Path
 from typing import Any, NoReturn
@@ -27,7 +26,6 @@ from finetune.run.checkpoint import Stateful
 from finetune.training import load, optimizer, process_group
 from finetune.training.loop import Loop, Request
 from finetune.training.sharded.engine import _Clock
-from finetune.training.world import heartbeat, surroundings
 from offload.engine.executor import Executor
 from offload.engine.passes.part import Part
 from offload.engine.results import PassState
@@ -37,8 +35,8 @@ from offload.plan.schedule.op import Kind, Op
 FAILING_STEP = 2  # counted from 0
 FAILS_AT = "fails at "
 OTHER_VERSION = "0.0.1"  # of peft
-LEAST_TIMEOUT_S, TIMEOUT_STEPS = 3.0, 3  # for a step; users' runs allow more
-SILENT_S = 8.0  # without work; users' runs allow more
+LEAST_STEP_S, STEPS, TIMEOUT_S = 3.0, 3, 8.0  # users' runs allow more
+JOIN_S = 4.0
 MIB = 2**20
 
 NAMED = TransferError("a copy failed", limit="every copy must complete", hint="try again")
@@ -200,10 +198,12 @@ def drift() -> None:
 def have_another_version() -> None:
     """Have another version of peft."""
 
-    def other_version(name: str) -> str:
-        return OTHER_VERSION if name == "peft" else version(name)
+    whole = process_group.surroundings
 
-    vars(surroundings)["version"] = other_version
+    def other_version() -> dict[str, str]:
+        return {**whole(), "peft": OTHER_VERSION}
+
+    vars(process_group)["surroundings"] = other_version
 
 
 def hang() -> None:
@@ -237,6 +237,7 @@ HANGS_BETWEEN: Mapping[str, Callable[[Callable[[], None]], None]] = {
     "hangs in the rehearsal": in_rehearsal,
     "hangs in a checkpoint": in_checkpoint,
 }
+IMPATIENT = "impatient"  # on all ranks, to meet the others
 MAIN = " (rank 0)"  # ends kinds of the main rank
 FULL_DISK = "full disk" + MAIN  # it writes the run's directory
 
@@ -244,10 +245,11 @@ FULL_DISK = "full disk" + MAIN  # it writes the run's directory
 def main(argv: Sequence[str]) -> None:
     """Run the program."""
     kind, *words = argv
-    if kind.startswith("hangs"):
-        process_group.LEAST_STEP_TIMEOUT_S = LEAST_TIMEOUT_S
-        process_group.STEP_TIMEOUT_STEPS = TIMEOUT_STEPS
-        heartbeat.SILENT_S = SILENT_S
+    if kind.startswith("hangs") or kind == "SIGSTOP":
+        process_group.LEAST_STEP_S, process_group.STEPS = LEAST_STEP_S, STEPS
+        process_group.TIMEOUT_S = TIMEOUT_S
+    if kind == IMPATIENT:
+        process_group.JOIN_S = JOIN_S
     in_steps: Mapping[str, Callable[[], object]] = {
         **IN_STEP,
         FULL_DISK: partial(fill_disk, words),
@@ -259,7 +261,7 @@ def main(argv: Sequence[str]) -> None:
             in_visit(failing(IN_VISIT[kind]))
         elif kind.removesuffix(MAIN) in HANGS_BETWEEN:
             HANGS_BETWEEN[kind.removesuffix(MAIN)](failing(hang))
-        else:
+        elif kind in DIFFERENT:
             DIFFERENT[kind]()
     app.main(words)
 

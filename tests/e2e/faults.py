@@ -24,10 +24,11 @@ import torch
 from tests.e2e.broken_rank import (
     FAILS_AT,
     FULL_DISK,
-    LEAST_TIMEOUT_S,
+    IMPATIENT,
+    LEAST_STEP_S,
     MAIN,
     OTHER_VERSION,
-    SILENT_S,
+    TIMEOUT_S,
     fill,
 )
 from tests.e2e.forked import Forked, Started
@@ -251,70 +252,71 @@ FAULTS = (
         kind="SIGSTOP",
         codes=(1, 1),
         causes=(  # and rank 1, once it goes on, finds that rank 0 is no longer there
-            "error (rank 0): rank 1 (machine 1) is gone or does not answer: no sign of life",
+            "error (rank 0): rank 1 (machine 1) is gone or does not answer",
             "error (rank 1): rank 0 (machine 0) is gone or does not answer",
         ),
+        waited_s=LEAST_STEP_S,
     ),
     Fault(
         name="hangs in a step",
         kind="hangs",
-        codes=(1, 1),
-        causes=_on_both("rank 1 (machine 1) is gone or does not answer: others have waited for it"),
-        waited_s=LEAST_TIMEOUT_S,
+        codes=(1, -signal.SIGKILL),
+        causes=("error (rank 0): rank 1 (machine 1) is gone or does not answer", ""),
+        waited_s=LEAST_STEP_S,
     ),
     Fault(
         name="hangs in a visit",
         kind="hangs in a visit",
-        codes=(1, 1),
-        causes=_on_both("rank 1 (machine 1) is gone or does not answer: others have waited for it"),
-        waited_s=LEAST_TIMEOUT_S,
+        codes=(1, -signal.SIGKILL),
+        causes=("error (rank 0): rank 1 (machine 1) is gone or does not answer", ""),
+        waited_s=LEAST_STEP_S,
     ),
     Fault(
         name="hangs in an evaluation",
         kind="hangs in an evaluation",
-        codes=(1, 1),
-        causes=_on_both("rank 1 (machine 1) is gone or does not answer: others have waited for it"),
+        codes=(1, -signal.SIGKILL),
+        causes=("error (rank 0): rank 1 (machine 1) is gone or does not answer", ""),
         more=EVALUATED,
-        waited_s=LEAST_TIMEOUT_S,
+        waited_s=TIMEOUT_S,
     ),
     Fault(
         name="the main rank hangs in an evaluation",
         kind="hangs in an evaluation" + MAIN,
-        codes=(1, 1),
-        causes=_on_both("rank 0 (machine 0) is gone or does not answer: it has let others wait"),
+        codes=(-signal.SIGKILL, 1),
+        causes=("", "error (rank 1): rank 0 (machine 0) is gone or does not answer"),
         more=EVALUATED,
-        waited_s=SILENT_S,
+        waited_s=TIMEOUT_S,
     ),
     Fault(
         name="the main rank hangs in a checkpoint",
         kind="hangs in a checkpoint" + MAIN,
-        codes=(1, 1),
-        causes=_on_both("rank 0 (machine 0) is gone or does not answer: it has let others wait"),
-        waited_s=SILENT_S,
+        codes=(-signal.SIGKILL, 1),
+        causes=("", "error (rank 1): rank 0 (machine 0) is gone or does not answer"),
+        waited_s=TIMEOUT_S,
     ),
     Fault(
         name="the main rank hangs as weights load",
         kind="hangs in loading" + MAIN,
-        codes=(1, 1),
-        causes=_on_both("rank 0 (machine 0) is gone or does not answer: it has let others wait"),
+        codes=(-signal.SIGKILL, 1),
+        causes=("", "error (rank 1): rank 0 (machine 0) is gone or does not answer"),
         is_from_start=True,
-        waited_s=SILENT_S,
+        waited_s=TIMEOUT_S,
     ),
     Fault(
         name="hangs as weights load",
         kind="hangs in loading",
-        codes=(1, 1),
-        causes=_on_both("rank 1 (machine 1) is gone or does not answer: it has let others wait"),
+        codes=(1, -signal.SIGKILL),
+        causes=("error (rank 0): rank 1 (machine 1) is gone or does not answer", ""),
         is_from_start=True,
-        waited_s=SILENT_S,
+        waited_s=TIMEOUT_S,
     ),
     Fault(
         name="hangs in the first step",
         kind="hangs in the rehearsal",
-        codes=(1, 1),
-        causes=_on_both("rank 1 (machine 1) is gone or does not answer: it has let others wait"),
+        codes=(1, -signal.SIGKILL),
+        causes=("error (rank 0): rank 1 (machine 1) is gone or does not answer", ""),
         is_from_start=True,
-        waited_s=SILENT_S,
+        waited_s=TIMEOUT_S,
     ),
     Fault(
         name="an exception in a visit",
@@ -339,7 +341,9 @@ FAULTS = (
         name="another version of peft",
         kind="version",
         codes=(1, 1),
-        causes=_on_both(f"has peft {OTHER_VERSION}; rank 0 has peft {version('peft')}"),
+        causes=_on_both(
+            f"has peft {OTHER_VERSION}; by the other ranks it is peft {version('peft')}"
+        ),
         is_from_start=True,
     ),
     Fault(
@@ -353,9 +357,10 @@ FAULTS = (
         name="a port in use",
         codes=(1, 1),
         causes=(
-            "error (rank 0): rank 0 of 2 cannot listen at port",
-            "error (rank 1): rank 1 of 2 has no answer from rank 0 at 127.0.0.1",
+            "error (rank 0): rank 0 of 2 cannot reach the others at 127.0.0.1",
+            "error (rank 1): rank 1 of 2 cannot reach the others at 127.0.0.1",
         ),
+        kind=IMPATIENT,
         around=_port_in_use,
         is_from_start=True,
     ),
@@ -377,7 +382,7 @@ class Outcome:
 
     Attributes:
         ended_s: Of each rank, how long after the fault it had ended; one that was stopped is let go
-            on when the other has ended, and its time counts from then.
+            on when the other has ended, and its time counts from then; one that hangs is killed.
         codes: Their exit codes.
         shown: All that they printed.
         checkpoint: The newest that is left; 0 for none.
@@ -426,7 +431,7 @@ def suffer(scene: Scene, fault: Fault) -> Outcome:
                 of_rank_1=around.of_rank_1,
                 variables=around.variables,
             )
-            ended_s = _ends(ranks, start_s, is_stopped=fault.kind == "SIGSTOP")
+            ended_s = _ends(ranks, start_s, fault)
             codes = ranks[0].end(), ranks[1].end()
             shown = ranks[0].shown, ranks[1].shown
         steps = [int(path.name[-7:]) for path in (run_dir / "checkpoints").glob("step-*")]
@@ -443,17 +448,23 @@ def suffer(scene: Scene, fault: Fault) -> Outcome:
         )
 
 
-def _ends(ranks: Sequence[Started], start_s: float, *, is_stopped: bool) -> tuple[float, float]:
-    """Return for each rank how long after the fault it had ended."""
+def _ends(ranks: Sequence[Started], start_s: float, fault: Fault) -> tuple[float, float]:
+    """Return for each rank how long after the fault it had ended.
+
+    One that hangs is killed once the other has ended, as by its launcher.
+    """
     ended: dict[int, float] = {}
     since: dict[int, float] = {}
     while len(ended) < len(ranks):
         for number, rank in enumerate(ranks):
             if number not in ended and not rank.is_running():
                 ended[number] = time.monotonic()
-                if is_stopped and number == 0:
+                other, code = 1 - number, fault.codes[1 - number]
+                if fault.kind == "SIGSTOP" and number == 0:
                     since[1] = ended[number]
                     ranks[1].signal(signal.SIGCONT)
+                elif code == -signal.SIGKILL and other not in ended:
+                    ranks[other].signal(signal.SIGKILL)
         time.sleep(0.005)
     at = [
         float(line.removeprefix(FAILS_AT))

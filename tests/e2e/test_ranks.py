@@ -45,6 +45,8 @@ def test_two_ranks_talk(scene: str, forked) -> None:
     if scene == "one_fails":
         silent_s, speaker_s = (float(rank.shown.split()[-1]) for rank in ranks)
         assert silent_s > speaker_s
+    if scene == "both_fail":
+        assert sum(rank.shown.count("shown") for rank in ranks) == 1
 
 
 @pytest.mark.slow
@@ -125,7 +127,7 @@ def test_gradients_have_the_same_bits_whichever_rank_is_slow(
     assert any(not torch.equal(rounded[name], other[name]) for name in other)
     close = zip(losses(runs["bf16"]), losses(runs["fp32"]), strict=True)
     assert all(abs(a - b) < 0.01 * b for a, b in close)
-    ops = json.loads((runs["by_layer"] / "measured.json").read_text())["timeline"]
+    ops = json.loads((runs["fp32"] / "measured.json").read_text())["timeline"]
     sums = [op["layer"] for op in ops if op["lane"] == "network"]
     assert sums == [*reversed(range(max(s for s in sums if s is not None) + 1)), None]
     assert run(*words, settings["bf16"], f"output.dir={tmp_path / 'alone'}") == 0
@@ -182,7 +184,7 @@ def test_two_ranks_measure_the_network_and_one_writes_it(tmp_path, cache, forked
     assert [rank.end() for rank in ranks] == [0, 0], [rank.shown for rank in ranks]
     network = Machine.from_json(file.read_text()).network
     assert network is not None
-    assert network.num_ranks == 2
+    assert network.world_size == 2
     assert network.latency_s.source == network.bytes_per_s.source == "measured"
     assert "network, 2 ranks: bytes_per_s" in ranks[0].shown
     assert "Measuring" not in ranks[1].shown
@@ -269,7 +271,7 @@ def test_an_error_of_all_ranks_is_shown_once(write_recipe, machine_file, forked)
     assert [rank.end() for rank in ranks] == [1, 1]
     shown = "".join(rank.shown for rank in ranks)
     assert shown.count("\nhint: ") == 1
-    assert "error (rank 0): adapter.dropout: 0.1 with adapter.experts: true" in shown
+    assert shown.count("): adapter.dropout: 0.1 with adapter.experts: true") == 1
 
 
 @pytest.mark.slow
@@ -279,7 +281,8 @@ def test_ranks_with_other_rows_are_refused(
     fewer = tmp_path / "fewer.jsonl"
     fewer.write_text("".join(rows_file.read_text().splitlines(keepends=True)[:-4]))
     words = ("finetune", write_recipe(), "--machine", machine_file)
-    speaker, quiet = forked.start_ranks(*words, of_rank_1=[f"data.path={fewer}"])
-    assert [speaker.end(), quiet.end()] == [1, 1]
-    assert "error (rank 0): the training rows on rank 1 are not those on rank 0" in speaker.shown
-    assert "error" not in quiet.shown
+    ranks = forked.start_ranks(*words, of_rank_1=[f"data.path={fewer}"])
+    assert [rank.end() for rank in ranks] == [1, 1]
+    shown = "".join(rank.shown for rank in ranks)
+    assert shown.count("): the training rows on rank 1 are not those on rank 0") == 1
+    assert shown.count("error") == 1

@@ -121,8 +121,6 @@ def layer_costs(draw: st.DrawFn, *, is_encoded: bool) -> LayerCost:
         graph_pack_s=draw(st.sampled_from([0.0, 0.1])),
         decode_s=draw(seconds) if is_encoded else 0.0,
         weight_bytes=draw(st.sampled_from([1, 10, 40, PIECE_BYTES + 1, 3 * PIECE_BYTES])),
-        forward_flops=1.0,
-        backward_flops=1.0,
         bound="compute",
     )
 

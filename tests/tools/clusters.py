@@ -75,7 +75,7 @@ def ways_of(cluster: Cluster) -> Ways:
     """Plan both ways on a cluster, in steps of 16,384 tokens."""
     subject = subject_of(cluster.model, cluster.overrides)
     machine = with_interconnect(
-        named_machine(cluster.card), cluster.interconnect, num_ranks=cluster.num
+        named_machine(cluster.card), cluster.interconnect, world_size=cluster.num
     )
     return compare_ways(subject.recipe, subject.facts, machine, num_ranks=cluster.num)
 

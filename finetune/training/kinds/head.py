@@ -167,7 +167,7 @@ def _features_of(session: Session, steps: Steps, name: str) -> HeadRows:
     found = Features(num_rows=num_rows, max_features=num + num_rows, dtype=dtype)
     done = 0
     with (
-        session.run.working(name, "rows") as progress,
+        session.run.screen.working(name, "rows") as progress,
         session.loop.evaluated(),
         kind.reads.on(),
     ):

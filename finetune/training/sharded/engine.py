@@ -105,10 +105,8 @@ class ShardedEngine:
         self._randomness = VisitRandomness(device)
         self._pass: _Pass | None = None
         self.num_layers = len(layered.layers)
-        self.num_issued = 0
-        """The visits of layers so far, of all passes: it grows as long as there is progress."""
         self._module: nn.Module = model
-        self._model: FSDPModule = shard(model, device=device, num_ranks=ranks.num)
+        self._model: FSDPModule = shard(model, device=device, world_size=ranks.num)
         for number, layer in enumerate(layered.layers):
             self._wrap(number, layer)
 
@@ -131,7 +129,7 @@ class ShardedEngine:
         num_passes = max(self._ranks.exchange(len(batches), is_step=True))
         batches += [_empty()] * (num_passes - len(batches))
         ids = [*run.micro_batch_ids, *[0] * (num_passes - len(run.micro_batch_ids))]
-        clock = _Clock(self._device, self._ranks)
+        clock = _Clock(self._device)
         loss = torch.zeros((), device=self._device)
         with self._ranks.in_collectives(is_step=True):
             for m, (number, batch) in enumerate(zip(ids, batches, strict=True)):
@@ -209,7 +207,6 @@ class ShardedEngine:
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             now = self._pass
-            self.num_issued += 1
             if now is None:  # without gradients
                 return compute(*args, **kwargs)
 
@@ -250,11 +247,11 @@ class _Clock:
     """When visits of a step began, and waits for the layers that they gather, one after another.
 
     Gradients are added up within a backward visit. On CUDA events are recorded, which wait for
-    nothing. A visit that begins also tells the other ranks how far this one is.
+    nothing.
     """
 
-    def __init__(self, device: torch.device, ranks: Ranks) -> None:
-        self._is_cuda, self._ranks = device.type == "cuda", ranks
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
         self._marks: list[tuple[Kind, int | None, int, Any]] = []
         self._micro_batch = 0
 
@@ -265,7 +262,6 @@ class _Clock:
 
     def mark(self, kind: Kind, layer: int | None) -> None:
         """Note that a visit begins."""
-        self._ranks.arrive()
         self._marks.append((kind, layer, self._micro_batch, self._now()))
 
     def end(self) -> None:

@@ -23,21 +23,21 @@ if TYPE_CHECKING:
 
 
 def shard(
-    model: "PeftModel | PreTrainedModel", *, device: torch.device, num_ranks: int
+    model: "PeftModel | PreTrainedModel", *, device: torch.device, world_size: int
 ) -> FSDPModule:
     """Cut a model in place, and move this rank's part to the device.
 
     Args:
         model: On the host, with what trains; it stays the same object.
         device: Where this rank computes.
-        num_ranks: The processes that share it, which all call this.
+        world_size: The processes that share it, which all call this.
 
     Returns:
         The model, as torch's type for it.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    mesh = init_device_mesh(device.type, (num_ranks,))
+    mesh = init_device_mesh(device.type, (world_size,))
     layered = LayeredModel(model)
     policy = _policy(model)
     in_towers = {p for tower in layered.towers for p in tower.parameters()}

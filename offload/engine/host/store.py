@@ -19,7 +19,6 @@ import errno
 import fcntl
 import json
 import os
-import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -27,7 +26,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import IO, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -527,20 +526,18 @@ def _map(path: Path) -> torch.Tensor:
 # Nothing is kept in memory. Disk space is reserved before the first layer is converted, so that a
 # full disk is found at once and not after an hour. No failure leaves a partial file.
 
-LOOK_S = 0.1  # between looks at another process's lock
 _DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextmanager
-def sole_builder(path: Path, on_wait: Callable[[], None] = lambda: None) -> Iterator[None]:
+def sole_builder(path: Path) -> Iterator[None]:
     """Wait until no other process builds this store, and lock others out.
 
     After a wait, look again: the store may exist now. The lock ends with the process that holds it,
     so a kill leaves no lock.
 
     Args:
-        path: Of the store.
-        on_wait: Called now and then while another process builds it.
+        path: Path of the store.
 
     Raises:
         TransferError: The directory cannot be written.
@@ -548,22 +545,11 @@ def sole_builder(path: Path, on_wait: Callable[[], None] = lambda: None) -> Iter
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = path.with_name(path.name + ".lock").open("w")
-        while not _is_locked(lock):
-            on_wait()
-            time.sleep(LOOK_S)
+        fcntl.flock(lock, fcntl.LOCK_EX)
     except OSError as error:
         raise _write_failed(path, error, needed_bytes=0) from error
     with lock:
         yield
-
-
-def _is_locked(file: IO[str]) -> bool:
-    """Lock a file unless another process has it; return whether this one has it now."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 class StoreWriter:

@@ -545,14 +545,9 @@ class LayeredModel:
         self._note_form(layer, output)
         return cast("torch.Tensor", output[0] if isinstance(output, tuple | list) else output)
 
-    @contextmanager
-    def listening(self, layer: int) -> Iterator[list[torch.Tensor]]:
+    def listening(self, layer: int) -> AbstractContextManager[list[torch.Tensor]]:
         """Collect the router logits of one visit; none where there is no router loss."""
-        if self.router_loss is None:
-            yield []
-        else:
-            with self.router_loss.listen(layer) as heard:
-                yield heard
+        return nullcontext([]) if self.router_loss is None else self.router_loss.listen(layer)
 
     def hears(self, layer: int) -> bool:
         """Return whether a layer has routers that have a loss."""

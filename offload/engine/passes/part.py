@@ -305,9 +305,9 @@ def _checked(run: RunStep, vocabulary: Vocabulary) -> tuple[list[Batch], list[Ba
     """Return the micro-batches that a run trains on, and those that it only scores, if valid."""
     if isinstance(run.objective, OutputObjective):  # labels mark tokens, and are none of the head's
         vocabulary = replace(vocabulary, num_predicted=None)
+    trained = checked_batches(run.micro_batches, vocabulary)
     has_objective = run.objective is not None
-    scored = checked_scored(run.scored, vocabulary, has_objective=has_objective)
-    return checked_batches(run.micro_batches, vocabulary), scored
+    return trained, checked_scored(run.scored, vocabulary, has_objective=has_objective)
 
 
 def _part(

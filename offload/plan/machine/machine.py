@@ -64,12 +64,12 @@ class Network:
     """What connects the ranks of a run.
 
     Attributes:
-        num_ranks: The ranks that it was measured between.
+        world_size: The ranks that it was measured between.
         latency_s: Seconds of adding up a few gradients, words about them included.
         bytes_per_s: Bytes that each rank sends while it adds up many, and receives as many.
     """
 
-    num_ranks: int
+    world_size: int
     latency_s: Rate
     bytes_per_s: Rate
 
@@ -505,13 +505,13 @@ NVLINK, PCIE = "nvlink", "pcie"
 LATENCY = Rate(value=1e-3, source="assumed")
 
 
-def with_interconnect(machine: Machine, name: str, *, num_ranks: int) -> Machine:
+def with_interconnect(machine: Machine, name: str, *, world_size: int) -> Machine:
     """Return a machine whose cards are connected so.
 
     Args:
         machine: One of the cards, with its host.
         name: `nvlink`; `pcie`, the link that loads weights too; or each direction in GB/s.
-        num_ranks: How many cards.
+        world_size: How many cards.
 
     Raises:
         MachineError: It is none of these, or the card is not known to have it.
@@ -533,7 +533,7 @@ def with_interconnect(machine: Machine, name: str, *, num_ranks: int) -> Machine
         )
     else:
         rate = Rate(value=_given(name) * 1e9, source="given")
-    network = Network(num_ranks=num_ranks, latency_s=LATENCY, bytes_per_s=rate)
+    network = Network(world_size=world_size, latency_s=LATENCY, bytes_per_s=rate)
     return replace(machine, network=network)
 
 

@@ -108,53 +108,27 @@ def _looked_up_s(
 ) -> dict[int, tuple[float, float]]:
     """Return the ends of the first and the last micro-batch of fronts whose rows are brought.
 
-    They are the first ops of their lanes. Keys are positions in the schedule.
+    They are the first ops of their lanes, each of which hands rows to the next, the first two
+    through two buffers each: one of the first kind is free once the second lane is done with it,
+    and one of the other once the third is. Keys are positions in the schedule.
     """
     found: dict[int, dict[Kind, int]] = {}
     for number, op in enumerate(schedule.ops):
         if op.kind in (Kind.LOOK_UP, Kind.ROWS, Kind.FRONT) and op.buffer is not None:
             found.setdefault(op.micro_batch_index, {})[op.kind] = number
     ends_s: dict[int, tuple[float, float]] = {}
-    rows = _ThroughBuffers([0.0, 0.0, 0.0])
+    free_s = deque([(0.0, 0.0)] * NUM_ROW_BUFFERS)
+    first_s = second_s = third_s = 0.0
     for _, ops in sorted(found.items()):
         numbers = ops[Kind.LOOK_UP], ops[Kind.ROWS], ops[Kind.FRONT]
-        ends_s |= rows.ends_s(numbers, durations_s, num_micro_batches)
-    return ends_s
-
-
-class _ThroughBuffers:
-    """Three lanes of which each hands rows to the next, the first two through two buffers each.
-
-    The first lane writes to one kind of buffer and the second to another, so a buffer of the first
-    kind is free once the second lane is done with it, and one of the other once the third is.
-    """
-
-    def __init__(self, lanes_s: list[float]) -> None:
-        """Begin with when each lane is free."""
-        self._lanes_s = lanes_s
-        self._free_s = deque([(0.0, 0.0)] * NUM_ROW_BUFFERS)
-
-    def ends_s(
-        self,
-        numbers: tuple[int, int, int],
-        durations_s: Sequence[float | Pieces],
-        num_micro_batches: int,
-    ) -> dict[int, tuple[float, float]]:
-        """Return when the first and the last micro-batch of three ops end, by their positions."""
-        each_s = [_seconds(durations_s[number]) for number in numbers]
-        first_s, second_s, third_s = self._lanes_s
-        found: list[tuple[float, float, float]] = []
+        each_s = [s for s in (durations_s[n] for n in numbers) if not isinstance(s, tuple)]
+        passes_s = []
         for _ in range(num_micro_batches):
-            for_first_s, for_second_s = self._free_s.popleft()
+            for_first_s, for_second_s = free_s.popleft()
             first_s = max(first_s, for_first_s) + each_s[0]
             second_s = max(second_s, first_s, for_second_s) + each_s[1]
             third_s = max(third_s, second_s) + each_s[2]
-            self._free_s.append((second_s, third_s))
-            found.append((first_s, second_s, third_s))
-        self._lanes_s = [first_s, second_s, third_s]
-        return dict(zip(numbers, zip(found[0], found[-1], strict=True), strict=True))
-
-
-def _seconds(duration_s: float | Pieces) -> float:
-    assert not isinstance(duration_s, tuple)
-    return duration_s
+            free_s.append((second_s, third_s))
+            passes_s.append((first_s, second_s, third_s))
+        ends_s |= dict(zip(numbers, zip(passes_s[0], passes_s[-1], strict=True), strict=True))
+    return ends_s

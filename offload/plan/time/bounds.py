@@ -136,8 +136,8 @@ class StepBound:
         costs, num_layers = self.costs, len(self.costs.layers)
         sweeps = _Sweeps.of(self, first_graph=num_layers - num_kept_graphs, saved=saved)
         if ring is None:  # after a step: no layer that is updated in the next
-            updated = {layer for layer, cost in enumerate(costs.layers) if cost.update_s}
-            ring = tuple(None if layer in updated else layer for layer in range(num_slots))
+            updated = {i for i, layer in enumerate(costs.layers) if layer.update_s}
+            ring = tuple(None if i in updated else i for i in range(num_slots))
         up_s, loaded = sweeps.up_s(ring)
         sizes = [layer.weight_bytes for layer in costs.layers]
         slots = head_slots(sizes, num_slots, costs.head_bytes)

@@ -7,7 +7,7 @@ Passes and operators are counted in the code that runs.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType
@@ -73,11 +73,6 @@ def _loss(at: Pricer, *, num_chunks: int, is_fused: bool) -> Work:
         num_ops=TAIL_OPS * num_chunks,
         tensor_bytes=FP32_BYTES * min(tokens, at.workload.head_chunk_tokens) * vocab,
     )
-
-
-def has_fused_loss(at: Pricer) -> bool:
-    """Return whether one operator computes the loss of logits and its gradient."""
-    return at.workload.fuses_loss(at.machine.device)
 
 
 def tail_work(at: Pricer, *, is_fused: bool) -> Work:
@@ -289,8 +284,6 @@ class LayerCost:
         update_s: Updating its weights, once per step; 0 if they are frozen.
         decode_s: Decoding: once per visit, whatever the number of micro-batches.
         weight_bytes: What one load moves.
-        forward_flops: Arithmetic of the forward.
-        backward_flops: Arithmetic of recompute and backward.
         bound: What the forward spends most of its time on.
     """
 
@@ -299,8 +292,6 @@ class LayerCost:
     recompute_s: float
     decode_s: float
     weight_bytes: int
-    forward_flops: float
-    backward_flops: float
     bound: Bound
     recompute_frac: float = 1.0
     attention_s: float = 0.0
@@ -438,12 +429,12 @@ class Costs:
 
     def saver(self, *, num_micro_batches: int) -> Callable[[Residency], Saved]:
         """Return the same for any residency: a search asks for thousands."""
-        if self.runs:
-            outputs = _by_run(self.runs, [_output_bytes(run.costs) for run in self.runs])
-            graphs = _by_run(self.runs, [_graph_bytes(run.costs) for run in self.runs])
-        else:
-            outputs = _by_micro_batch(_output_bytes(self), num_micro_batches)
-            graphs = _by_micro_batch(_graph_bytes(self), num_micro_batches)
+        outputs, graphs = (
+            _by_run(self.runs, [_sizes(run.costs, name) for run in self.runs])
+            if self.runs
+            else _by_micro_batch(_sizes(self, name), num_micro_batches)
+            for name in ("output_bytes", "graph_bytes")
+        )
 
         def saved(residency: Residency) -> Saved:
             is_any = residency.has_outputs or residency.sends
@@ -464,12 +455,8 @@ class RunCosts:
     passes: Passes
 
 
-def _output_bytes(costs: Costs) -> tuple[int, ...]:
-    return tuple(one.output_bytes for one in costs.layers)
-
-
-def _graph_bytes(costs: Costs) -> tuple[int, ...]:
-    return tuple(one.graph_bytes for one in costs.layers)
+def _sizes(costs: Costs, name: str) -> tuple[int, ...]:
+    return tuple(getattr(layer, name) for layer in costs.layers)
 
 
 def _by_run(
@@ -627,8 +614,6 @@ def _layer_cost(layer: LayerFacts, at: Pricer, graph_bytes: int) -> LayerCost:
         decode_s=decode.seconds(machine) if at.workload.is_encoded else 0.0,
         weight_bytes=cargo_bytes,
         reference_s=work.first.seconds(machine),
-        forward_flops=forward.flops,
-        backward_flops=recompute.flops + backward.flops,
         bound=forward.bound(machine),
         recompute_frac=recompute.seconds(machine) / forward.seconds(machine),
         attention_s=max(0.0, backward_s - given_s) if output_bytes else 0.0,
@@ -662,7 +647,7 @@ def with_objective(
             operator does.
     """
     at = Pricer(machine=machine, facts=facts, workload=workload)
-    is_fused = has_fused_loss(at) and not has_top
+    is_fused = workload.fuses_loss(machine.device) and not has_top
     tail_s = tail_work(at, is_fused=is_fused).awaited_s(machine)
     return replace(
         costs,
@@ -743,7 +728,7 @@ def price(
         front_backward_s=(embedding + encoder_backward(at).times(workload.num_rows)).seconds(
             machine
         ),
-        tail_s=tail_work(at, is_fused=has_fused_loss(at)).awaited_s(machine),
+        tail_s=tail_work(at, is_fused=workload.fuses_loss(machine.device)).awaited_s(machine),
         optimizer_s=_optimizer(at).seconds(machine),
         h2d_bytes_per_s=load_bytes_per_s,
         h2d_latency_s=H2D_LATENCY_S,
@@ -795,8 +780,7 @@ def shared_costs(runs: Sequence[RunCosts]) -> Costs:
     first, numbers = runs[0].costs, [run.passes.num_trained for run in runs]
     total = sum(numbers)
 
-    def mean(value_of: Callable[[Costs], float]) -> float:
-        values = [value_of(run.costs) for run in runs]
+    def mean(values: Iterable[float]) -> float:
         return sum(n * value for n, value in zip(numbers, values, strict=True)) / total
 
     # Passes that only score are all counted as one of a reference for each micro-batch.
@@ -811,10 +795,10 @@ def shared_costs(runs: Sequence[RunCosts]) -> Costs:
     return replace(
         first,
         layers=tuple(means[layers] for layers in of_layers),
-        front_s=mean(lambda costs: costs.fronts_s) / num_passes,
-        front_backward_s=mean(lambda costs: costs.front_backward_s),
-        tail_s=mean(lambda costs: costs.tail_s),
-        score_s=mean(lambda costs: costs.num_passes * costs.score_s) / num_passes,
+        front_s=mean(costs.fronts_s for costs in of_runs) / num_passes,
+        front_backward_s=mean(costs.front_backward_s for costs in of_runs),
+        tail_s=mean(costs.tail_s for costs in of_runs),
+        score_s=mean(costs.num_passes * costs.score_s for costs in of_runs) / num_passes,
         objective_s=sum(run.costs.objective_s for run in runs),
         optimizer_s=sum(run.costs.optimizer_s for run in runs),
         num_scored=0.0,
@@ -842,8 +826,6 @@ def _mean_layer(
         forward_s=mean(lambda layer: layer.forward_s),
         backward_s=mean(lambda layer: layer.backward_s),
         recompute_s=mean(lambda layer: layer.recompute_s),
-        forward_flops=mean(lambda layer: layer.forward_flops),
-        backward_flops=mean(lambda layer: layer.backward_flops),
         recompute_frac=mean(lambda layer: layer.recompute_frac),
         attention_s=mean(lambda layer: layer.attention_s),
         pack_s=mean(lambda layer: layer.pack_s),

@@ -23,6 +23,8 @@ from offload.plan.plan import Plan, calibrate, with_costs
 from offload.plan.schedule.op import Kind
 from offload.plan.schedule.schedule import Order, cold_ring
 from offload.plan.schedule.timeline import Timeline
+from offload.plan.time.costs import layer_work
+from offload.plan.time.pricer import Pricer
 from tests.bench.gpu.ceiling import Ceiling
 from tests.bench.gpu.models import Made
 from tests.bench.record import quantiles
@@ -255,8 +257,10 @@ def rates_of(plan: Plan, steps: Sequence[Step], work: Work) -> dict[str, Any]:
     FLOPs of the visits are those that the plan counts, recompute included, and their share is of
     the best product of the layers' own shapes. Those of the step count each product once.
     """
+    at = Pricer(machine=plan.machine, facts=plan.facts, workload=plan.request.typical)
+    visits = [layer_work(at, layer).visits for layer in plan.facts.layers]
     flops = plan.request.num_micro_batches * sum(
-        layer.forward_flops + layer.backward_flops for layer in plan.costs.layers
+        (one.forward + one.recompute + one.backward).flops for one in visits
     )
     found = []
     for step in steps:

@@ -3,11 +3,9 @@
 It creates the file once it has joined them.
 """
 
-import pickle
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -16,16 +14,6 @@ from finetune.training import process_group
 from finetune.training.process_group import ProcessGroup
 
 JOIN_S = 6.0
-
-
-class Touch:
-    """Creates a file when it is unpickled."""
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (self.file,)
 
 
 def talk(joined: Path) -> None:
@@ -41,15 +29,15 @@ def talk(joined: Path) -> None:
 
 
 def send_code(joined: Path) -> None:
-    """As rank 1, which knows the secret, send what runs code where it is unpickled."""
+    """As rank 1, which knows the secret, name a function where a type is named."""
     with ProcessGroup(launch()) as ranks:
         if ranks.index == 1:
-            content = pickle.dumps((Touch(joined.with_name("ran")), None))
-            vars(process_group)["sealed"] = lambda _: torch.tensor(list(content), dtype=torch.uint8)
+            words = ["os.system", f"touch {joined.with_name('ran')}"]
+            vars(process_group)["written"] = lambda _value, _tensors: words
         ranks.exchange(None)
 
 
 def main(argv: Sequence[str]) -> None:
     """Play a scene."""
-    vars(process_group)["JOIN_S"] = JOIN_S
+    process_group.JOIN_S = JOIN_S
     globals()[argv[0]](Path(argv[1]))

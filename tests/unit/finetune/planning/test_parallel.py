@@ -16,7 +16,7 @@ def ways_of(
     model: str, *overrides: str, card: str = "h100", between: str = "nvlink", num: int = 8
 ) -> Ways:
     subject = subject_of(model, overrides)
-    machine = with_interconnect(named_machine(card), between, num_ranks=num)
+    machine = with_interconnect(named_machine(card), between, world_size=num)
     return compare_ways(subject.recipe, subject.facts, machine, num_ranks=num)
 
 
@@ -85,7 +85,7 @@ def test_what_the_parts_cannot_do_is_streamed_and_said() -> None:
 def test_where_neither_fits_the_error_is_that_of_the_stream() -> None:
     subject = subject_of("llama-3.1-70b", ())
     card = replace(named_machine("rtx4090"), vram_bytes=4 * GIB, ram_bytes=8 * GIB)
-    machine = with_interconnect(card, "pcie", num_ranks=2)
+    machine = with_interconnect(card, "pcie", world_size=2)
     found = compare_ways(subject.recipe, subject.facts, machine, num_ranks=2)
     with pytest.raises(DoesNotFitError, match="slots of 80 layers"):
         _ = found.faster

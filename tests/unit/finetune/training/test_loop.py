@@ -18,7 +18,7 @@ from finetune.data.tokenize import Example
 from finetune.errors import FinetuneError
 from finetune.recipe.sections import AdapterSection, TrainSection
 from finetune.run.checkpoint import MAX_SKIPPED, Checkpoints, LossScale
-from finetune.training.loop import Computed, Loop, Request, StepRecord, computed
+from finetune.training.loop import Computed, Loop, Request, StepRecord, computed, digest_of
 from finetune.training.optimizer import AdapterUpdate
 from finetune.training.ranks import Ranks
 from offload.plan.facts.facts import AdapterSpec, linear_names, model_facts
@@ -401,3 +401,17 @@ def test_move_a_resumed_run_keeps_the_scale_and_skipped_steps(tmp_path: Path) ->
         assert [loop.step(n, batches(8)).loss for n in range(step, 12)] == losses[step:]
         assert loop.scaling == whole.scaling
         assert all(torch.equal(trained[name], expected[name]) for name in expected)
+
+
+def test_a_digest_is_of_names_types_shapes_and_values_in_their_order() -> None:
+    table = torch.arange(6, dtype=torch.float32).view(2, 3)
+    same = digest_of({"a": table, "b": table.t()})
+    assert same == digest_of({"a": table.clone(), "b": table.t().contiguous()})
+    others = (
+        {"a": table},
+        {"b": table, "a": table.t()},
+        {"a": table.view(3, 2), "b": table.t()},
+        {"a": table + torch.tensor([0.0, 0.0, 1e-6]), "b": table.t()},
+        {"a": table.view(torch.int32), "b": table.t()},
+    )
+    assert len({same, *map(digest_of, others)}) == 6

@@ -22,7 +22,7 @@ class EightRanks(Ranks):
     num = 8
 
 
-CARDS = with_interconnect(named_machine("h100"), "nvlink", num_ranks=8)
+CARDS = with_interconnect(named_machine("h100"), "nvlink", world_size=8)
 
 
 def way_of(

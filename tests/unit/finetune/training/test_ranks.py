@@ -6,10 +6,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from finetune.env import SECRET, Launch, launch, rank_label
-from finetune.errors import ConfigError
+from finetune.errors import ConfigError, RankError
 from finetune.recipe.sections import OffloadSection
 from finetune.training import preflight
-from finetune.training.ranks import Ranks, micro_batches_by_shares, own_micro_batches
+from finetune.training.ranks import (
+    FromMain,
+    Ranks,
+    micro_batches_by_shares,
+    own_micro_batches,
+)
 from finetune.training.rendezvous import join
 
 
@@ -68,7 +73,28 @@ def test_one_process_is_told_its_own_words() -> None:
         ranks.require_same("nothing", lambda: pytest.fail("this costs time for nothing"))
 
 
-KEY = "k" * 32
+KEY, STORE = "k" * 32, ("127.0.0.1", 29517)
+
+
+class _Asked(dict[str, torch.Tensor]):
+    """Tensors that remember which of them were asked for."""
+
+    def __init__(self, names: str) -> None:
+        super().__init__({name: torch.tensor(float(i)) for i, name in enumerate(names)})
+        self.names: list[str] = []
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        self.names.append(name)
+        return super().__getitem__(name)
+
+
+def test_a_tensor_of_a_checkpoint_is_read_when_it_is_asked_for() -> None:
+    stored = _Asked("abc")
+    tensors = FromMain(stored, ranks=Ranks())
+    assert stored.names == []
+    assert [float(tensors[name]) for name in "bc"] == [1.0, 2.0]
+    assert stored.names == ["b", "c"]
+
 
 # ------------------------------------------------------------------------------------ the launcher
 
@@ -79,6 +105,7 @@ def set_launch(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_PORT", str(STORE[1]))
 
 
 def test_without_a_launcher_there_is_one_process(monkeypatch) -> None:
@@ -91,7 +118,9 @@ def test_without_a_launcher_there_is_one_process(monkeypatch) -> None:
 def test_a_launcher_says_which_process_this_is(monkeypatch) -> None:
     own = {"WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     set_launch(monkeypatch, **own, **{SECRET: KEY})
-    assert launch() == Launch(num=4, index=3, num_local=2, local_index=1, node=1, secret=KEY)
+    assert launch() == Launch(
+        num=4, index=3, num_local=2, local_index=1, node=1, store=STORE, secret=KEY
+    )
     assert KEY not in repr(launch())
     assert rank_label() == " (rank 3)"
 
@@ -185,11 +214,10 @@ def test_only_the_first_process_is_heard(monkeypatch, capsys) -> None:
 def test_a_rank_that_another_has_ended_shows_nothing(monkeypatch, capsys, tmp_path: Path) -> None:
     import typer
 
-    from finetune.errors import ToldRankError
     from finetune.exits import EXIT_USER, explained
 
     with pytest.raises(typer.Exit) as ending, explained("recipe.yaml"):
-        raise ToldRankError(1, "it broke", speaker=1, is_shown=False)
+        raise RankError("it broke", limit="", hint="", is_shown=False)
     assert ending.value.exit_code == EXIT_USER
     assert capsys.readouterr() == ("", "")
     set_launch(monkeypatch, WORLD_SIZE="2", RANK="1", LOCAL_RANK="1")

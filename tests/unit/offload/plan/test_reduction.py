@@ -69,7 +69,7 @@ def test_the_network_is_the_measured_one_or_assumed_by_where_the_ranks_are() -> 
     assert on_one.value == HERE.h2d_duplex_bytes_per_s.value
     assert on_one.source.startswith("assumed")
     rate = Rate(value=5e6, source=MEASURED)
-    known = Network(num_ranks=2, latency_s=Rate(value=0.25, source=MEASURED), bytes_per_s=rate)
+    known = Network(world_size=2, latency_s=Rate(value=0.25, source=MEASURED), bytes_per_s=rate)
     made = plan(qwen3_8b(), replace(HERE, network=known), asked)
     assert made.network == known
     for span in made.predict().spans:

@@ -35,7 +35,7 @@ AROUND = 2 * 151_936 * 4096 + 4096
 ADAPTER = 16 * (4096 + 4096) + 16 * (4096 + 1024)  # of a layer: queries and values
 WEIGHTS = 36 * LAYER + AROUND
 NETWORK = Network(
-    num_ranks=4,
+    world_size=4,
     latency_s=Rate(value=1e-4, source=MEASURED),
     bytes_per_s=Rate(value=100e9, source="given"),
 )

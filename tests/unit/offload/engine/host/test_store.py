@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import pytest
@@ -334,18 +335,21 @@ def test_a_directory_that_cannot_be_written_is_a_named_error(tmp_path: Path) -> 
         pass
 
 
-def test_who_waits_for_another_builder_is_called_until_it_has_ended(tmp_path: Path) -> None:
-    waits: list[int] = []
+def test_another_builder_waits_until_the_first_has_ended(tmp_path: Path) -> None:
+    has_begun, has_ended = Event(), Event()
 
-    def on_wait() -> None:
-        waits.append(len(waits))
-        if len(waits) == 3:
-            builder.__exit__(None, None, None)
+    def build() -> None:
+        with sole_builder(tmp_path / "a.store"):
+            assert has_ended.is_set()
+        has_begun.set()
 
-    builder = sole_builder(tmp_path / "a.store")
-    builder.__enter__()
-    with sole_builder(tmp_path / "a.store", on_wait):
-        assert waits == [0, 1, 2]
+    with sole_builder(tmp_path / "a.store"):
+        other = Thread(target=build)
+        other.start()
+        assert not has_begun.wait(0.2)
+        has_ended.set()
+    assert has_begun.wait(10)
+    other.join()
 
 
 # ------------------------------------------------------------------------------------------ reading

@@ -285,7 +285,7 @@ def test_nodes_and_the_disk_survive_json_exactly() -> None:
 
 def test_a_network_survives_json_and_is_left_out_of_a_machine_that_knows_none() -> None:
     network = Network(
-        num_ranks=4,
+        world_size=4,
         latency_s=Rate(value=3e-4, source="measured"),
         bytes_per_s=Rate(value=1.17e8, source="measured"),
     )

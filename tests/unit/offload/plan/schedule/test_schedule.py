@@ -88,8 +88,6 @@ def test_a_simulated_step_of_encoded_layers_reaches_r3(visit_s, load_s, tail_s, 
         recompute_s=0.0,
         decode_s=decode_s,
         weight_bytes=10,
-        forward_flops=0,
-        backward_flops=0,
         bound="compute",
     )
     costs = Costs(

@@ -5,8 +5,7 @@ import pytest
 from finetune.errors import FinetuneError
 from finetune.recipe.load import load_recipe
 from finetune.recipe.recipe import Recipe
-from finetune.training.ranks import Ranks
-from finetune.training.world.same_settings import require_same_settings
+from finetune.training.ranks import Ranks, require_same_settings
 
 T = TypeVar("T")
 
