@@ -1,7 +1,7 @@
 """Six variants of the quickstart together, and one after the other, in one process.
 
 Run it by `python -m tests.bench.bench_sweep --steps 10`. What a run learns is the same to the bit
-in both (`tests/e2e/test_together.py`), so only time is compared: that of the processor and that of
+in both (`tests/e2e/test_sweep.py`), so only time is compared: that of the processor and that of
 the clock. Everything is imported, and the machine measured, before either begins.
 """
 

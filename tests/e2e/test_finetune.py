@@ -1,30 +1,60 @@
+"""Runs from a recipe: trained, stopped, resumed, and what they leave and explain."""
+
 import itertools
 import json
+import os
+import pty
 import random
 import shutil
 import signal
+import subprocess
+import sys
 import textwrap
 import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import yaml
 from huggingface_hub import ModelCard
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, MambaConfig, MambaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    get_cosine_with_hard_restarts_schedule_with_warmup,
+)
 
+from finetune.errors import ConfigError
+from finetune.planning.ranks import require_micro_batch_per_rank
 from finetune.recipe.load import load_recipe
 from finetune.report import energy
 from finetune.report.pages import write_run_page
-from finetune.run.run_dir import RunDir
+from finetune.run.run_dir import RunDir, as_begun
 from finetune.training import measured, report
 from finetune.training.metrics_writer import MetricsWriter
 from offload.plan.machine.machine import named_machine
 from offload.probe.energy import Counter, Counters, Part
 from tests.doubles import tiny_tokenizer
-from tests.e2e.runs import adapter, losses, rows_of, run, same_adapter, start, wait_for
+from tests.e2e.forked import Forked
+from tests.e2e.runs import (
+    ROOT,
+    adapter,
+    assert_same_training,
+    losses,
+    rows_of,
+    run,
+    same_adapter,
+    start,
+    wait_for,
+)
+from tests.hub import hub
 
 
 def test_a_run_leaves_everything_that_was_promised(finished: Path) -> None:
@@ -183,12 +213,6 @@ def test_eight_bit_adam_keeps_two_bytes_of_state_per_large_tensor(
     large = sum(t.numel() for t in tensors.values() if t.numel() >= 4096)
     assert large > weights / 2
     assert in_8_bit == 2 * large
-
-
-def test_a_second_run_is_not_written_over_the_first(finished: Path, capsys) -> None:
-    recipe = finished.parent / "recipe.yaml"
-    assert run("finetune", recipe) == 1
-    assert f"{finished} holds a run already" in capsys.readouterr().err
 
 
 def test_a_changed_recipe_is_not_resumed_and_the_difference_is_named(
@@ -577,3 +601,792 @@ def test_ctrl_c_while_workers_start_does_not_hang(
     time.sleep(delay_s)
     process.signal(signal.SIGINT, to_group=True)  # what a terminal does: all processes get it
     assert process.end() == 130, process.shown
+
+
+# -------------------------------------------------------------------------------- schedule and best
+
+
+def rows(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def figures(run_dir: Path) -> list[tuple[Any, ...]]:
+    names = ("step", "loss", "lr", "grad_norm", "eval_loss")
+    return [tuple(row.get(name) for name in names) for row in rows(run_dir)]
+
+
+def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def forget_after(run_dir: Path, step: int) -> None:
+    """Leave what a kill leaves after a step: no later checkpoint, no adapter, later metrics."""
+    shutil.rmtree(run_dir / "adapter")
+    for folder in (run_dir / "checkpoints").iterdir():
+        if int(folder.name.removeprefix("step-")) > step:
+            shutil.rmtree(folder)
+
+
+@pytest.mark.slow
+def test_noise_and_restarts_are_resumed_to_the_bit(tmp_path, write_recipe, machine_file) -> None:
+    recipe = write_recipe(
+        train={
+            "neftune_alpha": 5.0,
+            "schedule": "cosine_with_restarts",
+            "num_cycles": 2,
+            "warmup_ratio": 0.3,
+        }
+    )
+    words = ("finetune", recipe, "--machine", machine_file)
+    run_dir = tmp_path / "run"
+    assert run(*words) == 0
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.02)
+    schedule = get_cosine_with_hard_restarts_schedule_with_warmup(optimizer, 2, 6, num_cycles=2)
+    for row in rows(run_dir):
+        assert row["lr"] == schedule.get_last_lr()[0]
+        optimizer.step()
+        schedule.step()
+    whole, trained = figures(run_dir), adapter(run_dir)
+    forget_after(run_dir, 4)
+    assert run(*words, "--resume") == 0
+    assert figures(run_dir) == whole
+    assert_same(adapter(run_dir), trained)
+
+
+@pytest.mark.slow
+def test_a_run_of_a_constant_rate_that_is_made_longer_is_the_longer_run_to_the_bit(
+    tmp_path, write_recipe, machine_file, capsys
+) -> None:
+    recipe = write_recipe(train={"schedule": "constant"})
+    words = ("finetune", recipe, "--machine", machine_file)
+    assert run(*words) == 0
+    assert run(*words, "train.steps=3", f"output.dir={tmp_path / 'short'}") == 0
+    capsys.readouterr()
+    longer = (*words, f"output.dir={tmp_path / 'short'}", "train.steps=6", "--resume")
+    assert run(*longer) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "train.steps: 3 -> 6; the learning rate of the first 3 steps is the same" in shown
+    assert figures(tmp_path / "short") == figures(tmp_path / "run")
+    assert_same(adapter(tmp_path / "short"), adapter(tmp_path / "run"))
+    seals = [row["prediction_sha256"] for row in rows(tmp_path / "short")]
+    assert len(set(seals[:3])) == len(set(seals[3:])) == 1
+    assert seals[2] != seals[3]
+    assert json.loads((tmp_path / "short" / "predicted-2.json").read_text())["num_steps"] == 6
+    assert run(*longer) == 0  # the run has six steps from now on
+    assert run(*(word for word in longer if word != "train.steps=6"), "train.steps=3") == 1
+    assert "train.steps: 6 -> 3" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_run_that_is_made_longer_says_from_which_step_its_rate_differs(
+    tmp_path, write_recipe, machine_file, capsys
+) -> None:
+    recipe = write_recipe(train={"schedule": "linear", "steps": 4})
+    words = ("finetune", recipe, "--machine", machine_file)
+    assert run(*words) == 0
+    before = figures(tmp_path / "run")
+    capsys.readouterr()
+    assert run(*words, "--resume", "train.steps=8", "train.lr=0.5") == 1
+    assert "train.lr: 0.02 -> 0.5" in capsys.readouterr().err
+    assert run(*words, "--resume", "train.steps=8") == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "with 8 steps the learning rate differs from step 2 on: steps 2 to 4 were" in shown
+    after = figures(tmp_path / "run")
+    assert after[:4] == before
+    assert [row[2] for row in after[4:]] == [0.02 * ((8 - step) / 8) for step in range(4, 8)]
+
+
+BEST: dict[str, Any] = {
+    "train": {"steps": 8, "schedule": "constant", "lr": 0.3},  # too large: the loss rises again
+    "output": {
+        "eval_every": 1,
+        "checkpoint_every": 4,
+        "keep_checkpoints": 1,
+        "best_checkpoint": "use",
+    },
+}
+
+
+@pytest.mark.slow
+def test_the_adapter_is_that_of_the_best_checkpoint_also_after_a_kill(
+    tmp_path, write_recipe, machine_file, capsys
+) -> None:
+    words = ("finetune", write_recipe(**BEST), "--machine", machine_file)
+    run_dir = tmp_path / "run"
+    assert run(*words) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    evals = {row["step"]: row["eval_loss"] for row in rows(run_dir)}
+    best = min(evals, key=lambda step: evals[step])
+    assert best < 8
+    kept = sorted(folder.name for folder in (run_dir / "checkpoints").iterdir())
+    assert kept == [f"step-{best:07d}", "step-0000008"]
+    assert f"What was trained is that of step {best}: its loss on held-out rows, " in shown
+    weights = load_file(run_dir / "checkpoints" / kept[0] / "trained.safetensors")
+    saved = {name.replace(".default", ""): t for name, t in weights.items()}
+    assert_same(adapter(run_dir), saved)
+    report = json.loads((run_dir / "report.json").read_text())
+    assert report["adapter_step"] == best
+    whole, trained = figures(run_dir), adapter(run_dir)
+    forget_after(run_dir, best)
+    assert run(*words, "--resume") == 0
+    assert figures(run_dir) == whole
+    assert_same(adapter(run_dir), trained)
+
+
+@pytest.mark.slow
+def test_a_run_stops_early_and_is_not_made_longer(
+    tmp_path, write_recipe, machine_file, capsys
+) -> None:
+    recipe = write_recipe(
+        train={
+            "steps": 40,
+            "schedule": "constant",
+            "lr": 0.3,
+            "early_stopping_patience": 2,
+            "early_stopping_min_delta": 0.01,
+        },
+        output={"eval_every": 1, "checkpoint_every": None, "best_checkpoint": "keep"},
+    )
+    words = ("finetune", recipe, "--machine", machine_file)
+    run_dir = tmp_path / "run"
+    assert run(*words) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "Stopped early: 2 losses on held-out rows in a row were no lower than" in shown
+    losses = [row["eval_loss"] for row in rows(run_dir)]
+    assert 2 < len(losses) < 40
+    assert min(losses[:-2]) - 0.01 <= min(losses[-2:])
+    trained = adapter(run_dir)
+    shutil.rmtree(run_dir / "adapter")
+    assert run(*words, "--resume") == 0  # nothing is left to run
+    assert len(rows(run_dir)) == len(losses)
+    assert_same(adapter(run_dir), trained)
+    capsys.readouterr()
+    assert run(*words, "--resume", "train.steps=50") == 1
+    err = " ".join(capsys.readouterr().err.split())
+    assert f"train.steps is raised to 50, and {run_dir} has stopped early" in err
+
+
+def test_settings_that_the_number_of_steps_leaves_without_effect_are_refused(
+    write_recipe, machine_file, capsys
+) -> None:
+    recipe = write_recipe(
+        train={"steps": None, "epochs": 0.5, "early_stopping_patience": 3},
+        output={"eval_every": 1},
+    )
+    assert run("finetune", recipe, "--machine", machine_file) == 1
+    shown = " ".join(capsys.readouterr().err.split())
+    assert "eval_every is 1 and train.epochs: 0.5 are 3 steps" in shown
+
+
+# ------------------------------------------------------------------------------------------ signals
+
+
+CODES = {signal.SIGTERM: 143, signal.SIGHUP: 129}
+
+
+@pytest.fixture
+def temporary(tmp_path: Path) -> Iterator[Path]:
+    """Where a program puts its temporary files; there are none at the end."""
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    yield folder
+    assert not list(folder.iterdir())
+
+
+@pytest.fixture
+def start_signals(
+    endless: Path, machine_file: Path, temporary: Path, forked: Forked
+) -> Callable[..., Any]:
+    """Return what starts an endless run in a session of its own."""
+    return partial(
+        forked.start,
+        *("finetune", endless, "--machine", machine_file),
+        variables={"TMPDIR": str(temporary)},
+        has_session=True,
+    )
+
+
+def wait_for_rows(run_dir: Path, number: int) -> None:
+    metrics, end_s = run_dir / "metrics.jsonl", time.monotonic() + 240
+    while not (metrics.exists() and metrics.read_text().count("\n") >= number):
+        assert time.monotonic() < end_s
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def endless(write_recipe) -> Path:
+    recipe: Path = write_recipe(
+        train={"steps": 100_000, "schedule": "constant"},
+        data={"num_workers": 1},
+        output={"checkpoint_every": 100_000},
+    )
+    return recipe
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.parametrize("number", CODES)
+def test_a_signal_to_all_processes_of_a_run_ends_it_with_a_checkpoint(
+    number: signal.Signals, start_signals, tmp_path
+) -> None:
+    process = start_signals()
+    wait_for_rows(tmp_path / "run", 2)
+    process.signal(number, to_group=True)  # its data worker gets it too
+    assert process.end() == CODES[number], process.shown
+    assert "continue with `--resume`" in process.shown
+    assert "Traceback" not in process.shown
+    assert_saved_at_its_last_step(tmp_path / "run")
+    assert not (tmp_path / "run" / "run.lock").exists()
+
+
+def assert_saved_at_its_last_step(run_dir: Path) -> None:
+    done = len(losses(run_dir))
+    saved = [path.name for path in (run_dir / "checkpoints").iterdir()]
+    assert saved == [f"step-{done:07d}"]
+
+
+@pytest.mark.slow
+def test_a_signal_before_the_first_step_leaves_nothing(start_signals, tmp_path) -> None:
+    process = start_signals()
+    process.wait_for(lambda: (tmp_path / "run" / "run.lock").exists())
+    assert process.end(signal.SIGTERM) == 143, process.shown
+    assert process.shown.endswith("stopped\n")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_hangup_that_nohup_ignores_stays_ignored(
+    endless, tmp_path, machine_file, temporary
+) -> None:
+    program = [sys.executable, "cli.py", "finetune", str(endless), "--machine", str(machine_file)]
+    process = subprocess.Popen(
+        ["env", f"TMPDIR={temporary}", "nohup", *program],
+        cwd=ROOT,
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    wait_for_rows(tmp_path / "run", 2)
+    os.killpg(process.pid, signal.SIGHUP)
+    wait_for_rows(tmp_path / "run", len(losses(tmp_path / "run")) + 3)
+    os.killpg(process.pid, signal.SIGTERM)
+    shown = process.communicate(timeout=120)[0]
+    assert process.returncode == 143, shown
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_a_terminal_that_is_closed_costs_nothing(start_signals, tmp_path) -> None:
+    terminal, other_end = pty.openpty()
+    process = start_signals(output=os.ttyname(other_end), is_on_terminal=True)
+    os.set_blocking(terminal, False)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+
+    def has_rows() -> bool:
+        with suppress(BlockingIOError):
+            os.read(terminal, 65536)  # or the program waits for room
+        return metrics.exists() and metrics.read_text().count("\n") >= 2
+
+    process.wait_for(has_rows)
+    os.close(other_end)
+    os.close(terminal)
+    assert process.end() == 129
+    assert_saved_at_its_last_step(tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_of_two_ranks_stops_both_at_one_step(
+    tmp_path, write_recipe, machine_file, forked
+) -> None:
+    recipe = write_recipe(
+        train={"steps": 100_000, "schedule": "constant"}, output={"checkpoint_every": 100_000}
+    )
+    ranks = forked.start_ranks("finetune", recipe, "--machine", machine_file)
+    wait_for_rows(tmp_path / "run", 2)
+    ranks[1].signal(signal.SIGTERM)
+    assert [rank.end() for rank in ranks] == [143, 143], [rank.shown for rank in ranks]
+    assert_saved_at_its_last_step(tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_a_signal_before_the_first_step_to_one_of_two_ranks_is_named_by_the_other(
+    tmp_path, endless, machine_file, forked
+) -> None:
+    ranks = forked.start_machines("finetune", endless, "--machine", machine_file, sizes=(1, 1))
+    ranks[1].wait_for(lambda: (tmp_path / "run" / "run.lock").exists())
+    assert ranks[1].end(signal.SIGTERM) == 143, ranks[1].shown
+    assert ranks[0].end() == 1
+    assert "error (rank 0): rank 1 was stopped before a step had ended" in ranks[0].shown
+
+
+def test_resume_and_overwrite_exclude_each_other(write_recipe, machine_file, capsys) -> None:
+    words = ("finetune", write_recipe(), "--machine", machine_file, "--resume", "--overwrite")
+    assert run(*words) == 1
+    assert (
+        "error: both --resume and --overwrite\n\nhint: `--resume` continues it"
+        in capsys.readouterr().err
+    )
+
+
+# ----------------------------------------------------------------------------------------- download
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_run_downloads_its_model_and_says_so_once(
+    tmp_path: Path, write_recipe, model_dir: Path, machine_file: Path, num_ranks: int
+) -> None:
+    shutil.copytree(model_dir, tmp_path / "hub" / "own" / "model")
+    recipe = write_recipe(train={"steps": 1})
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    words = ("cli.py", "finetune", str(recipe), "--machine", str(machine_file))
+    with hub(tmp_path / "hub") as (variables, asked):
+        done = subprocess.run(
+            [
+                *("env", "-u", "http_proxy", "-u", "HTTP_PROXY", "OMP_NUM_THREADS=1"),
+                *(f"{name}={value}" for name, value in variables.items()),
+                *(sys.executable, *(launcher if num_ranks > 1 else ()), *words),
+                "model.path=own/model",
+            ],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("Downloading own/model: 0.00 GB, 1 file, to ") == 1, done.stdout
+    assert asked.count("model.safetensors") == 1
+
+
+# ------------------------------------------------------------------------------------------- choice
+
+
+OPEN = {"micro_batch_size": "auto", "grad_accum_steps": None, "tokens_per_step": 6 * 64}
+
+
+def settings(run_dir: Path) -> dict[str, object]:
+    train: dict[str, object] = yaml.safe_load((run_dir / "recipe.yaml").read_text())["train"]
+    return train
+
+
+@pytest.mark.slow
+def test_an_open_size_is_settled_written_down_and_kept_by_a_resume(
+    tmp_path, write_recipe, machine_file, capsys
+) -> None:
+    recipe = write_recipe(data={"packing": "off"}, train={**OPEN, "steps": 4})
+    words = ("finetune", recipe, "--machine", machine_file)
+    assert run(*words) == 0
+    assert "\n rejected " in capsys.readouterr().out
+    run_dir = tmp_path / "run"
+    size = settings(run_dir)["micro_batch_size"]
+    assert size in (1, 2, 3, 6)
+    predicted = json.loads((run_dir / "predicted.json").read_text())["calibrated"]["schedule"]
+    assert predicted["num_micro_batches"] == 6 // int(str(size))
+
+    # each process has a micro-batch, or the resume is refused
+    settled = as_begun(load_recipe(str(recipe), []), RunDir(run_dir).begun())
+    assert settled.train.micro_batch_size == size
+    too_many = settled.train.num_micro_batches + 1
+    with pytest.raises(ConfigError, match=f"micro-batches for {too_many} processes"):
+        require_micro_batch_per_rank(settled.train, num_ranks=too_many)
+
+    # the settled recipe is the same run, to the bit
+    again = tmp_path / "again"
+    settled_words = ("--machine", machine_file, f"output.dir={again}")
+    assert run("finetune", run_dir / "recipe.yaml", *settled_words) == 0
+    assert losses(run_dir) == losses(again)
+    first, second = adapter(run_dir), adapter(again)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+    # another machine would choose another size: the run keeps its own
+    other = 3 if size != 3 else 2
+    drop_last_checkpoint(run_dir)
+    file = run_dir / "recipe.yaml"
+    text = "".join(file.read_text().splitlines(keepends=True)[1:-1])  # without the hash
+    file.write_text(text.replace(f"micro_batch_size: {size}", f"micro_batch_size: {other}"))
+    capsys.readouterr()
+    assert run(*words, "--resume") == 0
+    assert settings(run_dir)["micro_batch_size"] == other
+    assert f"in {6 // other} micro-batches of {other} x" in capsys.readouterr().out
+
+
+def drop_last_checkpoint(run_dir: Path) -> None:
+    newest = sorted((run_dir / "checkpoints").glob("step-*"))[-1]
+    for file in newest.iterdir():
+        file.unlink()
+    newest.rmdir()
+
+
+@pytest.mark.slow
+def test_the_first_loss_does_not_depend_on_the_size(tmp_path, write_recipe, machine_file) -> None:
+    recipe = write_recipe(data={"packing": "off"}, train={**OPEN, "steps": 1})
+    first = []
+    for size in (1, 6):
+        words = (f"train.micro_batch_size={size}", f"output.dir={tmp_path / str(size)}")
+        assert run("finetune", recipe, "--machine", machine_file, *words) == 0
+        first.append(losses(tmp_path / str(size))[0])
+    assert first[0] == pytest.approx(first[1], rel=1e-5)
+
+
+# ----------------------------------------------------------------------------------------- compiled
+
+
+@pytest.mark.exhaustive
+def test_a_compiled_run_resumes_to_the_bit_in_another_process(
+    tmp_path: Path, write_recipe, machine_file
+) -> None:
+    recipe = write_recipe(
+        adapter={"targets": "all-linear", "dropout": 0.1, "experts": False},
+        train={"steps": 4, "compile": True},
+        output={"checkpoint_every": 2},
+    )
+
+    def finetune(folder: str, *words: str) -> tuple[str, dict[str, torch.Tensor]]:
+        kernels = f"TORCHINDUCTOR_CACHE_DIR={tmp_path / f'kernels{len(words)}'}"
+        program = ["env", kernels, sys.executable, ROOT / "cli.py", "finetune", recipe]
+        done = subprocess.run(
+            [*program, "--machine", machine_file, f"output.dir={tmp_path / folder}", *words],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout, load_file(tmp_path / folder / "adapter" / "adapter_model.safetensors")
+
+    shown, whole = finetune("run")
+    assert "Compiling the layers, trying the longest batch" in shown
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-0000004")
+    shutil.rmtree(tmp_path / "run" / "adapter")
+    _, resumed = finetune("run", "--resume")
+    assert all(torch.equal(resumed[name], whole[name]) for name in whole)
+    _, plain = finetune("plain", "train.compile=false")
+    assert any(not torch.equal(plain[name], whole[name]) for name in whole)
+
+
+# --------------------------------------------------------------------------- experts implementation
+
+
+def way_of(run_dir: Path) -> str:
+    way: str = json.loads((run_dir / "experts.json").read_text())["experts_implementation"]
+    return way
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_as_it_was_begun_and_not_as_it_would_begin_here(
+    tmp_path: Path, write_recipe, machine_file, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []  # on so small a model the bits of both ways are the same
+    grouped_mm = torch.nn.functional.grouped_mm
+
+    def counted(*given: Any, **named: Any) -> torch.Tensor:
+        calls.append("grouped_mm")
+        return grouped_mm(*given, **named)
+
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", counted)
+    recipe = write_recipe()
+    words = ("finetune", recipe, "--machine", machine_file)
+    told = ("model.experts_implementation=grouped_mm", f"output.dir={tmp_path / 'told'}")
+    assert run(*words, *told) == 0
+    assert "expert kernels  grouped_mm (as the recipe says)" in capsys.readouterr().out
+    assert way_of(tmp_path / "told") == "grouped_mm"
+    num_whole = len(calls)
+    assert num_whole > 6
+    calls.clear()
+
+    assert run(*words) == 0
+    assert "expert kernels  eager (as --machine says)" in capsys.readouterr().out
+    begun = tmp_path / "run"
+    assert way_of(begun) == "eager"
+    assert not calls
+
+    # as if this run had been begun where grouped products are the fastest
+    (begun / "experts.json").write_text('{"experts_implementation": "grouped_mm"}')
+    shutil.rmtree(begun / "checkpoints")
+    (begun / "checkpoints").mkdir()
+    assert run(*words, "--resume") == 0
+    assert "expert kernels  grouped_mm (as the run was begun)" in capsys.readouterr().out
+    resumed, whole = adapter(begun), adapter(tmp_path / "told")
+    assert all(torch.equal(resumed[name], whole[name]) for name in whole)
+    assert len(calls) == num_whole
+
+
+def test_a_run_that_triton_began_does_not_go_on_without_it(
+    finished: Path, machine_file, capsys
+) -> None:
+    (finished / "experts.json").write_text('{"experts_implementation": "triton"}')
+    words = ("finetune", finished / "recipe.yaml", "--machine", machine_file)
+    assert run(*words, "--resume") == 1
+    assert (
+        "was begun with expert kernels triton, which cannot run here: " in capsys.readouterr().err
+    )
+
+
+@pytest.mark.thorough
+def test_the_fastest_way_of_a_trial_is_planned_run_and_written_down(
+    tmp_path: Path, write_recipe, machine_file, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # a CPU has nothing to try; this is what a run does on a card
+    monkeypatch.setattr("finetune.training.prepare.resolve_expert_backend", lambda *_, **__: None)
+    recipe = write_recipe(train={"steps": 2})
+    assert run("finetune", recipe, "--machine", machine_file) == 0
+    shown = capsys.readouterr().out
+    (best,) = [
+        line.strip().partition(":")[0]
+        for line in shown.splitlines()
+        if line.rstrip().endswith("(taken)")
+    ]
+    assert f"expert kernels  {best} (measured)" in shown
+    assert way_of(tmp_path / "run") == best
+    planned = json.loads((tmp_path / "run" / "predicted.json").read_text())["before measuring"]
+    assert planned["experts_implementation"] == {"value": best, "source": "measured"}
+
+
+@pytest.mark.gpu
+def test_a_card_tries_the_ways_writes_the_fastest_down_and_resumes_with_it(
+    tmp_path: Path, write_recipe, capsys
+) -> None:
+    recipe = write_recipe(offload={"device": "cuda"}, model={"dtype": "bfloat16"})
+    assert run("finetune", recipe) == 0
+    shown = capsys.readouterr().out
+    assert "Experts of one layer" in shown
+    assert shown.count("(taken)") == 1
+    way = way_of(tmp_path / "run")
+    assert f"expert kernels  {way} (measured)" in shown
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-0000006")
+    assert run("finetune", recipe, "--resume") == 0
+    shown = capsys.readouterr().out
+    assert "Experts of one layer" not in shown
+    assert f"expert kernels  {way} (as the run was begun)" in shown
+
+
+# ------------------------------------------------------------------------------------------ encoded
+
+
+@pytest.mark.slow
+def test_layers_in_ram_and_on_disk_train_alike_and_the_store_is_built_once(
+    tmp_path, write_recipe, machine_file, capsys
+) -> None:
+    recipe = write_recipe(offload={"device": "cpu", "num_slots": 2, "codec": "nf4"})
+    words = ("finetune", recipe, "--machine", machine_file)
+    found = {}
+    for tier in ("ram", "disk"):
+        folder = tmp_path / tier
+        assert run(*words, f"offload.tier={tier}", f"output.dir={folder}") == 0
+        found[tier] = losses(folder), adapter(folder)
+    assert capsys.readouterr().out.count("Wrote the layers of") == 1
+    assert len(list((tmp_path / "cache" / "sluice" / "stores").glob("*.store"))) == 1
+    assert found["ram"][0] == found["disk"][0]
+    weights = found["disk"][1]
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in found["ram"][1].items())
+    assert run(*words, "offload.codec=native", f"output.dir={tmp_path / 'native'}") == 0
+    assert losses(tmp_path / "native") != found["ram"][0]
+
+
+@pytest.mark.exhaustive
+def test_a_killed_encoded_run_resumes_to_the_bit(
+    tmp_path, write_recipe, machine_file, forked
+) -> None:
+    recipe = write_recipe(
+        train={"steps": 8}, offload={"device": "cpu", "num_slots": 2, "codec": "nf4"}
+    )
+    run_dir, whole = tmp_path / "run", tmp_path / "whole"
+    assert run("finetune", recipe, "--machine", machine_file, f"output.dir={whole}") == 0
+    metrics = run_dir / "metrics.jsonl"
+    process = forked.start("finetune", recipe, "--machine", machine_file)
+    process.wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 3)
+    process.end(signal.SIGKILL)
+    assert run("finetune", recipe, "--machine", machine_file, "--resume") == 0
+    assert losses(run_dir) == losses(whole)
+    resumed, uninterrupted = adapter(run_dir), adapter(whole)
+    assert all(torch.equal(resumed[name], uninterrupted[name]) for name in uninterrupted)
+
+
+@pytest.mark.slow
+def test_two_ranks_share_one_encoded_slab(tmp_path, write_recipe, machine_file, forked) -> None:
+    recipe = write_recipe(offload={"device": "cpu", "num_slots": 2, "codec": "nf4"})
+    words = ("finetune", recipe, "--machine", machine_file)
+    ranks = forked.start_ranks(*words, f"output.dir={tmp_path / 'two'}")
+    assert [rank.end() for rank in ranks] == [0, 0], [rank.shown for rank in ranks]
+    assert ", shared by 2 ranks" in ranks[0].shown
+    assert run(*words, f"output.dir={tmp_path / 'one'}") == 0
+    assert_same_training(tmp_path / "two", tmp_path / "one")
+
+
+# --------------------------------------------------------------------------------------------- init
+
+
+@pytest.mark.thorough
+def test_what_init_writes_trains(
+    tmp_path: Path, model_dir: Path, machine_file: Path, cache: Path, capsys
+) -> None:
+    rows, recipe = tmp_path / "rows.jsonl", tmp_path / "new" / "mine.yaml"
+    row = {"instruction": "what follows {}", "output": "more"}
+    texts = (json.dumps(row | {"instruction": f"what follows {n}"}) for n in range(300))
+    rows.write_text("\n".join(texts))
+    words = ("--model", model_dir, "--data", rows, "--machine", machine_file, "--out", recipe)
+    assert run("init", *words, "--yes") == 0
+    assert "tokens of a row, by the model's tokenizer" in capsys.readouterr().out
+    found = load_recipe(str(recipe), [])
+    assert found.model.path == str(model_dir)
+    assert found.data.format == "alpaca"
+    run_dir = tmp_path / "run"
+    settings = ["model.dtype=float32", "train.steps=2", "offload.device=cpu"]
+    settings += (f"output.dir={run_dir}", "train.tokens_per_step=256", "data.num_workers=0")
+    assert run("finetune", recipe, *settings, "--machine", machine_file) == 0
+    assert len(losses(run_dir)) == 2
+
+
+# ------------------------------------------------------------------------------------------ explain
+
+
+def rows_of_explain(run_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def stop_after(run_dir: Path, step: int) -> None:
+    """Make of a finished run what a kill behind a later step would have left."""
+    rows = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run_dir / "metrics.jsonl").write_text("".join(rows[: step + 1]))
+    for folder in (run_dir / "checkpoints").iterdir():
+        if int(folder.name.removeprefix("step-")) > step:
+            shutil.rmtree(folder)
+    shutil.rmtree(run_dir / "adapter")
+    for name in ("report.json", "trace.json", "gantt.svg"):
+        (run_dir / name).unlink()
+
+
+def forge(file: Path) -> None:
+    content = json.loads(file.read_text())
+    content["calibrated"]["predicted"]["phases_s"]["step"] *= 1.1
+    file.chmod(0o644)
+    file.write_text(json.dumps(content, indent=1))
+
+
+def _require_sealed_and_traced(file: Path, shown: str) -> None:
+    """Memory is of the traced grade, and what was turned down stands beside it."""
+    assert not file.stat().st_mode & 0o222
+    predicted = json.loads(file.read_text())
+    assert predicted["memory_grade"] == "traced"
+    terms = predicted["calibrated"]["predicted"]["device_memory"]
+    assert terms.keys() & {"one visit", "head chunk"}
+    assert not any(name.startswith("one visit:") for name in terms)
+    assert predicted["calibrated"]["predicted"]["peak_vram_bytes"] == sum(terms.values())
+    assert "Predicted peak memory (formula)" in shown
+    assert "Memory (traced): " in shown
+    assert predicted["choice"]["choice"]["codec"] == "nf4"
+    assert isinstance(predicted["choice"]["rejected"], list)
+
+
+@pytest.mark.slow
+def test_a_run_is_explained_from_its_files_resumed_and_caught_when_forged(
+    tmp_path, write_recipe, machine_file, capsys
+) -> None:
+    recipe = write_recipe(
+        train={"steps": 4}, offload={"stash": "host", "codec": "nf4", "kept_graphs": 2}
+    )
+    run_dir = tmp_path / "run"
+    assert run("finetune", recipe, "--machine", machine_file, "--verbose") == 0
+    at_end = capsys.readouterr().out
+    _require_sealed_and_traced(run_dir / "predicted.json", at_end)
+    first = (run_dir / "predicted.json").read_bytes()
+    _require_true_rows(run_dir)
+
+    # again, in a process that has neither torch nor the recipe's model
+    report = json.loads((run_dir / "report.json").read_text())
+    told = json.loads(_explained_without_torch(run_dir))
+    assert told == {name: report[name] for name in told}
+    assert {"changes", "sections", "measured_step", "memory"} <= told.keys()
+    assert run("explain", run_dir) == 0
+    again = capsys.readouterr().out
+    table = at_end.partition("Predicted (calibrated) against measured")[2].partition("\nAdapter")
+    assert table[0] in again
+    _require_memory_by_term(report)
+    _require_the_very_ops(run_dir)
+
+    # killed behind step 3, with a checkpoint of step 2
+    stop_after(run_dir, 2)
+    assert run("explain", run_dir) == 0
+    assert "3 of 4 steps are done" in capsys.readouterr().out
+    assert (run_dir / "gantt.svg").exists()
+    words = ("finetune", recipe, "--machine", machine_file, "--resume")
+    assert run(*words) == 0
+    assert (run_dir / "predicted.json").read_bytes() == first
+    report = json.loads((run_dir / "report.json").read_text())
+    assert [(s["prediction"], s["steps"]) for s in report["sections"]] == [(1, [1, 2]), (2, [3, 4])]
+    assert report["changes"] == []
+
+    # forged
+    forge(run_dir / "predicted.json")
+    capsys.readouterr()
+    assert run("explain", run_dir) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("PREDICTION CHANGED: 2 steps were run after a prediction")
+    assert "PREDICTION CHANGED: predicted.json is not what predicted-2.json was" in shown
+    assert run(*words) == 1
+    err = capsys.readouterr().err
+    assert f"in {run_dir} a prediction was changed" in err
+    assert "cannot be changed after a step was run" in err
+    assert "\n\nhint: restore predicted.json" in err
+
+    # a run that is overwritten leaves nothing of it, however read-only
+    RunDir(run_dir).start(RunDir(run_dir).recipe(), experts_implementation=None)
+    assert {path.name for path in run_dir.iterdir()} == {"recipe.yaml", "checkpoints"}
+
+
+def _require_true_rows(run_dir: Path) -> None:
+    """Check that every step's parts are its time, and that its codec and stash are among them."""
+    seals = set()
+    for row in rows_of_explain(run_dir):
+        parts = row["parts_s"]
+        seconds = sum(sum(p) if isinstance(p, list) else p for p in parts.values())
+        wall_s = row["phases_s"]["step"] + row["phases_s"]["data wait"]
+        assert seconds == pytest.approx(wall_s, abs=1e-6)
+        assert parts["outside the pass"] >= 0
+        assert len(parts["forward"]) == len(parts["decode"]) == len(parts["backward"]) == 4
+        seals.add(row["prediction_sha256"])
+    assert len(seals) == 1
+
+
+def _require_the_very_ops(run_dir: Path) -> None:
+    """Check that what was simulated is what ran, op by op."""
+    predicted, measured = (
+        json.loads((run_dir / name).read_text())["timeline"]
+        for name in ("predicted.json", "measured.json")
+    )
+    same = ("lane", "kind", "layer", "micro_batch", "waits")
+    assert [[op[k] for k in same] for op in predicted] == [[op[k] for k in same] for op in measured]
+
+
+def _require_memory_by_term(report: dict) -> None:
+    memory = {row["name"]: row for row in report["memory"]}
+    assert {"slots", "decoded layer", "slab", "stashed layer inputs"} <= memory.keys()
+    assert {"adapters", "optimizer states", "embeddings, norm and head"} <= memory.keys()
+    assert memory["adapters"]["error"] == 0
+    terms = [row for name, row in memory.items() if name != "peak memory"]
+    measured = sum(row["measured"] for row in terms if row["measured"] is not None)
+    assert measured == memory["peak memory"]["measured"]
+    assert 0 < report["measured_step"]["bound_s"] <= 1.5 * report["measured_step"]["step_s"]
+
+
+def _explained_without_torch(run_dir: Path) -> str:
+    code = (
+        "import sys\nfrom finetune.app import main\n"
+        f"try:\n    main(['explain', {str(run_dir)!r}, '--json'])\n"
+        "except SystemExit as end:\n    assert not end.code\n"
+        "heavy = {'torch', 'transformers', 'peft', 'bitsandbytes', 'numpy'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    return done.stdout
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path, capsys) -> None:
+    assert run("explain", tmp_path) == 1
+    err = capsys.readouterr().err
+    assert err.startswith(f"error: {tmp_path} holds no predicted.json; ")
+    assert "\n\nhint: name the directory that `sluice finetune` wrote" in err

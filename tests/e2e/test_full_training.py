@@ -1,7 +1,9 @@
-"""Full training from a recipe: what a run leaves, and that it resumes to the bit."""
+"""Full training and training in 16 bits from a recipe: what a run leaves, and its resume."""
 
+import itertools
 import json
 import random
+import shutil
 import signal
 import time
 from dataclasses import replace
@@ -10,14 +12,16 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+import yaml
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune.recipe.recipe import shipped_recipe
 from offload.engine.host_gradients import LateUpdates
 from offload.plan.machine.machine import Machine
 from tests.e2e.full_runs import assert_same_runs, full_recipe
-from tests.e2e.runs import losses, rows_of, run
+from tests.e2e.runs import adapter, assert_same_training, losses, rows_of, run
 from tests.tiers import mostly_slow
 
 
@@ -163,3 +167,223 @@ def test_the_quickstart_learns(tmp_path, capsys, cache, machine_file) -> None:
     report = json.loads((tmp_path / "run" / "report.json").read_text())
     assert report["exact_match"]["after"] > report["exact_match"]["before"]
     assert report["last_loss"] < 0.5 * report["first_loss"]
+
+
+# ------------------------------------------------------------------------------------- full float16
+
+
+NUM_STEPS = 6
+
+
+@pytest.fixture
+def words(tmp_path: Path, machine_file: Path, write_recipe: Any, model_dir: Path) -> Any:
+    """Return a run of a model whose gradients overflow with the first factor of the loss."""
+    folder = tmp_path / "steep"
+    shutil.copytree(model_dir, folder)
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    weights["model.embed_tokens.weight"] *= 2.0**-6
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    here = replace(Machine.from_json(machine_file.read_text()), dtype="float16")
+    file = tmp_path / "half.json"
+    file.write_text(here.to_json())
+    recipe = write_recipe(
+        model={"path": str(folder), "dtype": "float16"},
+        train={"what": "all", "lr": 0.001, "max_grad_norm": 0.5, "steps": NUM_STEPS},
+        output={"eval_every": None},
+    )
+    content = yaml.safe_load(recipe.read_text())
+    del content["adapter"]
+    recipe.write_text(yaml.safe_dump(content))
+    return ("finetune", recipe, "--machine", file)
+
+
+def left_by(run_dir: Path) -> tuple[list[Any], dict[str, torch.Tensor]]:
+    """Return the steps of a run, and its newest checkpoint's masters and states."""
+    names = ("loss", "grad_norm", "loss_scale", "num_skipped_steps")
+    rows = [tuple(row[name] for name in names) for row in rows_of(run_dir)]
+    newest = max((run_dir / "checkpoints").iterdir())
+    return rows, load_file(newest / "trained.safetensors")
+
+
+def assert_same(ours: Any, theirs: Any) -> None:
+    assert ours[0] == theirs[0]
+    assert ours[1].keys() == theirs[1].keys()
+    assert all(torch.equal(ours[1][name], tensor) for name, tensor in theirs[1].items())
+
+
+@pytest.mark.thorough
+def test_overflows_are_survived_and_a_resume_keeps_factor_and_masters_to_the_bit(
+    tmp_path, words, capsys
+) -> None:
+    assert run(*words) == 0
+    shown, run_dir = " ".join(capsys.readouterr().out.split()), tmp_path / "run"
+    whole = left_by(run_dir)
+    steps, tensors = whole
+    num = steps[-1][-1]
+    assert 0 < num < NUM_STEPS
+    assert shown.count("is skipped: a gradient overflows in float16") == num
+    assert [norm is None for _, norm, *_ in steps] == [True] * num + [False] * (NUM_STEPS - num)
+    assert steps[-1][2] == 2.0 ** (16 - num)
+    assert "16 bytes each in RAM (2 weights, 4 fp32 masters, 2 gradients" in shown
+    weights = {name: x for name, x in tensors.items() if ":" not in name}
+    for name, weight in weights.items():
+        low = tensors[f"{name}:low"]
+        assert (weight.dtype, low.dtype) == (torch.float16, torch.int32)
+        master = (weight.float().view(torch.int32) ^ low).view(torch.float32)
+        assert torch.equal(master.half(), weight)
+    assert any(bool(tensors[f"{name}:low"].any()) for name in weights)
+    loaded = AutoModelForCausalLM.from_pretrained(run_dir / "model")
+    assert loaded.dtype is torch.float16
+    assert all(torch.equal(p, weights[name]) for name, p in loaded.named_parameters())
+    for step, kept in itertools.product((4, 6), (run_dir / "checkpoints",)):
+        shutil.rmtree(kept / f"step-{step:07d}", ignore_errors=True)
+    shutil.rmtree(run_dir / "model")
+    assert run(*words, "--resume") == 0
+    assert_same(left_by(run_dir), whole)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("what", mostly_slow(["all", "adapter"], "all"))
+def test_a_forward_that_overflows_ends_the_run_and_names_the_module(
+    what, tmp_path, words, capsys
+) -> None:
+    file = tmp_path / "steep" / "model.safetensors"
+    weights = load_file(file)
+    weights["model.layers.2.self_attn.o_proj.weight"] *= 3e5
+    weights["model.layers.2.self_attn.v_proj.weight"] *= 1e3
+    save_file(weights, file, metadata={"format": "pt"})
+    assert run(*words, f"train.what={what}") == 1
+    said = capsys.readouterr().err
+    assert "overflows in float16, first in model.layers.2.self_attn.o_proj" in said
+
+
+WAYS = {
+    "resident": ("offload.num_slots=4",),
+    "kept graphs": ("offload.kept_graphs=1",),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_move_each_way_to_run_has_the_same_bits(way, tmp_path, words) -> None:
+    assert run(*words, "offload.num_slots=2") == 0
+    assert run(*words, *WAYS[way], f"output.dir={tmp_path / 'other'}") == 0
+    found = left_by(tmp_path / "other")
+    assert found[0][-1][-1] > 0
+    assert_same(found, left_by(tmp_path / "run"))
+
+
+# ------------------------------------------------------------------------------------------ float16
+
+
+@pytest.fixture
+def steep_model(tmp_path: Path, model_dir: Path) -> Path:
+    """Return a model of such small embeddings that gradients of its first layer are large."""
+    folder = tmp_path / "steep"
+    shutil.copytree(model_dir, folder)
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    weights["model.embed_tokens.weight"] *= 2.0**-9
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture
+def words_float16(tmp_path: Path, machine_file: Path, write_recipe: Any, steep_model: Path) -> Any:
+    here = replace(Machine.from_json(machine_file.read_text()), dtype="float16")
+    file = tmp_path / "half.json"
+    file.write_text(here.to_json())
+    recipe = write_recipe(model={"path": str(steep_model), "dtype": "float16"}, train={"lr": 0.001})
+    return ("finetune", recipe, "--machine", file)
+
+
+def adapter_float16(run_dir: Path) -> dict[str, torch.Tensor]:
+    return load_file(run_dir / "adapter" / "adapter_model.safetensors")
+
+
+def numbers(run_dir: Path) -> list[tuple[object, ...]]:
+    names = ("loss", "grad_norm", "loss_scale", "num_skipped_steps")
+    return [tuple(row[name] for name in names) for row in rows_of(run_dir)]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kept", mostly_slow([2, 4], 2))
+def test_overflows_are_skipped_and_counted_and_a_resume_goes_on_to_the_bit(
+    kept, tmp_path, words_float16, capsys
+) -> None:
+    assert run(*words_float16) == 0
+    shown = capsys.readouterr().out
+    run_dir = tmp_path / "run"
+    rows = rows_of(run_dir)
+    num = rows[-1]["num_skipped_steps"]
+    assert 0 < num < 6
+    assert shown.count("is skipped: a gradient overflows in float16") == num
+    assert [row["grad_norm"] is None for row in rows].count(True) == num
+    assert rows[0]["loss_scale"] == 2.0**16
+    assert rows[-1]["loss_scale"] == 2.0 ** (16 - num)
+    shutil.copytree(run_dir, tmp_path / "whole")
+    for step in (2, 4, 6):
+        if step > kept:
+            shutil.rmtree(run_dir / "checkpoints" / f"step-{step:07d}", ignore_errors=True)
+    shutil.rmtree(run_dir / "adapter")
+    assert run(*words_float16, "--resume") == 0
+    assert numbers(run_dir) == numbers(tmp_path / "whole")
+    ours, theirs = adapter_float16(run_dir), adapter_float16(tmp_path / "whole")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.slow
+def test_two_ranks_skip_the_same_steps_as_one_process(tmp_path, words_float16, forked) -> None:
+    ranks = forked.start_ranks(*words_float16, f"output.dir={tmp_path / 'two'}")
+    assert run(*words_float16, f"output.dir={tmp_path / 'one'}") == 0
+    assert [rank.end() for rank in ranks] == [0, 0], [rank.shown for rank in ranks]
+    assert rows_of(tmp_path / "two")[-1]["num_skipped_steps"] > 0
+    for mine, other in zip(numbers(tmp_path / "two"), numbers(tmp_path / "one"), strict=True):
+        assert mine[2:] == other[2:]
+    assert_same_training(tmp_path / "two", tmp_path / "one")
+
+
+# ------------------------------------------------------------------------------------ adapter dtype
+
+
+@pytest.mark.thorough
+def test_an_adapter_in_bf16_resumes_to_the_bit_and_loads_in_peft(
+    write_recipe, model_dir, machine_file, cache, tmp_path, capsys
+) -> None:
+    recipe = write_recipe(
+        adapter={"dtype": "bfloat16"},
+        train={"optimizer": "adamw_8bit"},
+        report={"samples": 0},
+    )
+    words, run_dir = ("--machine", machine_file), tmp_path / "run"
+    assert run("finetune", recipe, *words) == 0
+    kept = adapter(run_dir)
+    assert {tensor.dtype for tensor in kept.values()} == {torch.bfloat16}
+    assert losses(run_dir)[-1] < losses(run_dir)[0]
+    before = losses(run_dir)
+
+    shutil.rmtree(run_dir / "checkpoints" / "step-0000006")
+    shutil.rmtree(run_dir / "adapter")
+    assert [folder.name for folder in (run_dir / "checkpoints").iterdir()] == ["step-0000004"]
+    assert run("finetune", recipe, *words, "--resume") == 0
+    assert losses(run_dir) == before
+    assert all(torch.equal(tensor, kept[name]) for name, tensor in adapter(run_dir).items())
+
+    capsys.readouterr()
+    planned = {}
+    for dtype in ("float32", "bfloat16"):
+        assert run("plan", recipe, *words, "--json", f"adapter.dtype={dtype}") == 0
+        planned[dtype] = json.loads(capsys.readouterr().out)["predicted"]["device_memory"]
+    num = sum(tensor.numel() for tensor in kept.values())
+    assert planned["float32"]["adapters"] == 4 * num
+    assert planned["bfloat16"]["adapters"] == 2 * num
+
+    base: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    plain = PeftModel.from_pretrained(base, str(run_dir / "adapter")).eval()
+    ids = torch.arange(1, 12)[None]
+    with torch.no_grad():
+        expected = plain(input_ids=ids).logits
+        assert run("merge", run_dir, "--out", tmp_path / "merged") == 0
+        merged: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+        torch.testing.assert_close(merged(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-5)

@@ -1,8 +1,10 @@
-"""`sluice score` by the command line, against plain transformers and peft."""
+"""What is done with a trained model: scored, talked to, merged, exported."""
 
 import copy
 import json
 import shutil
+from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,11 @@ import torch
 import yaml
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from finetune.errors import ConfigError
 from tests.e2e.runs import run
+from tests.e2e.talking import Plain, talk
 
 NUM_LAYERS, NUM_CHECKPOINTS = 4, 4
 
@@ -340,3 +344,321 @@ def test_rows_that_do_not_fit_into_one_pass_take_several_with_the_same_scores(
     assert f"{several['sweeps'][0]} passes over the 4 layers" in shown
     losses = {score["name"]: score["loss"] for score in one["scores"]}
     assert {s["name"]: s["loss"] for s in several["scores"]} == pytest.approx(losses, rel=1e-6)
+
+
+# ------------------------------------------------------------------------------------------ lm eval
+
+
+WORDS = ("one", "two", "three", "four", "five", "six", "seven", "eight")
+ROWS: list[dict[str, Any]] = [
+    {
+        "question": f"what follows {word}?",
+        "choices": [WORDS[(n + k) % 8] for k in (1, 3, 4)],
+        "answer": n % 3,
+        "text": f"{word} and then {WORDS[(n + 1) % 8]}, " * (1 + n % 3),
+    }
+    for n, word in enumerate(WORDS)
+]
+TASKS: dict[str, dict[str, Any]] = {
+    "choices": {
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{question}}",
+        "doc_to_choice": "choices",
+        "doc_to_target": "answer",
+        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+    },
+    "texts": {
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": "{{text}}",
+        "metric_list": [{"metric": "word_perplexity"}, {"metric": "byte_perplexity"}],
+    },
+    "answers": {
+        "output_type": "generate_until",
+        "doc_to_text": "{{question}}",
+        "doc_to_target": "{{choices[0]}}",
+        "generation_kwargs": {"until": ["q", "z"], "max_gen_toks": 6, "do_sample": False},
+        "metric_list": [{"metric": "exact_match"}],
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tasks")
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    for name, task in TASKS.items():
+        content = {
+            "task": f"local_{name}",
+            "dataset_path": "json",
+            "dataset_kwargs": {"data_files": {"test": str(folder / "rows.jsonl")}},
+            "test_split": "test",
+            **task,
+        }
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(content))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def adapter_dir(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> Path:
+    torch.manual_seed(1)
+    base: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "o_proj"]))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(std=0.3)
+    folder = tmp_path_factory.mktemp("adapter")
+    model.save_pretrained(str(folder))
+    return folder
+
+
+def sluice(model_dir: Path, machine_file: Path, *words: str, **options: Any) -> Any:
+    from finetune.integrations.lm_eval import SluiceLM
+
+    settings = " ".join(["model.dtype=float32", "train.seq_len=64", *words])
+    return SluiceLM(str(model_dir), settings=settings, machine=str(machine_file), **options)
+
+
+@pytest.fixture(params=["base", "adapter"])
+def both(
+    request: pytest.FixtureRequest, model_dir: Path, adapter_dir: Path, machine_file: Path
+) -> Iterator[tuple[Any, Any]]:
+    """Return our model and lm_eval's own."""
+    from lm_eval.models.huggingface import HFLM
+
+    options = {"adapter": str(adapter_dir)} if request.param == "adapter" else {}
+    ours = sluice(model_dir, machine_file, **options)
+    peft = {"peft": str(adapter_dir)} if request.param == "adapter" else {}
+    theirs: Any = HFLM(pretrained=str(model_dir), dtype="float32", device="cpu", **peft)
+    yield ours, theirs
+    ours.close()
+
+
+def evaluated(model: Any, tasks: Path) -> dict[str, Any]:
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(include_path=str(tasks), include_defaults=False)
+    found = lm_eval.simple_evaluate(
+        model=model,
+        tasks=[f"local_{name}" for name in TASKS],
+        task_manager=manager,
+        bootstrap_iters=0,
+        cache_requests=False,
+        log_samples=True,
+    )
+    assert found is not None
+    return found
+
+
+@pytest.mark.skipif(find_spec("lm_eval") is None, reason="lm_eval is not installed")
+@pytest.mark.filterwarnings("ignore")
+def test_local_tasks_have_the_results_of_lm_evals_own_class(both, tasks) -> None:
+    ours, theirs = evaluated(both[0], tasks), evaluated(both[1], tasks)
+    for name in TASKS:
+        mine, other = ours["results"][f"local_{name}"], theirs["results"][f"local_{name}"]
+        figures = {key for key, value in other.items() if isinstance(value, float)}
+        assert figures
+        for key in figures:
+            assert mine[key] == pytest.approx(other[key], rel=1e-5), (name, key)
+    answers = [one["resps"] for one in ours["samples"]["local_answers"]]
+    assert answers == [one["resps"] for one in theirs["samples"]["local_answers"]]
+    assert len({str(one) for one in answers}) > 1
+
+
+@pytest.mark.skipif(find_spec("lm_eval") is None, reason="lm_eval is not installed")
+@pytest.mark.filterwarnings("ignore")
+def test_all_requests_pass_the_layers_together(model_dir, machine_file) -> None:
+    from lm_eval.api.instance import Instance
+
+    model = sluice(model_dir, machine_file, "offload.num_slots=2")
+    requests = [
+        Instance(request_type="loglikelihood", doc={}, arguments=(row["question"], choice), idx=0)
+        for row in ROWS
+        for choice in row["choices"]
+    ]
+    try:
+        together = model.loglikelihood(requests, disable_tqdm=True)
+        assert model.num_loads == 4  # once all layers
+        alone = [model.loglikelihood([one], disable_tqdm=True)[0] for one in requests]
+    finally:
+        model.close()
+    for (logp, is_greedy), (logp_alone, is_greedy_alone) in zip(together, alone, strict=True):
+        assert logp == pytest.approx(logp_alone, abs=1e-4)
+        assert is_greedy == is_greedy_alone
+
+
+@pytest.mark.skipif(find_spec("lm_eval") is None, reason="lm_eval is not installed")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"do_sample": True, "temperature": 0.7}, "a task samples"),
+        ({"max_gen_toks": 128}, "max_gen_toks is 128"),
+        ({"num_beams": 4}, "a task sets num_beams"),
+    ],
+)
+def test_generation_that_is_not_greedy_is_refused(
+    options, message, model_dir, machine_file
+) -> None:
+    from lm_eval.api.instance import Instance
+
+    model = sluice(model_dir, machine_file)
+    request = Instance(
+        request_type="generate_until", doc={}, arguments=("a", {"until": ["b"], **options}), idx=0
+    )
+    try:
+        with pytest.raises(ConfigError, match=message):
+            model.generate_until([request])
+    finally:
+        model.close()
+
+
+@pytest.mark.skipif(find_spec("lm_eval") is None, reason="lm_eval is not installed")
+@pytest.mark.filterwarnings("ignore")
+def test_a_batch_size_is_refused(model_dir) -> None:
+    from finetune.integrations.lm_eval import SluiceLM
+
+    with pytest.raises(ConfigError, match="batch_size 8"):
+        SluiceLM(str(model_dir), batch_size=8)
+
+
+# --------------------------------------------------------------------------------------------- chat
+
+
+@pytest.mark.thorough
+def test_turns_are_remembered_and_the_base_answers_the_same(
+    finished, model_dir, monkeypatch, capsys
+) -> None:
+    said = ["what follows 3", "", "and then", "/reset", "what follows 3"]
+    capsys.readouterr()
+    assert talk(said, monkeypatch, finished, "--compare") == 0
+    shown = capsys.readouterr().out
+    adapter, base = Plain(model_dir, finished / "adapter"), Plain(model_dir, None)
+    first = [{"role": "user", "content": said[0]}]
+    answer = adapter.answer(first)
+    second = [*first, {"role": "assistant", "content": answer}]
+    second.append({"role": "user", "content": said[2]})
+    wanted = [base.answer(first), answer, base.answer(second), adapter.answer(second)]
+    assert wanted[0] != wanted[1]
+    spoken = [f"{name}: {text}" for name, text in zip(("base", "adapter") * 2, wanted, strict=True)]
+    assert shown == "".join(f"{text}\n" for text in (*spoken, *spoken[:2]))
+
+
+@pytest.mark.thorough
+def test_what_cannot_be_talked_with_is_refused(finished, tmp_path, monkeypatch, capsys) -> None:
+    assert talk(["hello"], monkeypatch, tmp_path / "nowhere") == 1
+    assert talk(["hello"], monkeypatch, finished, "--top-k", "3") == 1
+    assert "top" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_an_answer_without_room_is_not_remembered(finished, monkeypatch, capsys) -> None:
+    import finetune.commands.trained_model as trained_model
+    from offload.errors import DoesNotFitError
+
+    lengths = list[int]()
+
+    def room(*_: object, prompt_tokens: int, **_others: object) -> None:
+        lengths.append(prompt_tokens)
+        if len(lengths) == 2:
+            raise DoesNotFitError("too long", limit="there is no room", hint="shorter")
+
+    monkeypatch.setattr(trained_model, "require_room", room)
+    assert talk(["what follows 3", "more", "more"], monkeypatch, finished) == 0
+    shown = capsys.readouterr()
+    assert "too long: there is no room. /reset forgets what was said before." in shown.err
+    assert lengths[1] == lengths[2] > lengths[0]
+    assert len(shown.out.splitlines()) == 2
+
+
+# -------------------------------------------------------------------------------------------- merge
+
+
+IDS = torch.arange(3, 27).view(2, 12)
+CONVERTER = """
+import sys
+from pathlib import Path
+folder, outfile = Path(sys.argv[1]), Path(sys.argv[3])
+assert {"config.json", "model.safetensors", "tokenizer.json"} <= {f.name for f in folder.iterdir()}
+outfile.write_bytes(b"GGUF" + (folder / "chat_template.jinja").read_bytes())
+"""
+
+
+def logits(model) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model.eval()(IDS).logits
+    return found
+
+
+def test_a_run_is_merged_and_exported(finished: Path, model_dir: Path, capsys) -> None:
+    out = finished.parent / "merged"
+    assert run("merge", finished, "--out", out) == 0
+    shown = capsys.readouterr().out
+    assert f"Model: {out}" in shown
+    assert "rounded" not in shown
+    served = " ".join(shown.split())
+    flag = """--default-chat-template-kwargs '{"enable_thinking": false}'`"""
+    assert f"vLLM: `vllm serve {out} {flag}" in served
+    base = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    before = logits(base)
+    wanted = logits(PeftModel.from_pretrained(base, str(finished / "adapter")))
+    found = logits(AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32))
+    assert (before - wanted).norm() > 0.01 * wanted.norm()
+    assert (found - wanted).norm() < 1e-5 * wanted.norm()
+    end_id = AutoTokenizer.from_pretrained(model_dir).convert_tokens_to_ids("<|im_end|>")
+    assert GenerationConfig.from_pretrained(model_dir).eos_token_id is None
+    for folder in (out, finished / "adapter"):
+        assert GenerationConfig.from_pretrained(folder).eos_token_id == end_id
+        fields = json.loads((folder / "generation_config.json").read_text())
+        assert fields["default_chat_template_kwargs"] == {"enable_thinking": False}
+    template = AutoTokenizer.from_pretrained(out).chat_template
+    assert template == AutoTokenizer.from_pretrained(model_dir).chat_template
+
+    clone = finished.parent / "llama.cpp"
+    clone.mkdir()
+    (clone / "convert_hf_to_gguf.py").write_text(CONVERTER)
+    for source in (finished, out):
+        file = finished.parent / f"{source.name}.gguf"
+        assert run("export", source, "--gguf", file, "--llama-cpp", clone) == 0
+        shown = " ".join(capsys.readouterr().out.split())
+        assert f"GGUF: {file}" in shown
+        flag = """--chat-template-kwargs '{"enable_thinking": false}'`"""
+        assert f"llama.cpp: `llama-server -m {file} --jinja {flag}" in shown
+        assert "Ollama: `ollama run NAME --think=false`" in shown
+        assert "vLLM" not in shown
+        assert file.read_bytes() == b"GGUF" + template.encode()
+    names = {path.name for path in finished.parent.iterdir()}
+    assert {name for name in names if "partial" in name} == set()
+
+    assert run("merge", finished, "--out", out) == 1
+    assert f"error: {out} is there already; " in capsys.readouterr().err
+
+
+@pytest.mark.thorough
+def test_how_a_run_was_trained_decides_how_it_is_merged(
+    finished: Path, tmp_path: Path, capsys
+) -> None:
+    recipe, merged = finished / "recipe.yaml", tmp_path / "merged"
+    text = "".join(recipe.read_text().splitlines(keepends=True)[1:-1])  # to be changed on purpose
+    assert "codec: auto" in text
+    recipe.write_text(text.replace("codec: auto", "codec: nf4"))
+    assert run("merge", finished, "--out", merged) == 0
+    shown = capsys.readouterr().out.replace("\n", " ")
+    assert "was trained with weights that were rounded to nf4 (model.layers." in shown
+    percent = float(shown.partition("_proj.weight by ")[2].partition(" %")[0])
+    assert 7 < percent < 11
+    shutil.rmtree(merged)
+
+    assert "init: pretrained" in text
+    recipe.write_text(text.replace("init: pretrained", "init: random"))
+    assert run("merge", finished, "--out", merged) == 1
+    assert "trained a model of random weights; " in capsys.readouterr().err
+
+    shutil.rmtree(finished / "adapter")
+    assert run("merge", finished, "--out", merged) == 1
+    assert "run holds no finished run; " in capsys.readouterr().err
+    assert run("export", finished, "--gguf", tmp_path / "x.gguf", "--llama-cpp", finished) == 1
+    assert "holds no convert_hf_to_gguf.py; " in capsys.readouterr().err
+    assert not merged.exists()

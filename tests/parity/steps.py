@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -168,11 +167,6 @@ def assert_equal(
     assert a[0] == b[0]
     assert a[1].keys() == b[1].keys()
     assert all(torch.equal(a[1][name], b[1][name]) for name in a[1])
-
-
-def rel_error(ours: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> float:
-    difference = sum(float((ours[n].double() - truth[n]).square().sum()) for n in truth)
-    return math.sqrt(difference / sum(float(t.square().sum()) for t in truth.values()))
 
 
 def with_outputs(model: Any, num: int) -> Any:

@@ -2,9 +2,11 @@
 
 import copy
 import itertools
+import tempfile
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import pytest
 import torch
@@ -16,7 +18,8 @@ from transformers import (
 )
 
 import offload
-from finetune.adapter.lora import add_lora
+from finetune.adapter.lora import add_lora, save_adapter
+from finetune.recipe.sections import AdapterSection
 from offload.engine.host.slab import Slab, lay_out
 from offload.engine.host.weights import values_shown
 from offload.engine.model.encoding import Encoding
@@ -26,7 +29,11 @@ from offload.plan.facts.facts import AdapterSpec, model_facts
 from offload.plan.fit import MemoryNeeds
 from offload.plan.machine.machine import named_machine
 from offload.plan.schedule.schedule import Order, Residency
+from tests.bench.bench_loading import load_apart, published_config
 from tests.builders import adapter, request, workload
+from tests.checkpoints import write_checkpoint
+from tests.parity.architectures import micro_batches as padded_batches
+from tests.parity.experts import TYPES, randomised
 from tests.parity.rounding import matrices, rounded
 from tests.parity.steps import (
     MODELS,
@@ -40,6 +47,8 @@ from tests.parity.steps import (
     tiny,
     with_lora,
 )
+from tests.parity.tiny_models import NUM_LAYERS as NUM_MODEL_LAYERS
+from tests.parity.tiny_models import tiny_model
 from tests.tiers import mostly_slow
 
 LOSSY = [name for name in get_args(CodecName) if name not in ("native", "bf16_packed")]
@@ -297,3 +306,127 @@ def test_dora_over_encoded_layers_starts_from_the_weights_that_they_decode_to() 
     assert_equal((loss, gradients(model)), expected)
     assert any("magnitude" in name for name in expected[1])
     engine.detach()
+
+
+# ------------------------------------------------------------------------- encoded in little memory
+
+
+MIB = 2**20
+HIDDEN, EXPERT_WIDTH, NUM_EXPERTS = 1024, 384, 64
+LARGEST_BYTES = 2 * NUM_EXPERTS * 2 * EXPERT_WIDTH * HIDDEN  # a layer's gate and up projections
+ALLOWED_BYTES = 2 * LARGEST_BYTES + 64 * MIB  # it, the one before it, and what is encoded of it
+
+
+@pytest.fixture(scope="module")
+def published() -> Iterator[Path]:
+    config = published_config(
+        500 * 10**6, hidden=HIDDEN, expert_width=EXPERT_WIDTH, num_experts=NUM_EXPERTS
+    )
+    with tempfile.TemporaryDirectory() as folder:  # on a disk: what is in memory would count
+        write_checkpoint(Path(folder) / "model", config, shard_bytes=100 * MIB)
+        yield Path(folder) / "model"
+
+
+@pytest.mark.slow
+@pytest.mark.disk
+@pytest.mark.timeout(600)
+def test_encoding_takes_two_tensors_at_a_time_and_fits_where_a_copy_does_not(
+    published: Path, tmp_path: Path
+) -> None:
+    num_bytes = sum(file.stat().st_size for file in published.glob("*.safetensors"))
+    assert num_bytes > 400 * MIB > 1.5 * ALLOWED_BYTES
+    own = load_apart(
+        published,
+        way="own",
+        codec="nf4",
+        tier="disk",
+        cache=tmp_path,
+        limit_bytes=ALLOWED_BYTES + 64 * MIB,
+    )
+    assert own.outcome == "loaded"
+    assert own.peak_bytes < ALLOWED_BYTES
+    (store,) = tmp_path.rglob("*.store")
+    assert store.stat().st_size < 0.3 * num_bytes
+    copy = load_apart(
+        published,
+        way="copy",
+        codec="native",
+        tier="ram",
+        cache=tmp_path,
+        limit_bytes=ALLOWED_BYTES + 64 * MIB,
+    )
+    assert copy.outcome.startswith("died")
+
+
+@pytest.mark.slow
+@pytest.mark.disk
+@pytest.mark.timeout(600)
+@pytest.mark.exhaustive
+def test_the_slab_of_the_next_start_is_as_large_as_the_store(
+    published: Path, tmp_path: Path
+) -> None:
+    first, second = (
+        load_apart(published, way="own", codec="nf4", tier="ram", cache=tmp_path) for _ in range(2)
+    )
+    (store,) = tmp_path.rglob("*.store")
+    store_bytes = store.stat().st_size
+    assert first.outcome == second.outcome == "loaded"
+    assert first.peak_bytes < max(ALLOWED_BYTES, store_bytes + 64 * MIB)
+    assert second.peak_bytes < store_bytes + 64 * MIB
+
+
+# -------------------------------------------------------------------------------------------- qlora
+
+
+# Wide enough for routers, norms and biases to weigh as little as they do in models of real size.
+WIDE = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 128}
+
+
+def base_of(model_type: str) -> PreTrainedModel:
+    base = tiny_model(model_type, **WIDE)
+    base.set_experts_implementation("eager")
+    return base
+
+
+def adapted(base: PreTrainedModel) -> PeftModel:
+    section = AdapterSection(rank=4, alpha=8.0, targets="attention", experts=True)
+    model = add_lora(base, section, seed=0)
+    torch.manual_seed(0)
+    randomised(model)
+    return model.train()
+
+
+@pytest.mark.parametrize("model_type", mostly_slow(TYPES, "gpt_oss"))
+def test_nf4_covers_the_experts_and_adapters_on_them_are_exact(
+    model_type: str, tmp_path: Path
+) -> None:
+    """MOVE: the step of a resident model whose weights are what nf4 makes of them."""
+    base = base_of(model_type)
+    model, resident = adapted(copy.deepcopy(base)), adapted(rounded(base, "nf4"))
+    engine = offload.attach(model, num_slots=2, codec="nf4", device="cpu")
+    assert engine.weights.layers_encoded_frac > 0.98
+    experts = [row for row in engine.weights.rows if row.kind == "experts"]
+    assert [row.codec for row in experts] == ["nf4"]
+    assert sum(engine.layer_bytes) < 0.17 * engine.weights.decoded_bytes  # 0.129 of fp32, and pages
+    expected = offload.attach(resident, num_slots=NUM_MODEL_LAYERS, device="cpu")
+    found = engine.forward_backward(padded_batches(), dropout_seed=0).loss, gradients(model)
+    wanted = expected.forward_backward(padded_batches(), dropout_seed=0).loss, gradients(resident)
+    assert_equal(found, wanted)
+    assert any("experts" in name and bool(tensor.any()) for name, tensor in found[1].items())
+    engine.detach()
+    expected.detach()
+    _require_same_elsewhere(model, rounded(base, "nf4"), tmp_path)
+
+
+def _require_same_elsewhere(model: PeftModel, base: Any, folder: Path) -> None:
+    """Check that plain transformers and peft compute the same with the saved adapter."""
+    save_adapter(model, folder)
+    plain = PeftModel.from_pretrained(base, folder).eval()
+    input_ids = torch.arange(16).view(2, 8)
+    with torch.no_grad():
+        wanted = plain(input_ids=input_ids).logits
+        torch.testing.assert_close(
+            model.eval()(input_ids=input_ids).logits, wanted, rtol=1e-4, atol=1e-5
+        )
+        with plain.disable_adapter():
+            assert not torch.allclose(plain(input_ids=input_ids).logits, wanted, atol=1e-2)

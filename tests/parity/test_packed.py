@@ -2,14 +2,16 @@
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
@@ -18,15 +20,45 @@ from finetune.adapter.linear_lora import compute_in_base_dtype
 from offload.engine.bound import EngineOptions
 from offload.engine.engine import Engine
 from offload.engine.model.layers import LayeredModel
+from offload.engine.model.packed_rows import JoinedRows, call_operator, joined_attention
+from offload.engine.streams import device_named
 from offload.errors import OffloadError
 from tests.parity.architectures import PACKED, rel_error
 from tests.parity.custom_model import WIDTH, CustomConfig, CustomLayer, CustomModel
-from tests.parity.packed_rows import LENS, packed, plain_alone, rows_of
 from tests.parity.steps import NUM_LAYERS, OPTIONS, assert_equal, gradients, tiny
 from tests.parity.tiny_models import tiny_model, with_adapters
 from tests.tiers import mostly_slow
+from tests.variable_length import VariableLength, variable_length
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+LENS = ((12, 5, 17), (3, 12, 12))
+
+
+def rows_of(*lens: int, seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, 64, (1, n), generator=generator) for n in lens]
+
+
+def packed(*rows: torch.Tensor) -> dict[str, torch.Tensor]:
+    ids, lens = torch.cat(rows, dim=1), torch.tensor([row.shape[1] for row in rows])
+    return {"input_ids": ids, "labels": ids.clone(), "row_lens": lens}
+
+
+def plain_alone(model: PeftModel) -> tuple[float, dict[str, torch.Tensor]]:
+    """Compute each row by itself, by transformers, and its loss as its text defines it."""
+    model, loss = copy.deepcopy(model), 0.0
+    rows = [row for m, lens in enumerate(LENS) for row in rows_of(*lens, seed=m)]
+    num = sum(row.shape[1] - 1 for row in rows)
+    for row in rows:
+        logits_BTV = model(input_ids=row, use_cache=False).logits.float()
+        log_BTV = logits_BTV[:, :-1].log_softmax(-1)
+        part = -log_BTV.gather(-1, row[:, 1:, None]).sum() / num
+        part.backward()
+        loss += part.item()
+    return loss, gradients(model)
+
+
+# ------------------------------------------------------------------------------------------- packed
+
 
 NAMES = ("qwen3", "llama", "qwen3_moe", "gemma3_text", "gpt_oss")
 ROW_LEN = 9  # longer than any that is tried, shorter than all that are tried together
@@ -60,6 +92,7 @@ ALL_LEVERS = replace(
 )
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
     ("name", "options"),
     mostly_slow(
@@ -93,6 +126,7 @@ WAYS = {
 }
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.slow
 @pytest.mark.parametrize("options", mostly_slow(WAYS, "sent outputs"))
 def test_move_no_bit_of_a_packed_step_depends_on_what_is_kept(options: EngineOptions) -> None:
@@ -100,12 +134,14 @@ def test_move_no_bit_of_a_packed_step_depends_on_what_is_kept(options: EngineOpt
     assert_equal(step(model, options), step(model))
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.slow
 def test_move_packed_rows_with_dropout_do_not_depend_on_what_is_kept() -> None:
     model = tiny("qwen3", dropout=0.2)
     assert_equal(step(model, WAYS["graphs"]), step(model))
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", mostly_slow(("qwen3", "gemma3_text", "gpt_oss"), "gpt_oss"))
 def test_other_tokens_in_other_rows_change_a_row_by_rounding_only(name: str) -> None:
@@ -127,6 +163,7 @@ def _logits(engine: Engine, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return logits
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_the_first_token_of_a_packed_row_has_no_loss() -> None:
     engine = offload.attach(tiny("qwen3").eval(), num_slots=2, device="cpu")
     batch = packed(*rows_of(12, 5, 17))
@@ -155,6 +192,7 @@ class Seen(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.thorough
 def test_attention_never_sees_more_than_a_row_and_has_no_mask() -> None:
     engine = offload.attach(tiny("qwen3").eval(), num_slots=2, device="cpu")
@@ -168,6 +206,7 @@ def test_attention_never_sees_more_than_a_row_and_has_no_mask() -> None:
     assert not any(seen.mask_sizes)
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("model_type", "together"),
@@ -205,6 +244,7 @@ class Leaking(nn.Module):
         return self.mlp(x_BTD) + 1e-12 * before_BTD
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.thorough
 def test_a_leak_below_rounding_is_seen_and_its_layer_takes_row_after_row() -> None:
     model = tiny("qwen3").eval()
@@ -291,6 +331,7 @@ def errors(model: nn.Module, *steps: tuple[int, ...]) -> tuple[list[float], list
     return found, together
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("change", FAR.values(), ids=FAR)
 @pytest.mark.parametrize(
     "steps", [((32, 16, 32),), ((5, 4), (30, 18, 26))], ids=["at once", "later"]
@@ -306,6 +347,7 @@ def test_a_layer_that_mixes_tokens_far_apart_takes_row_after_row(
     assert together[-1] == {0, 1, 3}
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_a_layer_that_mixes_tokens_far_apart_is_seen_in_bfloat16() -> None:
     model = tiny("qwen3").bfloat16().eval()
     layers = model.get_base_model().model.layers  # type: ignore[union-attr]
@@ -353,6 +395,7 @@ def deepseek_v4() -> nn.Module:
     return with_adapters(model, LayeredModel(model).layers)
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
     "steps",
     mostly_slow(
@@ -399,6 +442,7 @@ class HalfOnly(nn.Module):
         return self.mlp(x_BTD)
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", mostly_slow(("qwen3", "qwen3_moe", "gpt_oss"), "qwen3"))
 def test_one_layer_of_each_kind_of_a_model_of_16_bits_is_tried_in_float32(name: str) -> None:
@@ -445,6 +489,7 @@ DOUBTFUL: dict[str, tuple[Callable[[nn.Module], nn.Module], bool]] = {
 }
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(("changed", "is_together"), DOUBTFUL.values(), ids=DOUBTFUL)
@@ -463,6 +508,7 @@ def test_more_roundings_of_float32_than_usual_are_allowed_if_float64_takes_them_
     assert all(x.dtype == before[n].dtype and torch.equal(x, before[n]) for n, x in after.items())
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.thorough
 def test_layers_that_cannot_be_tried_in_float32_are_named() -> None:
     model = tiny("qwen3").eval().bfloat16()
@@ -476,6 +522,7 @@ def test_layers_that_cannot_be_tried_in_float32_are_named() -> None:
     engine.detach()
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.thorough
 def test_rounding_packed_rows_in_bfloat16_are_as_near_as_rows_alone() -> None:
     model = tiny("qwen3")
@@ -504,6 +551,7 @@ REFUSED: dict[str, tuple[Callable[[dict[str, torch.Tensor]], dict[str, torch.Ten
 }
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.thorough
 @pytest.mark.parametrize(("change", "what"), REFUSED.values(), ids=REFUSED)
 def test_row_lens_that_do_not_fit_are_refused(change: Any, what: str) -> None:
@@ -513,6 +561,7 @@ def test_row_lens_that_do_not_fit_are_refused(change: Any, what: str) -> None:
     engine.detach()
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(("name", "num_calls"), [("qwen3", 1), ("gpt_oss", NUM_LAYERS)])
 def test_layers_share_one_call_where_the_one_before_is_passed_the_same_objects(
     name: str, num_calls: int
@@ -545,6 +594,7 @@ class PassesWhatTrains(CustomModel):
         return output
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_reorder_a_trained_argument_of_all_layers_gets_the_gradients_of_rows_alone() -> None:
     """All layers share one record of it; the reference is plain autograd, row by row."""
     torch.manual_seed(0)
@@ -563,3 +613,233 @@ def test_reorder_a_trained_argument_of_all_layers_gets_the_gradients_of_rows_alo
         assert ours.grad is not None
         assert theirs.grad is not None
         assert (ours.grad - theirs.grad).norm() <= 1e-5 * theirs.grad.norm()
+
+
+# -------------------------------------------------------------------------------------- joined rows
+
+
+JOINS = replace(OPTIONS, joins_rows=True)
+KEPT = replace(JOINS, num_kept_graphs=0, num_kept_outputs=1, num_sent_outputs=1)
+
+
+@pytest.fixture(name="operator")
+def operator_fixture() -> Iterator[VariableLength]:
+    with variable_length() as operator:
+        yield operator
+
+
+def model_of(name: str) -> Any:
+    model = tiny_model(name)
+    return with_adapters(model, LayeredModel(model).layers)
+
+
+def halved(model: nn.Module) -> nn.Module:
+    half = copy.deepcopy(model).bfloat16()
+    compute_in_base_dtype(half)
+    return half
+
+
+def step_joined_rows(
+    model: nn.Module, options: EngineOptions, device: str = "cpu"
+) -> tuple[float, dict[str, torch.Tensor], frozenset[int]]:
+    model = copy.deepcopy(model)
+    engine = Engine(model, device=device_named(device), options=options)
+    try:
+        batches = [packed(*rows_of(*lens, seed=m)) for m, lens in enumerate(LENS)]
+        loss = engine.forward_backward(batches, dropout_seed=0).loss
+        return loss, gradients(model), engine.rows_joined  # type: ignore[arg-type]
+    finally:
+        engine.detach()
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize(
+    "name", mostly_slow(("qwen3", "gemma3_text", "mistral", "llama", "qwen3_moe"), "qwen3")
+)
+def test_rounding_joined_rows_have_the_gradients_of_rows_taken_one_by_one(
+    name: str, operator: VariableLength
+) -> None:
+    model = model_of(name)
+    truth = plain_alone(model)[1]
+    _, apart, none = step_joined_rows(halved(model), OPTIONS)
+    assert not none
+    assert not operator.windows
+    _, found, joined = step_joined_rows(halved(model), JOINS)
+    assert len(joined) == model.config.get_text_config().num_hidden_layers
+    assert operator.num_backwards == len(LENS) * len(joined)
+    assert rel_error(found, truth) <= 1.3 * rel_error(apart, truth)  # two roundings of one model
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.thorough
+def test_a_window_is_passed_on_as_a_number(operator: VariableLength) -> None:
+    config = tiny_model("gemma3_text").config
+    step_joined_rows(halved(model_of("gemma3_text")), JOINS)
+    windows = {"full_attention": (-1, 0), "sliding_attention": (config.sliding_window - 1, 0)}
+    assert config.sliding_window < 17
+    # the first rows that are tried are shorter than the window
+    assert set(operator.windows) == {(-1, 0), *(windows[kind] for kind in config.layer_types)}
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.thorough
+def test_move_no_bit_differs_where_joined_attention_is_not_computed_again(
+    operator: VariableLength,
+) -> None:
+    model = halved(model_of("qwen3"))
+    expected = step_joined_rows(model, replace(JOINS, num_kept_graphs=0))
+    num_all = len(operator.windows)
+    operator.windows.clear()
+    found = step_joined_rows(model, KEPT)
+    assert_equal(found[:2], expected[:2])
+    assert found[2] == expected[2]
+    assert len(operator.windows) == num_all - 2 * len(LENS)  # of two layers each
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.thorough
+def test_an_operator_that_does_not_keep_rows_apart_is_not_used() -> None:
+    model = halved(model_of("qwen3"))
+    expected = step_joined_rows(model, OPTIONS)
+    with variable_length(leaks=True) as operator:
+        found = step_joined_rows(model, JOINS)
+    assert operator.windows  # it was tried
+    assert operator.num_backwards == 0
+    assert not found[2]
+    assert_equal(found[:2], expected[:2])
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.thorough
+def test_rows_in_float32_are_taken_one_by_one(operator: VariableLength) -> None:
+    model = model_of("qwen3")
+    found, expected = step_joined_rows(model, JOINS), step_joined_rows(model, OPTIONS)
+    assert_equal(found[:2], expected[:2])
+    assert not found[2]
+    assert not operator.windows
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "mistral", "llama", "qwen3_moe"])
+def test_rounding_joined_rows_on_a_card_are_as_near_as_rows_taken_one_by_one(name: str) -> None:
+    model = model_of(name)
+    truth = plain_alone(model)[1]
+    apart = step_joined_rows(halved(model), OPTIONS, "cuda")
+    found = step_joined_rows(halved(model), JOINS, "cuda")
+    assert not apart[2]
+    assert len(found[2]) == model.config.get_text_config().num_hidden_layers
+    errors = (rel_error({n: g.cpu() for n, g in x[1].items()}, truth) for x in (found, apart))
+    assert next(errors) <= 1.3 * next(errors)  # two roundings of one model
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.gpu
+def test_move_no_bit_differs_on_a_card_where_joined_attention_is_not_computed_again() -> None:
+    model = halved(model_of("qwen3"))
+    torch.use_deterministic_algorithms(mode=True)
+    try:
+        expected, found = (
+            step_joined_rows(model, JOINS, "cuda"),
+            step_joined_rows(model, KEPT, "cuda"),
+        )
+    finally:
+        torch.use_deterministic_algorithms(mode=False)
+    assert_equal(found[:2], expected[:2])
+    assert found[2] == expected[2]
+    assert found[2]
+
+
+class Attention(nn.Module):
+    """A module that calls attention."""
+
+    is_causal = True
+
+
+def heads(features: int = 16, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, num, 9, features).to(dtype) for num in (4, 2, 2))
+    return {"query": q, "key": k, "value": v}
+
+
+ROWS = JoinedRows(ends=torch.tensor([0, 5, 9], dtype=torch.int32), longest=5, window=None)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize(
+    ("given", "options"),
+    [
+        (heads(), {"dropout": 0.1}),
+        (heads(), {"is_causal": False}),
+        (heads(), {"softcap": 30.0}),
+        (heads(), {"s_aux": torch.zeros(4)}),
+        (heads(), {"position_bias": torch.zeros(4)}),
+        (heads(12), {}),
+        (heads(512), {}),
+        (heads(dtype=torch.float32), {}),
+        ({**heads(), "value": heads(8)["value"]}, {}),
+    ],
+)
+def test_what_the_operator_does_not_compute_is_taken_row_by_row(
+    given: dict[str, torch.Tensor], options: dict[str, Any], operator: VariableLength
+) -> None:
+    assert joined_attention(Attention(), **given, rows=ROWS, options=options) is None
+    assert not operator.windows
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_what_attention_does_not_read_does_not_matter(operator: VariableLength) -> None:
+    options = {"dropout": 0.0, "scaling": 0.3, "sliding_window": 3, "position_ids": torch.arange(9)}
+    found = joined_attention(Attention(), **heads(), rows=ROWS, options=options)
+    assert found is not None
+    expected = []
+    for rows in (slice(0, 5), slice(5, 9)):
+        q, k, v = (x[:, :, rows].float() for x in heads().values())
+        output = nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=0.3, enable_gqa=True
+        )
+        expected.append(output.transpose(1, 2))
+    torch.testing.assert_close(found.float(), torch.cat(expected, dim=1), rtol=1e-2, atol=1e-2)
+    assert operator.windows == [(-1, 0)]
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("window", [None, 3])
+def test_the_call_fits_the_operator_on_a_card(window: int | None) -> None:
+    with FakeTensorMode(), torch.no_grad():
+        given = (torch.empty(1, n, 9, 16, dtype=torch.bfloat16, device="cuda") for n in (4, 2, 2))
+        ends = torch.empty(3, dtype=torch.int32, device="cuda")
+        rows = JoinedRows(ends=ends, longest=5, window=window)
+        output = call_operator(*given, rows=rows, scale=0.3)
+    assert output.shape == (1, 9, 4, 16)
+    assert (output.dtype, output.device.type) == (torch.bfloat16, "cuda")
+
+
+def band(num_tokens: int, window: int) -> torch.Tensor:
+    at = torch.arange(num_tokens)
+    back = at[:, None] - at
+    return ((back >= 0) & (back < window))[None, None]
+
+
+SEEN = {
+    "causal rows": ((None, None), None),
+    "a window that both exceed": ((band(5, 3), band(4, 3)), 3),
+    "a window that one exceeds": ((band(5, 4), None), 4),
+    "masks that are causal": ((band(5, 5), band(4, 4)), None),
+    "a row without its window": ((None, band(4, 3)), False),
+    "two windows": ((band(5, 3), band(4, 2)), False),
+    "a mask that is no window": ((band(5, 3) & (torch.arange(5) != 1), None), False),
+    "a mask of floats": ((torch.zeros(1, 1, 5, 5), None), False),
+    "a mask for each head": ((band(5, 3).expand(1, 2, 5, 5), None), False),
+    "a token that sees none": ((torch.zeros(1, 1, 5, 5, dtype=torch.bool), None), False),
+}
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize(("masks", "window"), SEEN.values(), ids=SEEN)
+def test_what_rows_see_is_read_off_their_masks(masks: Any, window: Any) -> None:
+    rows = JoinedRows.of((5, 4), torch.device("cpu"))
+    assert rows.ends.tolist() == [0, 5, 9]
+    assert rows.ends.dtype == torch.int32
+    seen = rows.seeing((5, 4), masks)
+    assert seen is None if window is False else (seen is not None and seen.window == window)

@@ -1,13 +1,15 @@
-"""SluiceTrainer against transformers' own Trainer, on the same rows."""
+"""The streamed trainers against transformers' and TRL's own, on the same rows."""
 
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from datasets import Dataset
+from peft import LoraConfig
 from torch.utils.data import IterableDataset
 from transformers import DataCollatorWithFlattening, Trainer, TrainerCallback
 
@@ -15,7 +17,9 @@ from finetune.adapter.linear_lora import Linear
 from finetune.errors import ConfigError, DataError
 from finetune.integrations.trainer import SluiceTrainer, Streaming
 from offload.errors import OffloadError
-from tests.parity.steps import MODELS, NUM_LAYERS, tiny
+from tests.parity.sft_trainers import ROWS, TOKENIZER, both, tiny_model, trained
+from tests.parity.sft_trainers import made as made_of_sft_trainers
+from tests.parity.steps import MODELS, NUM_LAYERS, tiny, with_lora
 from tests.parity.tied_models import tied
 from tests.parity.trainers import (
     STREAMING,
@@ -29,16 +33,11 @@ from tests.parity.trainers import (
     rows,
 )
 
-pytestmark = [
-    # a model that computes on the host has nothing to pin for, and accelerate says so
-    pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning"),
-]
-
 ROUNDING = 1e-6
 """Of a loss in fp32, whose chunks are added up in another order; found are at most 4e-7."""
 
 
-def both(folder: Path, model: str = "llama", **changes: Any) -> tuple[Any, Any]:
+def both_trainer(folder: Path, model: str = "llama", **changes: Any) -> tuple[Any, Any]:
     """Return the plain Trainer and ours, both trained; one seeds all randomness when it is made."""
     found = []
     for kind in (Trainer, SluiceTrainer):
@@ -61,7 +60,7 @@ def heard() -> dict[type[Trainer], Heard]:
 
 
 @pytest.fixture(scope="module")
-def trained(
+def trained_trainer(
     tmp_path_factory: pytest.TempPathFactory, heard: dict[type[Trainer], Heard]
 ) -> tuple[Any, Any]:
     folder = tmp_path_factory.mktemp("trained")
@@ -73,10 +72,11 @@ def trained(
     return plain, ours
 
 
+@pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
 def test_losses_norms_rates_evaluations_and_adapter_are_the_plain_trainers(
-    trained: tuple[Any, Any],
+    trained_trainer: tuple[Any, Any],
 ) -> None:
-    plain, ours = trained
+    plain, ours = trained_trainer
     require_equal(differences(plain, ours))
     assert len(history(ours, "loss")) == 6
     assert len(history(ours, "eval_loss")) == 3
@@ -86,6 +86,7 @@ def test_losses_norms_rates_evaluations_and_adapter_are_the_plain_trainers(
     assert all(not torch.equal(start[name], end[name]) for name in start)
 
 
+@pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
 @pytest.mark.thorough
 def test_a_step_loads_each_layer_once_per_pass_whatever_its_micro_batches(
     tmp_path: Path,
@@ -98,11 +99,13 @@ def test_a_step_loads_each_layer_once_per_pass_whatever_its_micro_batches(
     assert ours.num_loads - before <= NUM_LAYERS
 
 
-def test_entries_of_the_log_have_the_plain_trainers_names(trained: tuple[Any, Any]) -> None:
-    plain, ours = ([sorted(one) for one in t.state.log_history] for t in trained)
+@pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
+def test_entries_of_the_log_have_the_plain_trainers_names(trained_trainer: tuple[Any, Any]) -> None:
+    plain, ours = ([sorted(one) for one in t.state.log_history] for t in trained_trainer)
     assert plain == ours
 
 
+@pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
 @pytest.mark.thorough
 def test_weights_stay_on_the_host_and_come_back_at_the_end(tmp_path: Path) -> None:
     ours = made(SluiceTrainer, tmp_path, max_steps=1, eval_strategy="no")
@@ -119,6 +122,7 @@ def test_weights_stay_on_the_host_and_come_back_at_the_end(tmp_path: Path) -> No
     assert losses[1] == pytest.approx(losses[0], rel=ROUNDING)
 
 
+@pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
 @pytest.mark.thorough
 def test_what_layers_keep_and_where_embeddings_are_changes_no_bit(tmp_path: Path) -> None:
     kept = Streaming(
@@ -142,6 +146,7 @@ def test_what_layers_keep_and_where_embeddings_are_changes_no_bit(tmp_path: Path
         assert torch.equal(value, adapter(other.model)[name])
 
 
+@pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
 @pytest.mark.thorough
 def test_where_one_weight_of_embedding_and_head_is_changes_no_bit(tmp_path: Path) -> None:
     on_host = replace(STREAMING, embeddings="host", head="host")
@@ -165,6 +170,7 @@ def test_where_one_weight_of_embedding_and_head_is_changes_no_bit(tmp_path: Path
         assert torch.equal(value, adapter(other.model)[name])
 
 
+@pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
 @pytest.mark.thorough
 def test_mlps_in_tiles_and_branches_in_the_base_dtype_differ_by_rounding(tmp_path: Path) -> None:
     plain = made(Trainer, tmp_path, num_train_epochs=1)
@@ -186,6 +192,7 @@ def test_mlps_in_tiles_and_branches_in_the_base_dtype_differ_by_rounding(tmp_pat
     )
 
 
+@pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
 @pytest.mark.thorough
 def test_a_model_that_cannot_be_attached_is_left_to_peft(tmp_path: Path) -> None:
     model = tiny("llama")
@@ -220,26 +227,29 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SETTINGS)
 def test_settings_mean_what_they_mean_to_the_plain_trainer(tmp_path: Path, name: str) -> None:
-    plain, ours = both(tmp_path, **{"num_train_epochs": 1} | SETTINGS[name])
+    plain, ours = both_trainer(tmp_path, **{"num_train_epochs": 1} | SETTINGS[name])
     require_equal(differences(plain, ours))
     assert ours.state.num_input_tokens_seen == plain.state.num_input_tokens_seen
 
 
+@pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
 @pytest.mark.slow
 @pytest.mark.parametrize("model", sorted(MODELS))
 def test_models_train_as_by_the_plain_trainer(tmp_path: Path, model: str) -> None:
-    plain, ours = both(tmp_path, model, num_train_epochs=1)
+    plain, ours = both_trainer(tmp_path, model, num_train_epochs=1)
     require_equal(differences(plain, ours))
 
 
+@pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
 @pytest.mark.thorough
 def test_a_run_resumes_to_the_bit_and_so_does_the_plain_trainer(
-    trained: tuple[Any, Any], tmp_path: Path
+    trained_trainer: tuple[Any, Any], tmp_path: Path
 ) -> None:
-    whole = trained[1]
+    whole = trained_trainer[1]
     checkpoint = str(Path(whole.args.output_dir) / "checkpoint-2")  # within the first epoch
     resumed = made(SluiceTrainer, tmp_path / "resumed")
     resumed.train(resume_from_checkpoint=checkpoint)
@@ -252,6 +262,7 @@ def test_a_run_resumes_to_the_bit_and_so_does_the_plain_trainer(
         torch.testing.assert_close(value, ends[2][name], rtol=ROUNDING, atol=ROUNDING)
 
 
+@pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
 @pytest.mark.thorough
 def test_dropout_is_drawn_by_seed_and_step(tmp_path: Path) -> None:
     def dropping(folder: str, *, dropout: float = 0.3, **changes: Any) -> Any:
@@ -270,6 +281,7 @@ def test_dropout_is_drawn_by_seed_and_step(tmp_path: Path) -> None:
         assert history(other, "loss")[0] != history(whole, "loss")[0]
 
 
+@pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
 @pytest.mark.thorough
 def test_the_best_checkpoint_is_loaded_and_training_goes_on(tmp_path: Path) -> None:
     best: dict[str, Any] = {
@@ -280,7 +292,7 @@ def test_the_best_checkpoint_is_loaded_and_training_goes_on(tmp_path: Path) -> N
         "greater_is_better": True,
         "save_steps": 1,
     }
-    plain, ours = both(tmp_path, **best)
+    plain, ours = both_trainer(tmp_path, **best)
     assert Path(ours.state.best_model_checkpoint).name == (
         Path(plain.state.best_model_checkpoint).name
     )
@@ -289,21 +301,23 @@ def test_the_best_checkpoint_is_loaded_and_training_goes_on(tmp_path: Path) -> N
     require_equal(differences(plain, ours))
 
 
+@pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
 def test_callbacks_are_called_for_the_same(
-    trained: tuple[Any, Any], heard: dict[type[Trainer], Heard]
+    trained_trainer: tuple[Any, Any], heard: dict[type[Trainer], Heard]
 ) -> None:
-    plain, ours = (heard[type(trainer)].events for trainer in trained)
+    plain, ours = (heard[type(trainer)].events for trainer in trained_trainer)
     assert plain == ours
     assert {name for name, _ in plain} == set(Heard.NAMES)
 
 
+@pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
 @pytest.mark.thorough
 def test_a_callback_that_stops_within_a_step_leaves_the_weights(tmp_path: Path) -> None:
     class Stop(TrainerCallback):
         def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             control.should_training_stop = state.global_step == 2
 
-    plain, ours = both(tmp_path, callbacks=[Stop()], eval_strategy="no")
+    plain, ours = both_trainer(tmp_path, callbacks=[Stop()], eval_strategy="no")
     assert ours.state.global_step == 2
     assert differences(plain, ours).adapter <= ROUNDING
 
@@ -316,13 +330,14 @@ def odd_rows() -> list[dict[str, list[int]]]:
     return given
 
 
+@pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
 @pytest.mark.thorough
 @pytest.mark.parametrize("size", [1, 3, 8])
 def test_evaluation_weighs_batches_as_the_plain_trainer(
-    trained: tuple[Any, Any], size: int
+    trained_trainer: tuple[Any, Any], size: int
 ) -> None:
     every = {}
-    for trainer in trained:
+    for trainer in trained_trainer:
         trainer.args.per_device_eval_batch_size = size
         losses = [
             trainer.evaluate(Dataset.from_list(odd_rows()))["eval_loss"],
@@ -333,6 +348,7 @@ def test_evaluation_weighs_batches_as_the_plain_trainer(
     assert every["SluiceTrainer"] == pytest.approx(every["Trainer"], rel=ROUNDING)
 
 
+@pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
 @pytest.mark.thorough
 def test_an_evaluation_computes_with_the_adapters_that_are_on(tmp_path: Path) -> None:
     every = {}
@@ -364,19 +380,21 @@ def with_two_adapters() -> Any:
     return model
 
 
-def test_predictions_are_the_plain_trainers(trained: tuple[Any, Any]) -> None:
-    plain, ours = (one.predict(Dataset.from_list(rows(7, seed=5))) for one in trained)
+@pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
+def test_predictions_are_the_plain_trainers(trained_trainer: tuple[Any, Any]) -> None:
+    plain, ours = (one.predict(Dataset.from_list(rows(7, seed=5))) for one in trained_trainer)
     assert plain.predictions == pytest.approx(ours.predictions, abs=ROUNDING)
     assert (plain.label_ids == ours.label_ids).all()
 
 
+@pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
 @pytest.mark.thorough
 def test_metrics_of_logits_are_the_plain_trainers(tmp_path: Path) -> None:
     def right(found: Any) -> dict[str, float]:
         right_BT = found.predictions[:, :-1].argmax(-1) == found.label_ids[:, 1:]
         return {"right": right_BT[found.label_ids[:, 1:] != -100].mean()}
 
-    plain, ours = both(tmp_path, compute_metrics=right, max_steps=2)
+    plain, ours = both_trainer(tmp_path, compute_metrics=right, max_steps=2)
     assert history(plain, "eval_right") == history(ours, "eval_right")
     require_equal(differences(plain, ours))
 
@@ -388,12 +406,14 @@ class Stream(IterableDataset[dict[str, list[int]]]):
         return iter(rows(11))
 
 
+@pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
 @pytest.mark.thorough
 def test_rows_without_a_length_train_and_evaluate(tmp_path: Path) -> None:
-    plain, ours = both(tmp_path, train_dataset=Stream(), eval_dataset=Stream(), max_steps=2)
+    plain, ours = both_trainer(tmp_path, train_dataset=Stream(), eval_dataset=Stream(), max_steps=2)
     require_equal(differences(plain, ours))
 
 
+@pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
 @pytest.mark.thorough
 def test_flattened_rows_are_kept_apart(tmp_path: Path) -> None:
     def flattened(given: Any) -> dict[str, torch.Tensor]:
@@ -406,10 +426,11 @@ def test_flattened_rows_are_kept_apart(tmp_path: Path) -> None:
             "position_ids": torch.cat([torch.arange(n) for n in lens]).unsqueeze(0),
         }
 
-    plain, ours = both(tmp_path, data_collator=flattened, max_steps=2)
+    plain, ours = both_trainer(tmp_path, data_collator=flattened, max_steps=2)
     require_equal(differences(plain, ours))
 
 
+@pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
 @pytest.mark.slow
 @pytest.mark.parametrize("has_boundaries", [False, True])
 def test_batches_of_the_flattening_collator_are_taken(tmp_path: Path, has_boundaries: bool) -> None:
@@ -417,12 +438,13 @@ def test_batches_of_the_flattening_collator_are_taken(tmp_path: Path, has_bounda
         return_flash_attn_kwargs=has_boundaries, return_seq_idx=has_boundaries
     )
     changes = {"data_collator": flatten, "remove_unused_columns": False, "optim": "sgd"}
-    require_equal(differences(*both(tmp_path, "qwen3", **changes)))
+    require_equal(differences(*both_trainer(tmp_path, "qwen3", **changes)))
 
 
+@pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
 @pytest.mark.gpu
 def test_a_card_trains_what_the_plain_trainer_trains(tmp_path: Path) -> None:
-    plain, ours = both(tmp_path, "qwen3", use_cpu=False, optim="sgd")
+    plain, ours = both_trainer(tmp_path, "qwen3", use_cpu=False, optim="sgd")
     found = differences(plain, ours)
     assert max(found.losses, found.grad_norms, found.eval_losses, found.adapter) <= 1e-5
     logits = [one.predict(Dataset.from_list(rows(7, seed=5))).predictions for one in (plain, ours)]
@@ -431,6 +453,7 @@ def test_a_card_trains_what_the_plain_trainer_trains(tmp_path: Path) -> None:
     assert {p.device.type for p in ours.model.parameters()} == {"cpu"}
 
 
+@pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
 @pytest.mark.thorough
 def test_a_step_without_labels_is_refused(tmp_path: Path) -> None:
     given = [row | {"labels": [-100] * len(row["input_ids"])} for row in rows()]
@@ -439,6 +462,7 @@ def test_a_step_without_labels_is_refused(tmp_path: Path) -> None:
         ours.train()
 
 
+@pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
 @pytest.mark.thorough
 def test_a_batch_with_something_else_is_refused(tmp_path: Path) -> None:
     def collated(given: Any) -> dict[str, torch.Tensor]:
@@ -449,6 +473,7 @@ def test_a_batch_with_something_else_is_refused(tmp_path: Path) -> None:
         ours.train()
 
 
+@pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
 @pytest.mark.thorough
 def test_a_batch_without_labels_is_refused(tmp_path: Path) -> None:
     def collated(given: Any) -> dict[str, torch.Tensor]:
@@ -459,12 +484,14 @@ def test_a_batch_without_labels_is_refused(tmp_path: Path) -> None:
         ours.train()
 
 
+@pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
 def test_a_model_without_an_adapter_is_refused(tmp_path: Path) -> None:
     base: Any = MODELS["llama"]()
     with pytest.raises(ConfigError, match=r"the model is a LlamaForCausalLM; .* adapter of peft's"):
         made(SluiceTrainer, tmp_path, model=base)
 
 
+@pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
 @pytest.mark.thorough
 def test_the_guides_example_prints_what_it_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -474,3 +501,170 @@ def test_the_guides_example_prints_what_it_says(
     monkeypatch.chdir(tmp_path)
     exec(compile(example, str(page), "exec"), {})
     assert "23 layers loaded in 2 steps" in capsys.readouterr().out.splitlines()
+
+
+# -------------------------------------------------------------------------------------- sft trainer
+
+
+def require_equal_sft(plain: Any, ours: Any) -> None:
+    found = differences(plain, ours)
+    assert found.losses <= ROUNDING
+    assert found.grad_norms <= ROUNDING
+    assert found.eval_losses <= ROUNDING
+    assert found.adapter <= ROUNDING
+    for name in ("num_tokens", "eval_num_tokens"):
+        assert history(plain, name) == history(ours, name)
+    assert history(plain, "eval_mean_token_accuracy") == pytest.approx(
+        history(ours, "eval_mean_token_accuracy"), abs=ROUNDING
+    )
+
+
+@pytest.mark.skipif(find_spec("trl") is None, reason="trl is not installed")
+@pytest.mark.filterwarnings("ignore")
+def test_answers_train_and_evaluate_as_by_trl(tmp_path: Path) -> None:
+    plain, ours = both(tmp_path, "answers")
+    require_equal_sft(plain, ours)
+    assert len(history(ours, "loss")) == 6
+
+
+@pytest.mark.skipif(find_spec("trl") is None, reason="trl is not installed")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.thorough
+def test_packed_rows_are_kept_apart_as_by_trl(tmp_path: Path) -> None:
+    plain, ours = both(tmp_path, "texts", model="qwen3", packing=True, max_length=32)
+    require_equal_sft(plain, ours)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "texts": {"rows": "texts"},
+    "chats": {"rows": "chats", "model": "qwen3", "max_length": 60},
+    "gemma3": {"rows": "texts", "model": "gemma3"},
+    "experts": {"rows": "texts", "model": "qwen3_moe", "router_aux_loss_coef": 0.0},
+    "no_padding": {"rows": "texts", "model": "qwen3", "padding_free": True, "max_length": None},
+    "wrapped": {
+        "rows": "texts",
+        "packing": True,
+        "packing_strategy": "wrapped",
+        "max_length": 32,
+    },
+    "packed_to_train_alone": {
+        "rows": "texts",
+        "model": "gemma3",
+        "packing": True,
+        "eval_packing": False,
+        "max_length": 32,
+    },
+    "packed_answers_in_eights": {
+        "rows": "answers",
+        "packing": True,
+        "max_length": 32,
+        "pad_to_multiple_of": 8,
+    },
+    "all_of_the_prompt": {"rows": "answers", "completion_only_loss": False},
+}
+
+
+@pytest.mark.skipif(find_spec("trl") is None, reason="trl is not installed")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_rows_mean_what_they_mean_to_trl(tmp_path: Path, name: str) -> None:
+    require_equal_sft(*both(tmp_path, **CASES[name]))
+
+
+@pytest.mark.skipif(find_spec("trl") is None, reason="trl is not installed")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow
+def test_adamw_ends_within_the_rounding_that_it_amplifies(tmp_path: Path) -> None:
+    found = differences(*both(tmp_path, "answers", optim="adamw_torch"))
+    assert found.losses <= ROUNDING
+    assert found.adapter <= 1e-4
+
+
+@pytest.mark.skipif(find_spec("trl") is None, reason="trl is not installed")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow
+def test_a_run_resumes_to_the_bit(tmp_path: Path) -> None:
+    whole = trained(tmp_path, "answers", is_streamed=True, model="llama", save_steps=2)
+    from finetune.integrations.sft import SluiceSFTTrainer
+
+    resumed: Any = SluiceSFTTrainer(
+        with_lora(tiny_model("llama")),
+        whole.args,
+        streaming=STREAMING,
+        train_dataset=Dataset.from_list(ROWS["answers"]),
+        eval_dataset=Dataset.from_list(ROWS["answers"][:7]),
+        processing_class=TOKENIZER,
+    )
+    resumed.train(resume_from_checkpoint=str(Path(whole.args.output_dir) / "checkpoint-2"))
+    assert history(resumed, "loss") == history(whole, "loss")
+    ends = [dict(one.model.named_parameters()) for one in (whole, resumed)]
+    assert all(
+        torch.equal(value, ends[1][name]) for name, value in ends[0].items() if value.requires_grad
+    )
+
+
+@pytest.mark.skipif(find_spec("trl") is None, reason="trl is not installed")
+@pytest.mark.filterwarnings("ignore")
+def test_a_mixtures_router_loss_is_refused_with_the_setting_that_leaves_it_out(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(ConfigError, match="output_router_logits: true") as caught:
+        trained(tmp_path, "texts", is_streamed=True, model="qwen3_moe")
+    assert "router_aux_loss_coef=0.0" in caught.value.hint
+
+
+@pytest.mark.skipif(find_spec("trl") is None, reason="trl is not installed")
+@pytest.mark.filterwarnings("ignore")
+def test_the_loss_of_dynamic_fine_tuning_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is given loss_type=dft"):
+        trained(tmp_path, "texts", is_streamed=True, model="llama", loss_type="dft")
+
+
+@pytest.mark.skipif(find_spec("trl") is None, reason="trl is not installed")
+@pytest.mark.filterwarnings("ignore")
+def test_logits_of_packed_rows_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="logits of rows that share a sequence"):
+        made_of_sft_trainers(
+            tmp_path, "texts", packing=True, max_length=32, compute_metrics=lambda _: {}
+        )
+    trainer = made_of_sft_trainers(tmp_path, "texts", packing=True, max_length=32)
+    with pytest.raises(ConfigError, match="logits of rows that share a sequence"):
+        trainer.predict(trainer.eval_dataset)
+
+
+@pytest.mark.skipif(find_spec("trl") is None, reason="trl is not installed")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow
+def test_metrics_of_logits_are_trls(tmp_path: Path) -> None:
+    def right(found: Any) -> dict[str, float]:
+        right_BT = found.predictions[:, :-1].argmax(-1) == found.label_ids[:, 1:]
+        return {"right": right_BT[found.label_ids[:, 1:] != -100].mean()}
+
+    plain, ours = both(tmp_path, "answers", compute_metrics=right)
+    assert history(plain, "eval_right") == history(ours, "eval_right")
+    assert differences(plain, ours).eval_losses <= ROUNDING
+
+
+@pytest.mark.skipif(find_spec("trl") is None, reason="trl is not installed")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow
+def test_rows_of_another_form_are_evaluated_as_by_trl(tmp_path: Path) -> None:
+    every = [
+        [
+            trainer.evaluate(Dataset.from_list(ROWS["texts"][:5]))["eval_loss"],
+            trainer.evaluate({"a": Dataset.from_list(ROWS["answers"][:4])})["eval_a_loss"],
+        ]
+        for trainer in both(tmp_path, "answers", packing=True, max_length=32)
+    ]
+    assert every[1] == pytest.approx(every[0], rel=ROUNDING)
+
+
+@pytest.mark.skipif(find_spec("trl") is None, reason="trl is not installed")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow
+def test_an_adapter_that_trl_makes_is_trained(tmp_path: Path) -> None:
+    config = LoraConfig(r=4, target_modules=["q_proj"])
+    found = differences(*both(tmp_path, "answers", peft_config=config))
+    assert found.losses <= ROUNDING
+    assert found.adapter <= ROUNDING

@@ -3,22 +3,42 @@
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
     PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
 
-from offload.engine.model.layers import LayeredModel
-from tests.parity.steps import MODELS, SHAPE, with_lora
-from tests.parity.tiny_models import tiny_model, with_adapters
-from tests.parity.untied_models import learned_positions
+from tests.parity.steps import (
+    MODELS,
+    SHAPE,
+    with_lora,
+)
+
+
+def learned_positions(**changes: Any) -> PreTrainedModel:
+    """Return a model that looks up positions too, and projects what it looks up."""
+    return OPTForCausalLM(
+        OPTConfig(
+            hidden_size=32,
+            word_embed_proj_dim=16,
+            ffn_dim=48,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            vocab_size=64,
+            max_position_embeddings=64,
+            dropout=0.0,
+            tie_word_embeddings=False,
+            **changes,
+        )
+    )
 
 
 def qwen3(num_tokens: int = 64) -> PreTrainedModel:
@@ -44,7 +64,7 @@ def tied_by_hand(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-KINDS: dict[str, Callable[[], PreTrainedModel]] = {
+TIED: dict[str, Callable[[], PreTrainedModel]] = {
     "qwen3": qwen3,
     "qwen3_moe": lambda: tied_by_hand(MODELS["qwen3_moe"]()),
     "gemma3_text": MODELS["gemma3_text"],
@@ -53,32 +73,29 @@ KINDS: dict[str, Callable[[], PreTrainedModel]] = {
 }
 
 
-def tied(kind: str, *, dropout: float = 0.2) -> PeftModel:
-    """Return a model of a kind with adapters, and one weight for embedding and head."""
-    torch.manual_seed(0)
-    base = KINDS[kind]()
-    assert base.get_output_embeddings().weight is base.get_input_embeddings().weight
-    if kind != "learned_positions":
-        return with_lora(base, dropout=dropout)
-    model: Any = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+def drawn(model: Any) -> Any:
+    """Give adapters that begin as zero other weights."""
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(parameter, std=0.1)
     return model.train()
 
 
+def with_projections(base: PreTrainedModel) -> Any:
+    return drawn(get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "v_proj"])))
+
+
+def tied(kind: str, *, dropout: float = 0.2) -> Any:
+    """Return a model of a kind with adapters, and one weight for embedding and head."""
+    torch.manual_seed(0)
+    base = TIED[kind]()
+    assert base.get_output_embeddings().weight is base.get_input_embeddings().weight
+    if kind == "learned_positions":
+        return with_projections(base)
+    return with_lora(base, dropout=dropout)
+
+
 def wide(num_tokens: int = 400, *, dropout: float = 0.0) -> PeftModel:
     """Return a model whose table is wider than a slot of 40 KiB."""
     torch.manual_seed(0)
     return with_lora(qwen3(num_tokens), dropout=dropout)
-
-
-def tied_of_type(model_type: str) -> nn.Module:
-    """Return a tiny model of a type with adapters, and one weight for embedding and head."""
-    model: Any = tiny_model(model_type)
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    if head.weight is not embedding.weight:
-        if head.weight.shape != embedding.weight.shape:
-            pytest.skip("its head and its embedding have different shapes")
-        tied_by_hand(model)
-    return with_adapters(model, LayeredModel(model).layers)

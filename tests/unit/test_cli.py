@@ -1,13 +1,19 @@
+"""The command line: its commands, what they import, and what `plan` shows."""
+
 import errno
 import json
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import typer
 
 from finetune import app, exits
-from offload.plan.machine.machine import named_machine
+from offload.plan.machine.machine import GIB, named_machine
 from tests.command import run
+from tests.tiers import mostly_slow
 
 ROOT = Path(__file__).parents[2]
 
@@ -296,3 +302,360 @@ def test_a_world_size_that_is_no_number_is_named(tmp_path: Path, monkeypatch, ca
     monkeypatch.setenv("WORLD_SIZE", "abc")
     assert run("finetune", "quickstart", f"output.dir={tmp_path / 'run'}") == 1
     assert "error: the environment variable WORLD_SIZE is 'abc'; " in capsys.readouterr().err
+
+
+# -------------------------------------------------------------------------------------- cli imports
+
+
+HEAVY = {"torch", "transformers", "peft", "bitsandbytes", "numpy"}
+
+
+@pytest.mark.thorough
+def test_help_imports_no_torch() -> None:
+    asked = [["--help"], ["finetune", "--help"], ["merge", "--help"], ["recipes", "list"]]
+    code = (
+        "import sys\nfrom finetune.app import main\n"
+        f"for words in {asked!r}:\n"
+        "    try:\n        main(words)\n    except SystemExit as end:\n"
+        "        assert not end.code\n"
+        f"    heavy = {HEAVY!r} & set(sys.modules)\n"
+        "    assert not heavy, (words, heavy)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+
+
+@pytest.mark.thorough
+def test_a_plan_for_a_card_imports_no_torch() -> None:
+    code = (
+        "import sys\nfrom finetune.app import main\n"
+        "try:\n    main(['plan', 'qwen3-235b-a22b', '--machine', 'h100', '--json',"
+        " 'train.seq_len=2048'])\n"
+        "except SystemExit as end:\n    assert end.code == 3, end.code\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)
+
+
+@pytest.mark.thorough
+def test_a_recipe_for_a_card_imports_no_torch() -> None:
+    code = (
+        "import sys\nfrom finetune.app import main\n"
+        "try:\n    main(['recipes', 'for', 'llama-3.2-1b', '--vram', '8'])\n"
+        "except SystemExit as end:\n    assert not end.code, end.code\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)
+
+
+@pytest.mark.thorough
+def test_a_plan_for_235b_needs_no_torch() -> None:
+    words = ["plan", "qwen3-235b-a22b", "--machine", "h200", "offload.codec=nf4"]
+    words += ["offload.sent_graphs=none", "offload.attention_outputs=none"]
+    code = (
+        "import sys\nfrom finetune.app import main\n"
+        f"try:\n    main({words!r})\n"
+        "except SystemExit as end:\n    assert not end.code, end.code\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    program = [sys.executable, "-c", code]
+    done = subprocess.run(program, cwd=ROOT, check=True, capture_output=True, text=True)
+    assert "235.09 B" in done.stdout
+
+
+@pytest.mark.slow
+def test_what_libraries_say_to_developers_is_not_shown(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 100}
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "funny": 3, "partial_rotary_factor": 0.5}
+    values = {"model_type": "stablelm", "max_position_embeddings": 512, "rope_parameters": rope}
+    config.write_text(json.dumps(values | sizes))  # transformers logs a warning of `funny`
+    words = ["plan", str(config), "--machine", "rtx3060"]
+    code = (
+        "import sys, logging\nfrom finetune.app import main\n"
+        f"try:\n    main({words!r})\nexcept SystemExit as end:\n    assert not end.code\n"
+        "assert 'transformers' in sys.modules\n"
+        "logging.getLogger('transformers').error('an error')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    shown = ["Building the model without its weights ...", "[transformers] an error"]
+    assert done.stderr.splitlines() == shown
+
+
+# What the model is built with: seconds of imports, for which rows and plan need not wait.
+LATE = {"accelerate", "bitsandbytes", "peft", "sympy", "transformers", "triton"}
+LATE |= {"torch._dynamo", "torch._inductor", "datasets"}
+
+
+@pytest.mark.thorough
+def test_a_run_plans_before_it_imports_what_its_model_is_built_with() -> None:
+    code = "import sys\nimport finetune.train, finetune.training.prepare\nprint(*sys.modules)\n"
+    words = [sys.executable, "-c", code]
+    done = subprocess.run(words, cwd=ROOT, check=True, capture_output=True, text=True)
+    loaded = set(done.stdout.split())
+    assert "torch" in loaded
+    assert not loaded & LATE
+
+
+@pytest.mark.parametrize(
+    ("words", "first_line"),
+    [
+        (["finetune", "quickstart"], "Recipe quickstart, run directory runs/quickstart\n"),
+        (["plan", "quickstart"], "Building the model without its weights ...\n"),
+        (["plan", "qwen3-8b"], "Measuring this machine ...\n"),
+        (["probe"], "Measuring this machine ...\n"),
+    ],
+)
+def test_the_first_line_is_shown_before_torch_is_imported(
+    words: list[str], first_line: str, tmp_path: Path
+) -> None:
+    code = (
+        "import sys\nfrom finetune.app import main\n"
+        "class Refusal:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name in ('torch', 'transformers'):\n"
+        "            print(f'{name} is asked for', file=sys.stderr, flush=True)\n"
+        "            sys.exit(9)\n"
+        f"sys.meta_path.insert(0, Refusal())\nmain({words!r})\n"
+    )
+    env = {"PYTHONPATH": str(ROOT), "PATH": "", "HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 9
+    assert done.stderr.endswith("torch is asked for\n")
+    assert (done.stdout + done.stderr).startswith(first_line)
+
+
+# ----------------------------------------------------------------------------------------- cli plan
+
+
+# Everything that a recipe can leave open, and 24 sequences a step.
+OPEN = (
+    "offload.codec=auto",
+    "offload.stash=auto",
+    "offload.num_slots=auto",
+    "train.micro_batch_size=auto",
+    "train.tokens_per_step=49152",
+)
+
+
+def without_trailing_spaces(capsys) -> str:
+    return "".join(f"{line.rstrip()}\n" for line in capsys.readouterr().out.splitlines())
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_the_largest_plan_with_everything_open_is_the_same_again(tmp_path: Path) -> None:
+    server = replace(named_machine("h200"), ram_bytes=1024 * GIB, pinned_bytes=1024 * GIB)
+    machine = tmp_path / "server.json"
+    machine.write_text(server.to_json())
+    words = ["plan", "qwen3-235b-a22b", "--machine", str(machine), "--json", *OPEN[:-1]]
+    words += ["train.tokens_per_step=12288"]
+    code = (
+        "import sys\nfrom finetune.app import main\n"
+        f"try:\n    main({words!r})\nexcept SystemExit as end:\n    assert not end.code\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    done = [
+        subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)
+        for _ in range(2)
+    ]
+    assert done[0].stdout == done[1].stdout  # byte for byte, in another process
+    plan = json.loads(done[0].stdout)
+    assert plan["choice"]["micro_batch_size"] * plan["choice"]["num_micro_batches"] == 6
+    assert len(plan["rejected"]) == 3
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("width", mostly_slow([80, 100, 120], 100))
+def test_output_is_as_wide_as_columns_says_and_plain_in_a_pipe(
+    width: int, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    out = ""
+    for words in (
+        ("plan", "qwen30b_lora_5090", "--machine", "rtx5090"),
+        ("plan", "qwen3-4b", "--machines", "rtx4090,rtx3060-8gb", "--ram", "8"),
+        ("fit", "gpt-oss-20b", "--vram", "48", "--ram", "24"),
+    ):
+        assert run(*words) == 0
+        out = capsys.readouterr().out
+        assert max(map(len, out.splitlines())) <= width
+        assert "\x1b" not in out
+    # a table of figures keeps each row on one line
+    rows = [line for line in out.splitlines() if "nf4" in line or "fp8" in line]
+    assert len(rows) == 2
+    assert all(row.split()[-1] in ("VRAM", "RAM") for row in rows)
+
+
+@pytest.mark.slow
+def test_a_plan_shows_what_it_chose_and_turned_down(capsys) -> None:
+    words = ("plan", "qwen3_8b_lora_3060", "--machine", "rtx3060", *OPEN)
+    assert run(*words, "--verbose") == 0
+    shown = capsys.readouterr().out
+    assert "The choice" in shown
+    assert "chosen" in shown
+    assert "What if" in shown
+    assert "a link of twice the rate" in shown
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("qwen30b_lora_5090", "rtx5090"),
+        pytest.param(("qwen3-8b", "rtx3060"), marks=pytest.mark.slow),
+        pytest.param(("gpt-oss-120b", "rtx5090", "offload.tier=disk"), marks=pytest.mark.slow),
+    ],
+)
+def test_a_plan_is_one_screen_and_verbose_shows_every_table(
+    words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    model, card, *overrides = words
+    plan = ("plan", model, "--machine", card, *overrides)
+    assert run(*plan) == 0
+    shown = capsys.readouterr().out
+    assert len(shown.splitlines()) <= 40
+    assert shown.startswith(f"Plan for {card}: it fits\n step ")
+    assert "3 S x h" not in shown
+    assert run(*plan, "--verbose") == 0
+    all_shown = capsys.readouterr().out
+    summary = shown.partition("`--verbose`")[0]
+    assert all_shown.startswith(summary)
+    for table in ("3 S x h", "Predicted peak memory", "The choice", "What if", "RAM ──"):
+        assert table in all_shown
+
+
+@pytest.mark.parametrize("flags", [("--json",), ("--machines", "rtx3060"), ("--markdown",)])
+def test_verbose_is_refused_where_it_has_no_effect(flags: tuple[str, ...], capsys) -> None:
+    assert run("plan", "qwen3-8b", *flags, "--verbose") == 1
+    err = capsys.readouterr().err
+    assert "--verbose" in err
+    assert "\n\nhint: " in err
+
+
+def test_the_plan_of_the_30b_recipe_has_the_known_figures(capsys) -> None:
+    recipe = ROOT / "recipes" / "qwen30b_lora_5090.yaml"
+    assert run("plan", recipe, "--machine", "rtx5090", "--json") == 0
+    plan = json.loads(capsys.readouterr().out)
+    layer = plan["per_layer"]
+    assert layer["weight_bytes"] == 1_245_708_288
+    assert layer["norm_bytes"] == 8_704
+    assert layer["router_bytes"] == 524_288
+    figures = {f["name"]: f["seconds"] for f in layer["compute_figures"]}
+    assert figures["attention as 3 S x h products, 250.00 TFLOP/s (a round figure)"] == (
+        pytest.approx(5.36e-3, rel=0.01)
+    )
+    assert figures["attention counted exactly, 250.00 TFLOP/s (a round figure)"] == (
+        pytest.approx(5.9e-3, rel=0.01)
+    )
+    for name in ("step_s", "tokens_per_s", "peak_vram_bytes", "host_bytes"):
+        assert plan["predicted"][name] > 0
+    assert layer["forward_s"] > 0
+    assert layer["h2d_s"] > 0
+
+
+@pytest.mark.thorough
+def test_a_plan_says_which_expert_kernels_it_assumes(capsys) -> None:
+    words = ("plan", "qwen30b_lora_5090", "--machine", "rtx4090")
+    assert run(*words, "--verbose") == 0  # what is shown without it, and more
+    shown = without_trailing_spaces(capsys)
+    assert " expert kernels  triton (assumed until a run measures it)\n" in shown
+    assert " experts  63.95 TFLOP/s (assumed: 0.42 x GEMM)\n" in shown
+    assert run(*words, "model.experts_implementation=eager", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["experts_implementation"] == {
+        "value": "eager",
+        "source": "as the recipe says",
+    }
+    dense = ("plan", "tiny-qwen3", *words[2:])
+    assert run(*dense) == 0
+    assert "expert" not in capsys.readouterr().out
+    assert run(*dense, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["experts_implementation"] is None
+
+
+@pytest.mark.slow
+def test_other_ways_are_priced_against_the_plan_for_people_and_programs(capsys) -> None:
+    words = ("plan", "qwen30b_lora_5090", "--machine", "rtx5090", "--what-if")
+    assert run(*words) == 0
+    table = capsys.readouterr().out.partition("What if: ")[2]
+    sections = ("without what this plan does:", "with a setting:", "only priced here:")
+    for line in (
+        "this plan",
+        *sections,
+        "  offload weights *",
+        "  4-bit weights",
+        "  shard (FSDP)",
+    ):
+        assert f"\n {line}" in table
+    assert run(*words, "--json") == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["other_ways"]["plan"]["step_s"] == figures["predicted"]["step_s"]
+    assert {"name", "standing", "how", "source", "figures", "fits"} == set(
+        figures["other_ways"]["options"][0]
+    )
+
+
+def test_the_same_plan_is_printed_byte_for_byte_again(capsys) -> None:
+    words = ("plan", "tiny-qwen3", "--machine", "rtx 3060", "--json")
+    assert run(*words) == 0
+    first = capsys.readouterr().out
+    assert run(*words) == 0
+    assert capsys.readouterr().out == first
+
+
+def test_a_plan_that_does_not_fit_exits_with_3_and_names_the_fix(capsys) -> None:
+    words = ("plan", "qwen30b_lora_5090", "--machine", "rtx3060", "--ram", "58")
+    assert run(*words) == 3
+    err = capsys.readouterr().err
+    assert "with 2 slots of 48 layers the plan needs 60.28 GiB" in err
+    assert "2.28 GiB too much; 58.00 GiB of RAM is there on rtx3060" in err
+    assert "hint: `offload.codec: bf16_packed` with `offload.stash: host`" in err
+    assert "\n  Most of RAM is for:\n    55.71 GiB  slab; less with `offload.tier: disk`" in err
+    assert run(*words, "offload.codec=bf16_packed", "offload.stash=host") == 0
+    assert run(*words, "offload.codec=bf16_packed") == 0
+
+
+@pytest.mark.thorough
+def test_a_refusal_names_what_takes_the_memory_and_what_makes_it_less(capsys) -> None:
+    words = ("plan", "gpt-oss-120b", "--machine", "rtx5090")
+    assert run(*words, "train.seq_len=32768") == 3
+    err = capsys.readouterr().err
+    assert "428.43 GiB of device memory" in err
+    assert "  256.18 GiB  one visit: gradients; less with a shorter `train.seq_len`\n" in err
+    assert "  128.00 GiB  one visit: attention scores; less with a shorter `train.seq_len`" in err
+    assert "`train.micro_batch_size`" not in err  # it is 1
+    assert run(*words) == 3
+    err = capsys.readouterr().err
+    assert "  164.56 GiB  slab; less with `offload.tier: disk`, `offload.codec: nf4`\n" in err
+    assert "of device memory" not in err
+    assert "hint: `offload.tier: disk`" in err
+    assert run(*words, "offload.tier=disk") == 0
+
+
+@pytest.mark.thorough
+def test_a_step_that_ram_is_too_small_for_runs_from_disk(capsys) -> None:
+    words = ("plan", "qwen30b_lora_5090", "--machine", "rtx5090", "--ram", "16")
+    assert run(*words) == 3
+    assert "hint: `offload.tier: disk`" in capsys.readouterr().err
+    assert run(*words, "offload.tier=disk", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["predicted"]["tokens_per_s"] > 2000
+
+
+def test_random_layers_are_not_sent_to_a_disk(capsys) -> None:
+    words = ("plan", "gsm8k_lora", "--machine", "rtx3060", "--ram", "1")
+    assert run(*words) == 3
+    assert "offload.tier" not in capsys.readouterr().err
+
+
+def test_an_mlp_in_chunks_is_refused_where_every_mlp_is_a_mixture(capsys) -> None:
+    setting = "offload.mlp_chunk=512"
+    assert run("plan", "qwen30b_lora_5090", "--machine", "rtx5090", setting) == 1
+    error = capsys.readouterr().err
+    assert "offload.mlp_chunk: 512, but every MLP of this qwen3_moe model is a mixture" in error
+    assert "hint: `offload.mlp_chunk: auto`" in error
+    assert run("plan", "qwen3_8b_lora_3060", "--machine", "rtx3060", setting) == 0

@@ -12,7 +12,7 @@ from tests.bench.gpu.settings import Settings
 from tests.bench.record import ROOT
 
 MARK = re.compile(r"pytest\.mark\.gpu\b|mark\.gpu\b")
-REHEARSED = ("tests/unit/test_gpu_marker.py",)
+REHEARSED = ("tests/unit/test_house.py",)
 PART, NUM_PROCESSES = "tests", 6
 OUTCOME = re.compile(r"^\[gw\d+\] \[ *\d+%\] (PASSED|FAILED|ERROR|SKIPPED) (.*\S)")
 LAST_LINES, MAX_NAMES, END_S = 3, 40, 15.0

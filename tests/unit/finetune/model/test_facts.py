@@ -1,4 +1,4 @@
-"""Facts of types that the planner does not know, read off models that are built without weights."""
+"""Facts of a model: from its config, without weights."""
 
 import json
 import re
@@ -15,12 +15,23 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    LlamaConfig,
+    PreTrainedModel,
+    Qwen3Config,
+    RobertaConfig,
 )
 
 from finetune import app
 from finetune.adapter.lora import add_lora, linear_names, trained
-from finetune.errors import ModelError
+from finetune.errors import ConfigError, ModelError
+from finetune.model.classifier_head import with_classifier_head
+from finetune.model.config import has_weights, is_hub_reachable, read_config
+from finetune.model.empty import config_of, empty_from, empty_of, empty_published
 from finetune.model.facts import facts_from, facts_of
+from finetune.planning.request import adapter_spec
+from finetune.planning.request import facts_of as facts_of_config
 from finetune.planning.request import facts_of as facts_of_section
 from finetune.recipe.sections import AdapterSection, ModelSection
 from offload.engine.model.layers import LayeredModel
@@ -30,7 +41,11 @@ from offload.plan.facts import facts as plan_facts
 from offload.plan.facts.facts import AdapterSpec, ModelFacts, TensorClass, model_facts
 from offload.plan.facts.families import FAMILIES, REFUSED
 from offload.plan.facts.linears import Linear, Norm, Recurrence, SoftmaxAttention
-from offload.plan.facts.trainable import adapter_parameters
+from offload.plan.facts.trainable import (
+    adapter_parameters,
+    trained_parameters,
+    trained_tensor_shapes,
+)
 from tests.parity.architectures import read_table
 from tests.parity.tiny_models import tiny_config
 from tests.tiers import mostly_slow
@@ -73,7 +88,7 @@ TOWER_IN_DECODER = "phi4_multimodal"
 BY_CLASS: dict[str, TensorClass] = {"experts": "experts", "norm": "norms"}
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of transformers, about tiny models
@@ -91,6 +106,7 @@ def counted(facts: ModelFacts, name: str) -> int:
     return sum(layer.parameters_by_class()[name] for layer in facts.layers)
 
 
+@pytest.mark.usefixtures("quiet")
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "model_type", mostly_slow(FORMS, "jetmoe", "llama4", "mamba", "qwen3_5_moe")
@@ -99,6 +115,7 @@ def test_types_of_every_form_are_counted_to_the_last_parameter(model_type: str) 
     assert_counted(model_type)
 
 
+@pytest.mark.usefixtures("quiet")
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("model_type", EXACT)
 def test_every_type_that_can_be_trained_is_counted_to_the_last_parameter(model_type: str) -> None:
@@ -136,6 +153,7 @@ def assert_counted(model_type: str) -> None:
         assert sorted(plan_facts.linear_names(facts)) == list(linear_names(model))
 
 
+@pytest.mark.usefixtures("quiet")
 def test_what_is_refused_by_name_is_what_the_architectures_table_refuses() -> None:
     assert {name for name, verdict in VERDICTS.items() if not verdict.is_exact} == set(REFUSED)
 
@@ -151,6 +169,7 @@ def weights_of(norm: Norm) -> tuple[int, int]:
     return norm.num_features, norm.num_weights
 
 
+@pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize(
     "model_type",
     mostly_slow(
@@ -170,6 +189,7 @@ def test_both_grades_agree_on_every_family(model_type: str) -> None:
         assert ours.attention == theirs.attention
 
 
+@pytest.mark.usefixtures("quiet")
 @pytest.mark.thorough
 def test_the_forms_of_attention_are_told_apart() -> None:
     gpt2 = facts_of(tiny("gpt2")).layers[0]
@@ -194,6 +214,7 @@ def test_the_forms_of_attention_are_told_apart() -> None:
     assert (latent.qk_dim, latent.rotary_dim, latent.num_rotated_heads) == (12, 4, 5)
 
 
+@pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize("model_type", ["starcoder2", "stablelm", "ernie4_5_moe", "gpt_neox"])
 def test_as_many_parameters_get_adapters_as_peft_makes(model_type: str) -> None:
     facts = facts_of(tiny(model_type))
@@ -222,6 +243,7 @@ def planned(capsys: Any, *words: object) -> str:
     return str(out)
 
 
+@pytest.mark.usefixtures("quiet")
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("model_type", "grade"),
@@ -240,6 +262,7 @@ def test_a_plan_says_where_its_counts_are_from(
 MISTRAL_3 = r"(?s)a mistral3 model is a model of images and text: Mistral3Config.*`model_type: mis"
 
 
+@pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize(
     ("model_type", "what"),
     [
@@ -262,6 +285,7 @@ def test_a_plan_refuses_a_class_that_cannot_be_trained_before_anything_is_measur
         facts_of_section(section)
 
 
+@pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors"])
 def test_a_plan_refuses_quantised_weights_that_are_not_read(method: str, tmp_path: Path) -> None:
     file = config_file(tmp_path, "llama", quantization_config={"quant_method": method, "bits": 4})
@@ -270,6 +294,7 @@ def test_a_plan_refuses_quantised_weights_that_are_not_read(method: str, tmp_pat
     facts_of_section(ModelSection(config=str(file), init="random"))
 
 
+@pytest.mark.usefixtures("quiet")
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("model_type", sorted(set(CONFIG_MAPPING) - NOT_BY_DEFAULT))
 def test_a_plan_of_any_type_of_transformers_is_refused_if_its_model_is_not_built(
@@ -283,6 +308,7 @@ def test_a_plan_of_any_type_of_transformers_is_refused_if_its_model_is_not_built
         facts_of_section(ModelSection(path=str(tmp_path)))
 
 
+@pytest.mark.usefixtures("quiet")
 def test_a_type_that_nobody_knows_is_refused_with_the_nearest(tmp_path: Path) -> None:
     file = config_file(tmp_path, "llama", model_type="lama")
     section = ModelSection(config=str(file), init="random")
@@ -290,24 +316,252 @@ def test_a_type_that_nobody_knows_is_refused_with_the_nearest(tmp_path: Path) ->
         facts_of_section(section)
 
 
+@pytest.mark.usefixtures("quiet")
 def test_a_config_of_which_nothing_can_be_built_is_refused() -> None:
     what = r"(?s)no model from .* a starcoder2 model .*hint: correct"
     with pytest.raises(ModelError, match=what):
         facts_from({"model_type": "starcoder2", "hidden_size": "wide"})
 
 
+@pytest.mark.usefixtures("quiet")
 def test_a_type_with_keys_of_other_layers_is_refused_before_it_is_built() -> None:
     with pytest.raises(UnsupportedModelError, match="'gemma3n' cannot be trained layer by layer"):
         facts_from({"model_type": "gemma3n"})
 
 
+@pytest.mark.usefixtures("quiet")
 def test_a_model_without_linear_layers_for_adapters_is_refused_plainly() -> None:
     spec = AdapterSpec(rank=3, targets=(), experts=False)
     with pytest.raises(UnsupportedModelError, match="nothing in a gpt2 model can get an adapter"):
         adapter_parameters(facts_of(tiny("gpt2")), spec)
 
 
+@pytest.mark.usefixtures("quiet")
 def test_auto_config_round_trip_is_what_the_planner_reads() -> None:
     config = tiny_config("starcoder2").to_dict()
     assert facts_from(config) == facts_of(tiny("starcoder2"))
     assert AutoConfig.for_model(**config).model_type == "starcoder2"
+
+
+# ------------------------------------------------------------------------------------------- config
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "no-cache"))
+
+
+def test_a_shipped_shape_stands_in_for_a_hub_id_that_is_not_here(offline: None) -> None:
+    config = read_config(ModelSection(path="Qwen/Qwen3-30B-A3B"))
+    assert config["num_experts"] == 128
+    assert not has_weights("Qwen/Qwen3-30B-A3B")
+
+
+def test_a_hub_id_without_a_network_is_an_error_that_says_so(offline: None) -> None:
+    with pytest.raises(ModelError, match=r"nobody/nothing is no local directory.*cannot be reach"):
+        read_config(ModelSection(path="nobody/nothing"))
+
+
+def test_a_directory_without_a_config_is_named_as_the_setting_that_it_is(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=rf"model\.path: {tmp_path} holds no config\.json"):
+        read_config(ModelSection(path=str(tmp_path)))
+
+
+def test_a_config_that_is_cut_off_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"')
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        read_config(ModelSection(path=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    "kind", ["bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "mistral"]
+)
+def test_a_config_is_read_as_from_pretrained_reads_it(kind: str, tmp_path: Path) -> None:
+    """transformers 5 writes an infinity as an object, which no field accepts (#41)."""
+    config = CONFIG_MAPPING[kind]()
+    if kind == "mistral":  # then transformers takes it for another type
+        config.num_hidden_layers = 2
+        config.layer_types = ["sliding_attention", "full_attention"]
+    config.save_pretrained(tmp_path)
+    wanted = AutoConfig.from_pretrained(tmp_path)
+    found = config_of(ModelSection(path=str(tmp_path)))
+    assert type(found) is type(wanted)
+    assert found.to_json_string() == wanted.to_json_string()
+
+
+def test_a_direct_connection_proves_nothing_behind_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setenv("https_proxy", "http://localhost:1")
+    assert is_hub_reachable()
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert not is_hub_reachable()
+
+
+# -------------------------------------------------------------------------------------------- empty
+
+
+FP8 = {"quant_method": "fp8", "weight_block_size": [8, 8]}
+FIELDS = {
+    "model_type": "qwen3",
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "vocab_size": 32,
+    "quantization_config": FP8,
+}
+BUILDERS = {
+    "section": lambda folder: empty_of(ModelSection(path=str(folder), dtype="float32")),
+    "fields": lambda folder: empty_from(json.loads((folder / "config.json").read_text())),
+    "published": lambda folder: empty_published(str(folder), torch.float32).model,
+}
+
+
+@pytest.mark.parametrize("build", BUILDERS.values(), ids=BUILDERS)
+def test_an_empty_model_is_plain_where_its_config_is_quantised(build: Any, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(FIELDS))
+    model = build(tmp_path)
+    assert type(model).__name__ == "Qwen3ForCausalLM"
+    assert not hasattr(model.config, "quantization_config")
+    assert {(p.device.type, p.dtype) for p in model.parameters()} == {("meta", torch.float32)}
+
+
+def test_what_a_config_says_about_quantised_weights_is_kept_for_their_reader(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(FIELDS))
+    empty = empty_published(str(tmp_path), torch.bfloat16)
+    assert empty.quantization == FP8
+    assert not empty.is_composite
+
+
+@pytest.mark.parametrize("build", BUILDERS.values(), ids=BUILDERS)
+def test_a_config_that_builds_no_model_is_one_error(build: Any, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(FIELDS | {"model_type": "vit"}))
+    with pytest.raises(ModelError, match=r" is no language model: ViTConfig"):
+        build(tmp_path)
+
+
+# ---------------------------------------------------------------------------------- classifier head
+
+
+SHAPE: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 50,
+}
+
+
+def causal(**changes: Any) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(Qwen3Config(**SHAPE | changes))
+    return model
+
+
+def test_it_gives_the_outputs_of_a_classifier_with_the_same_weights() -> None:
+    ids = torch.arange(1, 13).view(2, 6)
+    own: Any = with_classifier_head(causal(), num_outputs=1, seed=3, of_tokens=False)
+    config = Qwen3Config(**SHAPE | {"num_labels": 1, "pad_token_id": 0})
+    plain: Any = AutoModelForSequenceClassification.from_config(config)
+    assert type(own) is type(plain)
+    assert own.state_dict().keys() == plain.state_dict().keys()
+    plain.load_state_dict(own.state_dict())
+    with torch.no_grad():
+        assert torch.equal(own(ids).logits, plain(ids).logits)
+
+
+def test_a_token_classifier_has_a_bias_and_no_dropout() -> None:
+    ids = torch.arange(1, 13).view(2, 6)
+    own: Any = with_classifier_head(causal(), num_outputs=3, seed=3, of_tokens=True)
+    plain: Any = AutoModelForTokenClassification.from_config(
+        Qwen3Config(**SHAPE | {"num_labels": 3})
+    )
+    assert type(own) is type(plain)
+    plain.load_state_dict(own.state_dict())
+    assert own.score.bias.tolist() == [0, 0, 0]
+    with torch.no_grad():
+        assert torch.equal(own.train()(ids).logits, plain.eval()(ids).logits)
+
+
+def test_the_decoder_is_the_same_object_and_its_embedding_is_tied_to_nothing() -> None:
+    model = causal(tie_word_embeddings=True)
+    decoder = model.get_decoder()
+    own = with_classifier_head(model, num_outputs=1, seed=0, of_tokens=False)
+    assert own.get_decoder() is decoder
+    assert own.get_output_embeddings() is None
+    assert own.config.pad_token_id == 0
+    assert "score.weight" in dict(own.named_parameters())
+
+
+def test_the_head_is_drawn_from_the_seed_alone_as_transformers_draws_it() -> None:
+    def head(seed: int, **changes: Any) -> torch.Tensor:
+        torch.manual_seed(seed + 11)
+        own: Any = with_classifier_head(
+            causal(**changes), num_outputs=1, seed=seed, of_tokens=False
+        )
+        weight: torch.Tensor = own.score.weight.detach()
+        return weight
+
+    assert torch.equal(head(1), head(1))
+    assert not torch.equal(head(1), head(2))
+    wide = head(1, hidden_size=4096, initializer_range=0.5, num_hidden_layers=1)
+    assert wide.std().item() == pytest.approx(0.5, rel=0.05)
+
+
+def test_drawing_it_leaves_the_generator_as_it_was() -> None:
+    model = causal()
+    state = torch.random.get_rng_state()
+    with_classifier_head(model, num_outputs=1, seed=1, of_tokens=False)
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_a_classifier_with_another_head_is_refused() -> None:
+    config = RobertaConfig(**SHAPE, is_decoder=True)
+    with pytest.raises(ModelError, match="RobertaForSequenceClassification is no RobertaModel"):
+        with_classifier_head(
+            AutoModelForCausalLM.from_config(config), num_outputs=1, seed=0, of_tokens=False
+        )
+
+
+def test_a_type_without_a_classifier_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "granite", **SHAPE}))
+    section = ModelSection(path=str(tmp_path), head="reward")
+    with pytest.raises(ModelError, match="no sequence classification of granite models"):
+        facts_of_config(section)
+    with pytest.raises(ModelError, match="no sequence classification of granite models"):
+        empty_of(section)
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_the_plan_counts_the_parameters_of_the_model_that_is_trained(
+    is_tied: bool, tmp_path: Path
+) -> None:
+    config = LlamaConfig(**SHAPE, tie_word_embeddings=is_tied)
+    config.save_pretrained(tmp_path)
+    section = ModelSection(path=str(tmp_path), head="reward", dtype="float32")
+    facts, model = facts_of_config(section), empty_of(section)
+    assert facts.num_parameters == sum(p.numel() for p in model.parameters())
+    assert facts.num_outputs == 1
+    adapter = AdapterSection(modules_to_save=("score",))
+    spec = adapter_spec(adapter, facts, dtype_bytes=4)
+    without = adapter_spec(AdapterSection(), facts, dtype_bytes=4)
+    assert trained_parameters(facts, spec) - trained_parameters(facts, without) == 32
+    assert (1, 32) in trained_tensor_shapes(facts, spec)
+
+
+def test_the_plan_counts_the_bias_of_a_head_for_tokens(tmp_path: Path) -> None:
+    LlamaConfig(**SHAPE).save_pretrained(tmp_path)
+    section = ModelSection(path=str(tmp_path), head="token_classes", num_classes=3, dtype="float32")
+    facts, model = facts_of_config(section), empty_of(section)
+    assert facts.num_parameters == sum(p.numel() for p in model.parameters())
+    spec = adapter_spec(AdapterSection(modules_to_save=("score",)), facts, dtype_bytes=4)
+    without = adapter_spec(AdapterSection(), facts, dtype_bytes=4)
+    assert trained_parameters(facts, spec) - trained_parameters(facts, without) == 3 * 33
+    assert {(3, 32), (3,)} <= {*trained_tensor_shapes(facts, spec)}

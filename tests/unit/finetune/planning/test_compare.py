@@ -1,8 +1,25 @@
+"""Plans next to each other: cards, settings, and what is suggested."""
+
 import json
+import re
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from finetune.errors import ConfigError
+from finetune.planning.candidates import (
+    GOALS,
+    SUGGESTED_ROUNDING,
+    Goal,
+    choose,
+    chooser,
+    full_requests,
+    in_forms,
+    with_each_size,
+)
 from finetune.planning.compare import (
     LENGTH_STEP,
     MACHINE_COLUMNS,
@@ -12,12 +29,22 @@ from finetune.planning.compare import (
     slowest_card,
     trained_models,
 )
-from finetune.planning.request import full_request
-from finetune.planning.subject import model_subject
+from finetune.planning.request import facts_of, full_request
+from finetune.planning.subject import model_subject, wanted_model
+from finetune.planning.suggestion import Target, first_settings, suggest
+from finetune.recipe.load import load_recipe, load_shape
+from finetune.recipe.recipe import Recipe, resolved_yaml, with_settings
+from finetune.recipe.rules import broken_rules
+from finetune.run.run_dir import RunDir, as_begun
+from finetune.training.prepare import with_chosen
 from offload.errors import DoesNotFitError
+from offload.plan.facts.facts import ModelFacts, model_facts
 from offload.plan.machine.cards import CARDS
-from offload.plan.machine.machine import CARD_NAMES, GIB, named_machine
+from offload.plan.machine.machine import CARD_NAMES, GIB, Machine, named_machine
 from offload.plan.plan import plan
+from offload.plan.request import PlanRequest, with_workload
+from offload.plan.schedule.schedule import Order
+from tests.builders import recipe_values
 from tests.command import run
 from tests.tiers import mostly_slow
 
@@ -333,3 +360,664 @@ def test_fit_without_a_budget_or_with_too_large_a_one_is_refused(capsys) -> None
     assert "hint: `--machine h200` takes a server's rates" in err
     with pytest.raises(ConfigError, match=r"--vram 24, but rtx3060 has 12\.00 GiB"):
         budgeted(named_machine("rtx3060"), vram_gib=24)
+
+
+# --------------------------------------------------------------------------------------- candidates
+
+
+CARD = named_machine("rtx4090")
+
+
+def recipe(**changes: Any) -> Recipe:
+    values = recipe_values(
+        model__path=None, model__config="tiny-qwen3", model__init="random", **changes
+    )
+    return Recipe.model_validate(values)
+
+
+def open_recipe(**changes: Any) -> Recipe:
+    """Return a recipe of 12 sequences per step that leaves everything open."""
+    return recipe(
+        train__grad_accum_steps=None,
+        train__tokens_per_step=12 * 512,
+        train__micro_batch_size="auto",
+        **changes,
+    )
+
+
+def requests(asked: Recipe, *, num_ranks: int = 1) -> list[PlanRequest]:
+    return full_requests(asked, facts_of(asked.model), num_ranks=num_ranks)
+
+
+def codecs(asked: Recipe) -> list[str]:
+    return list(dict.fromkeys(one.largest.codec for one in requests(asked)))
+
+
+def test_each_cut_of_a_step_has_its_sequences() -> None:
+    found = with_each_size(open_recipe(), num_ranks=1)
+    assert [one.train.micro_batch_size for one in found] == [1, 2, 3, 4, 6, 12]
+    for one in found:
+        assert one.train.sequences * one.train.num_micro_batches == 12
+        assert one.train.global_batch_size == 12
+        assert not list(broken_rules(one))
+    for asked in requests(open_recipe()):
+        assert asked.typical.num_tokens * asked.num_micro_batches == 12 * 512
+        assert asked.typical.label_tokens == asked.typical.num_tokens
+
+
+def test_attention_is_kept_unless_the_recipe_says_none_or_layers_are_compiled() -> None:
+    for asked, has_outputs in (
+        (recipe(), True),
+        (recipe(offload__attention_outputs="none"), False),
+        (recipe(train__compile=True), False),
+    ):
+        assert {one.has_outputs for one in requests(asked)} == {has_outputs}
+
+
+def test_graphs_may_be_sent_unless_the_recipe_says_none_or_layers_are_compiled() -> None:
+    for asked, has_sent_graphs in (
+        (recipe(), True),
+        (recipe(offload__sent_graphs="none"), False),
+        (recipe(train__compile=True), False),
+    ):
+        assert {one.has_sent_graphs for one in requests(asked)} == {has_sent_graphs}
+
+
+def test_each_rank_has_a_micro_batch() -> None:
+    assert [one.train.num_micro_batches for one in with_each_size(open_recipe(), num_ranks=4)] == [
+        12,
+        6,
+        4,
+    ]
+
+
+def test_a_size_that_was_given_is_kept() -> None:
+    asked = recipe(train__micro_batch_size=3)
+    assert with_each_size(asked, num_ranks=1) == (asked,)
+
+
+def test_auto_means_exact_forms_alone() -> None:
+    assert codecs(recipe()) == ["native", "bf16_packed"]
+    assert codecs(recipe(model__dtype="float32")) == ["native"]
+    assert codecs(recipe(offload__codec="nf4")) == ["nf4"]
+    assert codecs(recipe(adapter__modules_to_save=["norms"])) == ["native", "bf16_packed"]
+    whole = recipe(adapter__targets=["q_proj"], adapter__modules_to_save=["v_proj"])
+    assert codecs(whole) == ["native"]
+
+
+def test_a_place_that_was_given_is_kept() -> None:
+    for stash, expected in (("auto", {False, True}), ("host", {True}), ("device", {False})):
+        asked = recipe(offload__stash=stash)
+        assert {one.is_stashed for one in requests(asked)} == expected
+
+
+def test_the_plainest_request_stands_first() -> None:
+    found = requests(open_recipe())
+    assert found[0].largest.codec == "native"
+    assert not found[0].is_stashed
+    assert found[0].largest.micro_batch_size == 1
+    keys = [
+        (
+            one.order is Order.MICRO_BATCH_MAJOR,
+            -one.largest.head_chunk_tokens,
+            one.largest.codec != "native",
+            one.is_stashed,
+            one.largest.micro_batch_size,
+        )
+        for one in found
+        if one.largest.mlp_chunk_tokens is None and one.typical.head == "device"
+    ]
+    assert keys == sorted(keys)
+    # tiles come after all of these, and then a weight of embedding and head in RAM
+    others = found[len(keys) :]
+    assert all(one.largest.mlp_chunk_tokens or one.typical.head == "host" for one in others)
+    layers, rounds = 3 * 2 * 2 * 6, 3 * 2 * 5  # a step of one micro-batch is no round
+    assert len(set(keys)) == len(keys) == layers + rounds
+
+
+def test_auto_needs_the_tokens_of_a_step() -> None:
+    values = recipe_values(train__micro_batch_size="auto")
+    with pytest.raises(ValueError, match=r"is auto and train\.grad_accum_steps is 4"):
+        Recipe.model_validate(values)
+    values = recipe_values(
+        train__micro_batch_size="auto", train__grad_accum_steps=None, train__tokens_per_step=700
+    )
+    with pytest.raises(ValueError, match=r"it must be a multiple of 512 \(seq_len\)"):
+        Recipe.model_validate(values)
+
+
+def test_a_router_loss_of_each_micro_batch_does_not_leave_the_cut_open(tmp_path) -> None:
+    config = tmp_path / "config.json"
+    shape = load_shape("tiny-qwen3-moe")
+    config.write_text(json.dumps(shape | {"output_router_logits": True}))
+    asked = open_recipe()
+    asked = asked.model_copy(
+        update={"model": asked.model.model_copy(update={"config": str(config)})}
+    )
+    assert len(with_each_size(asked, num_ranks=1)) > 1
+
+
+def test_rounding_is_suggested_only_where_the_run_could_have_it() -> None:
+    slow = named_machine("rtx4090", link_bytes_per_s=1e6)
+
+    def suggested(asked: Recipe) -> set[str]:
+        facts: ModelFacts = facts_of(asked.model)
+        found = choose(facts, slow, full_requests(asked, facts, num_ranks=1))
+        return {str(what_if.change) for what_if in found.what_ifs} & set(SUGGESTED_ROUNDING)
+
+    few_slots = {"offload__num_slots": 2, "train__seq_len": 8}
+    assert suggested(recipe(**few_slots)) == {"int8", "nf4"}
+    whole = recipe(adapter__targets=["q_proj"], adapter__modules_to_save=["v_proj"], **few_slots)
+    assert suggested(whole) == set()
+    assert suggested(recipe(offload__codec="nf4", **few_slots)) == set()
+
+
+# ------------------------------------------------------------------------------------------ head
+
+
+def small_card(gib: float) -> Machine:
+    return replace(named_machine("rtxa2000"), vram_bytes=int(gib * GIB))
+
+
+def chosen_chunk(gib: float, *overrides: str) -> int:
+    asked = model_subject(
+        "qwen3-4b", ["train.tokens_per_step=2048", "model.layer_kernels=plain", *overrides]
+    )
+    ways = full_requests(asked.recipe, asked.facts, num_ranks=1)
+    return choose(asked.facts, small_card(gib), ways).plan.request.largest.head_chunk_tokens
+
+
+@pytest.mark.thorough
+def test_fewer_logits_exist_at_a_time_only_where_more_would_not_fit() -> None:
+    assert [chosen_chunk(gib) for gib in (12, 6, 3.5, 3.3)] == [1024, 1024, 256, 256]
+
+
+def test_a_head_chunk_that_the_recipe_names_is_kept_or_refused() -> None:
+    assert chosen_chunk(12, "offload.head_chunk=100") == 100
+    with pytest.raises(DoesNotFitError, match="of device memory") as refused:
+        chosen_chunk(3.5, "offload.head_chunk=1024")
+    assert "head chunk; less with a smaller `offload.head_chunk`" in refused.value.limit
+
+
+def test_a_resumed_run_keeps_its_head_chunk(tmp_path: Path) -> None:
+    begun = with_settings(recipe(), {"offload.head_chunk": 256})
+    run = RunDir(tmp_path)
+    run.recipe_file.write_text(resolved_yaml(begun))
+    assert as_begun(recipe(), run.begun()).offload.head_chunk == 256
+    assert as_begun(recipe(offload__head_chunk=64), run.begun()).offload.head_chunk == 64
+    before = resolved_yaml(recipe()).replace("  head_chunk: auto\n", "")
+    run.recipe_file.write_text(before)  # of a run that knew no such setting
+    assert as_begun(recipe(), run.begun()) == recipe()
+
+
+# ------------------------------------------------------------------------------------------- MLP
+
+
+def chosen_tile(seq_len: int, *overrides: str, model: str = "llama-3.1-8b") -> int | None:
+    sizes = [f"train.seq_len={seq_len}", f"train.tokens_per_step={seq_len}"]
+    asked = model_subject(model, [*sizes, "offload.codec=nf4", *overrides])
+    ways = full_requests(asked.recipe, asked.facts, num_ranks=1)
+    card = named_machine("rtx4090")
+    return choose(asked.facts, card, ways).plan.request.largest.mlp_chunk_tokens
+
+
+def test_mlps_compute_in_tiles_only_where_nothing_fits_otherwise() -> None:
+    assert [chosen_tile(n) for n in (2048, 65536, 81920, 120832)] == [None, None, 8192, 8192]
+    assert chosen_tile(2048, "offload.mlp_chunk=100") == 100
+    with pytest.raises(DoesNotFitError):
+        chosen_tile(81920, "offload.mlp_chunk=whole")
+    with pytest.raises(DoesNotFitError):
+        chosen_tile(81920, "train.compile=true")
+
+
+def test_tiles_do_not_change_the_requests_before_them() -> None:
+    words = ["train.seq_len=16384", "train.tokens_per_step=16384"]
+    words += ["offload.embeddings=device", "offload.head=device"]
+    asked = model_subject("llama-3.1-8b", words)
+    whole = model_subject("llama-3.1-8b", [*words, "offload.mlp_chunk=whole"])
+    found, plain = (full_requests(x.recipe, x.facts, num_ranks=1) for x in (asked, whole))
+    assert found[: len(plain)] == plain
+    assert {x.largest.mlp_chunk_tokens for x in found[len(plain) :]} == {8192, 2048, 512}
+
+
+def test_a_resumed_run_keeps_its_tiles(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.recipe_file.write_text(resolved_yaml(with_settings(recipe(), {"offload.mlp_chunk": 512})))
+    assert as_begun(recipe(), run.begun()).offload.mlp_chunk == 512
+    assert as_begun(recipe(offload__mlp_chunk=64), run.begun()).offload.mlp_chunk == 64
+
+
+def test_tiles_of_compiled_layers_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"offload\.mlp_chunk is 64 and train\.compile is true"):
+        recipe(offload__mlp_chunk=64, train__compile=True)
+
+
+def test_parts_of_a_model_whose_config_asks_for_a_router_loss_are_refused(tmp_path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(load_shape("tiny-qwen3-moe") | {"output_router_logits": True}))
+    values = recipe_values(
+        model__path=None, model__config=str(file), model__init="random", train__parallel="fsdp2"
+    )
+    asked = Recipe.model_validate(values)
+    with pytest.raises(
+        ConfigError, match=r"config asks for a router loss; .*\n\nhint: .*_coef: 0`"
+    ):
+        chooser(asked)
+    assert chooser(with_settings(asked, {"train.parallel": "stream"})) is choose
+
+
+def full_8b(**offload: Any) -> Recipe:
+    values = recipe_values(
+        model__path=None,
+        model__config="qwen3-8b",
+        model__init="random",
+        train__what="all",
+        train__steps=100,
+        **{f"offload__{name}": value for name, value in offload.items()},
+    )
+    return Recipe.model_validate(values)
+
+
+# ------------------------------------------------------------------------------------ embeddings
+
+
+def chosen_place(gib: float, *overrides: str, model: str = "qwen3-8b") -> str:
+    asked = model_subject(model, ["train.tokens_per_step=4096", *overrides])
+    ways = full_requests(asked.recipe, asked.facts, num_ranks=1)
+    return choose(asked.facts, small_card(gib), ways).plan.request.typical.embeddings
+
+
+def test_the_embedding_is_in_ram_only_where_nothing_else_fits() -> None:
+    assert [chosen_place(gib) for gib in (24, 6, 4)] == ["device", "device", "host"]
+    assert chosen_place(24, "offload.embeddings=host") == "host"
+    with pytest.raises(DoesNotFitError) as refused:
+        chosen_place(4, "offload.embeddings=device")
+    assert "`offload.embeddings: host`" in refused.value.hint
+    with pytest.raises(DoesNotFitError, match="the embedding in RAM"):
+        chosen_place(2)
+
+
+def test_the_other_place_does_not_change_the_requests_before_it() -> None:
+    asked = model_subject("qwen3-8b", ["offload.head=device"])
+    fixed = model_subject("qwen3-8b", ["offload.head=device", "offload.embeddings=device"])
+    found, plain = (full_requests(x.recipe, x.facts, num_ranks=1) for x in (asked, fixed))
+    assert found[: len(plain)] == plain
+    assert found[len(plain) :] == [with_workload(one, embeddings="host") for one in plain]
+    # where layers compute in RAM, an embedding there saves nothing
+    forms = in_forms(found, replace(CARD, device="cpu"))
+    assert {one.typical.embeddings for form in forms for one in form} == {"device"}
+    assert len(in_forms(found, CARD)) == 2 * len(forms)
+
+
+def test_a_resumed_run_keeps_the_place_that_was_chosen(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.recipe_file.write_text(
+        resolved_yaml(with_settings(recipe(), {"offload.embeddings": "host"}))
+    )
+    assert as_begun(recipe(), run.begun()).offload.embeddings == "host"
+    asked = recipe(offload__embeddings="device")
+    assert as_begun(asked, run.begun()).offload.embeddings == "device"
+    assert as_begun(recipe(), run.begun(), num_ranks=2).offload.embeddings == "host"
+    begun = full_8b(embeddings="host")
+    split = with_settings(full_8b(), {"train.parallel": "fsdp2"})
+    assert as_begun(split, begun, num_ranks=2).offload.embeddings == "auto"
+    before = resolved_yaml(recipe()).replace("  embeddings: auto\n", "")
+    run.recipe_file.write_text(before)  # of a run that knew no such setting
+    assert as_begun(recipe(), run.begun()) == recipe()
+
+
+def test_a_place_that_others_of_a_wave_exclude_is_written_down() -> None:
+    asked = model_subject("qwen3-8b", ["offload.embeddings=host", "offload.head=host"])
+    on_device = model_subject("qwen3-8b", []).recipe
+    ways = full_requests(on_device, asked.facts, num_ranks=1)
+    made = choose(asked.facts, CARD, ways[:1]).plan
+    written = with_chosen(asked.recipe, made).offload
+    assert (written.embeddings, written.head) == ("device", "device")
+
+
+def test_what_a_plan_has_chosen_is_written_down() -> None:
+    asked = model_subject("qwen3-8b", ["train.tokens_per_step=4096"])
+    ways = full_requests(asked.recipe, asked.facts, num_ranks=1)
+    for gib, place in ((24, "auto"), (4, "host")):
+        made = choose(asked.facts, small_card(gib), ways).plan
+        assert with_chosen(asked.recipe, made).offload.embeddings == place
+
+
+@pytest.mark.thorough
+def test_an_embedding_that_is_not_among_the_weights_that_train_is_looked_up_in_ram() -> None:
+    words = ["offload.embeddings=host", "train.steps=3"]
+    asked = model_subject("qwen3-8b", [*words, 'train.what=["*q_proj*"]'])
+    ways = full_requests(asked.recipe, asked.facts, num_ranks=1)
+    assert {one.typical.embeddings for one in ways} == {"host"}
+
+
+# ------------------------------------------------------------------------------------------ head
+
+
+def places_of(gib: float, *overrides: str, model: str = "qwen3-8b") -> tuple[str, str]:
+    """Return where the embedding and the head are on a card with so much memory."""
+    asked = model_subject(model, ["train.tokens_per_step=4096", *overrides])
+    ways = full_requests(asked.recipe, asked.facts, num_ranks=1)
+    typical = choose(asked.facts, small_card(gib), ways).plan.request.typical
+    return typical.embeddings, typical.head
+
+
+def test_the_head_is_in_ram_only_where_nothing_fits_with_the_embedding_alone_there() -> None:
+    found = [places_of(gib) for gib in (24, 6, 4, 3.4)]
+    assert found == [("device", "device")] * 2 + [("host", "device"), ("host", "host")]
+    assert places_of(24, "offload.head=host") == ("device", "host")
+    assert places_of(4.8, "offload.embeddings=device") == ("device", "host")
+    with pytest.raises(DoesNotFitError) as refused:
+        places_of(3.4, "offload.head=device")
+    assert "`offload.head: host`" in refused.value.hint
+    with pytest.raises(DoesNotFitError, match="the embedding in RAM, the head in RAM"):
+        places_of(2)
+
+
+def test_the_other_place_of_the_head_does_not_change_the_requests_before_it() -> None:
+    asked = model_subject("qwen3-8b", [])
+    fixed = model_subject("qwen3-8b", ["offload.head=device"])
+    found, plain = (full_requests(x.recipe, x.facts, num_ranks=1) for x in (asked, fixed))
+    assert found[: len(plain)] == plain
+    moved = [one for one in plain if one.typical.embeddings == "host"]
+    assert found[len(plain) :] == [with_workload(one, head="host") for one in moved]
+    # where layers compute in RAM, a head there saves nothing
+    forms = in_forms(found, replace(CARD, device="cpu"))
+    assert {one.typical.head for form in forms for one in form} == {"device"}
+
+
+def test_a_resumed_run_keeps_the_place_of_its_head(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.recipe_file.write_text(resolved_yaml(with_settings(recipe(), {"offload.head": "host"})))
+    assert as_begun(recipe(), run.begun()).offload.head == "host"
+    assert as_begun(recipe(offload__head="device"), run.begun()).offload.head == "device"
+    before = resolved_yaml(recipe()).replace("  head: auto\n", "")
+    run.recipe_file.write_text(before)  # of a run that knew no such setting
+    assert as_begun(recipe(), run.begun()) == recipe()
+
+
+def test_where_a_plan_has_put_the_head_is_written_down() -> None:
+    asked = model_subject("qwen3-8b", ["train.tokens_per_step=4096"])
+    ways = full_requests(asked.recipe, asked.facts, num_ranks=1)
+    for gib, place in ((24, "auto"), (3.4, "host")):
+        made = choose(asked.facts, small_card(gib), ways).plan
+        assert with_chosen(asked.recipe, made).offload.head == place
+
+
+@pytest.mark.thorough
+def test_a_head_that_is_not_among_the_weights_that_train_may_be_in_ram() -> None:
+    words = ["offload.head=host", "train.steps=3"]
+    asked = model_subject("qwen3-8b", [*words, 'train.what=["*q_proj*"]'])
+    ways = full_requests(asked.recipe, asked.facts, num_ranks=1)
+    assert {one.typical.head for one in ways} == {"host"}
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_what_trains_around_the_layers_is_on_the_device(*, is_tied: bool) -> None:
+    facts = model_facts(load_shape("qwen3-8b"))
+    if is_tied:
+        facts = replace(facts, tie_word_embeddings=True, head_parameters=0)
+    ways = full_requests(full_8b(), facts, num_ranks=1)
+    assert {(one.typical.embeddings, one.typical.head) for one in ways} == {("device", "device")}
+    for name in ("embeddings", "head"):
+        with pytest.raises(ConfigError, match=f"^offload.{name}: host for this") as no:
+            full_requests(full_8b(**{name: "host"}), facts, num_ranks=1)
+        assert str(no.value).split(";")[0].endswith("it trains")
+        assert no.value.hint == f"`offload.{name}: device`"
+
+
+# --------------------------------------------------------------------------------------- suggestion
+
+
+def planned(capsys, *argv: object) -> dict[str, Any]:
+    capsys.readouterr()
+    assert run("plan", *argv, "--json") == 0
+    figures: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return figures
+
+
+def suggested(capsys, *argv: object) -> str:
+    capsys.readouterr()
+    assert run("recipes", "for", *argv) == 0
+    return capsys.readouterr().out
+
+
+def header(text: str) -> dict[str, str]:
+    """Return the figures on top of a recipe, by name."""
+    found = re.findall(r"^#   (step|speed|VRAM|RAM|streaming) +(.*)$", text, re.MULTILINE)
+    assert len(found) == 5
+    return dict(found)
+
+
+def assert_header_is(figures: dict[str, Any], text: str) -> None:
+    shown, predicted, schedule = header(text), figures["predicted"], figures["schedule"]
+    tokens = schedule["tokens_per_step"]
+    assert shown["step"] == f"{predicted['step_s']:.3f} s of {tokens:,} tokens"
+    assert shown["speed"].startswith(f"{tokens / predicted['step_s']:,.1f} tokens/s; ")
+    assert shown["VRAM"].startswith(f"{predicted['peak_vram_bytes'] / GIB:.2f} GiB of ")
+    assert shown["RAM"].startswith(f"{predicted['host_bytes'] / GIB:.2f} GiB, to be free, of ")
+    assert f" {schedule['break_even_tokens']:,} tokens per step" in shown["streaming"]
+
+
+ASKED = {
+    "dense on its smallest card": "qwen3-8b --vram 8 --ram 32",
+    "a mixture from RAM": "Qwen3-30B --vram 12 --ram 64 --goal fastest",
+    "more than RAM": "gpt-oss-120b --machine rtx3090 --ram 64",
+    "half of a card": "llama-3.1-8b --machine rtx4090 --vram 12 --ram 64 --goal quality",
+    "the longest sequence": "gemma-3-4b --vram 8 --ram 32 --goal context",
+    "settings of one's own": "mistral-7b --vram 16 train.seq_len=4096 adapter.rank=64",
+    "a card by its name": "Qwen/Qwen3-32B --machine 'RTX 5090'",
+    "a server": "qwen3-235b --machine h200",
+    "two cards": "qwen3-0.6b --machine rtx3060 --ram 64 --gpus 2",
+    "the longest on four cards": "qwen3-8b --vram 16 --ram 64 --gpus 4 --goal context",
+}
+
+
+@pytest.mark.parametrize("words", mostly_slow(ASKED, "more than RAM", "two cards"))
+def test_a_suggested_recipe_plans_to_the_figures_on_top_of_it(
+    words: str, tmp_path: Path, capsys
+) -> None:
+    file = tmp_path / "suggested.yaml"
+    suggested(capsys, *shlex.split(words), "--out", file)
+    text = file.read_text(encoding="ascii")
+    command = re.search(r"^#   sluice plan (\S+) (.*)$", text, re.MULTILINE)
+    assert command is not None
+    assert command[1] == str(file)
+    assert_header_is(planned(capsys, file, *shlex.split(command[2])), text)
+    assert "Predicted, not measured, from published rates" in text
+    load_recipe(str(file), [])  # the strict reader takes it
+
+
+@pytest.mark.thorough
+def test_settings_of_the_command_line_are_written(capsys) -> None:
+    words = ("llama-3.2-1b", "--vram", 8, "train.seq_len=4096", "train.lr=0.0001")
+    text = suggested(capsys, *words, "adapter.targets=[q_proj, v_proj]", "train.steps=20")
+    assert "\n  seq_len: 4096 " in text
+    assert "\n  lr: 0.0001\n" in text
+    assert '\n  targets: ["q_proj", "v_proj"]\n' in text
+    assert "epochs" not in text  # the rival of train.steps
+    assert run("recipes", "for", *words, "train.rank=8") == 1
+    assert "train.rank is not a setting" in capsys.readouterr().err
+
+
+@pytest.mark.thorough
+def test_a_recipe_for_experts_says_how_to_train_them(capsys) -> None:
+    assert "\n  # experts: true " in suggested(capsys, "olmoe", "--vram", 24)
+    assert "experts: true" not in suggested(capsys, "llama-3.2-1b", "--vram", 24)
+
+
+@pytest.mark.thorough
+def test_all_weights_have_no_adapter_and_a_lower_rate(capsys) -> None:
+    words = ("qwen3-0.6b", "--vram", 24, "train.what=all")
+    text = suggested(capsys, *words)
+    assert text.startswith("# All weights of qwen3-0.6b, exact from RAM, for rtx3090")
+    assert "\nadapter:" not in text
+    assert "\n  lr: 1e-05\n" in text
+    assert "\n  lr: 3e-05\n" in suggested(capsys, *words, "train.lr=3e-5")
+
+
+# ---------------------------------------------------------------------------------------- goals
+
+
+def rates(capsys, *argv: object) -> dict[str, float]:
+    """Return the tokens/s of a recipe in each form that fits, by its codec."""
+    found = {}
+    for codec in ("auto", "int8", "fp8", "nf4"):
+        for tier in ("ram", "disk"):
+            words = (*argv, f"offload.codec={codec}", f"offload.tier={tier}", "--json")
+            if codec not in found and run("plan", *words) == 0:
+                found[codec] = json.loads(capsys.readouterr().out)["predicted"]["tokens_per_s"]
+    return found
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("goal", mostly_slow(GOALS, *(name for name in GOALS if name != "context")))
+def test_a_goal_takes_what_rounds_least_of_the_forms_that_are_good_enough(goal: Goal) -> None:
+    machine = named_machine("rtx3090", ram_bytes=32 * GIB)
+    model = wanted_model("qwen3-1.7b")
+    found = suggest(
+        model,
+        Target(machine=machine, options=""),
+        goal,
+        settings=first_settings(model, name="a-run"),
+        overrides=["train.tokens_per_step=8192"],
+    )
+    values = [form.seq_len if goal.name == "context" else form.tokens_per_s for form in found.forms]
+    share = {"balanced": 0.5, "fastest": 1.0, "quality": 0.0, "context": 0.9}[goal.name]
+    enough = [x for x, v in zip(found.forms, values, strict=True) if v >= share * max(values)]
+    assert found.chosen in enough
+    assert found.chosen.rounding == min(form.rounding for form in enough)
+
+
+@pytest.mark.slow
+def test_each_goal_chooses_by_what_it_says(tmp_path: Path, capsys) -> None:
+    asked, machine = ("qwen3-235b-a22b",), ("--machine", "rtx3090", "--ram", "32")
+    by_goal = {}
+    for goal in ("balanced", "fastest", "quality"):
+        file = tmp_path / f"{goal}.yaml"
+        suggested(capsys, *asked, *machine, "--goal", goal, "--out", file)
+        by_goal[goal] = load_recipe(str(file), []).offload.codec
+    found = rates(capsys, str(tmp_path / "quality.yaml"), *machine)
+    assert list(found) == ["auto", "int8", "fp8", "nf4"]  # the one that rounds least first
+    fastest = max(found, key=lambda codec: found[codec])
+    enough = [codec for codec, rate in found.items() if rate >= found[fastest] / 2]
+    assert by_goal == {"balanced": enough[0], "fastest": fastest, "quality": "auto"}
+    assert len(set(by_goal.values())) == 3  # the case tells the goals apart
+
+
+@pytest.mark.slow
+def test_the_longest_sequence_is_one_that_hardly_fits(tmp_path: Path, capsys) -> None:
+    file, machine = tmp_path / "long.yaml", ("--machine", "rtx3060", "--ram", "32")
+    suggested(capsys, "qwen3-14b", *machine, "--goal", "context", "--out", file)
+    recipe = load_recipe(str(file), [])
+    seq_len = recipe.train.seq_len
+    assert 2048 < seq_len < 40_960
+    assert seq_len % 1024 == 0
+    longer = seq_len + 1024
+    words = (f"train.seq_len={longer}", f"train.tokens_per_step={longer}")
+    assert run("plan", file, *machine, *words) == 3
+
+
+@pytest.mark.parametrize("setting", ["train.seq_len=4096", "train.grad_accum_steps=8"])
+def test_a_length_that_is_set_is_none_to_be_found(setting: str, capsys) -> None:
+    assert run("recipes", "for", "qwen3-0.6b", "--vram", 8, "--goal", "context", setting) == 1
+    err = capsys.readouterr().err
+    assert f"{setting} with the goal context" in err
+    assert f"leave out `{setting.partition('=')[0]}`" in err
+
+
+def test_a_longer_sequence_keeps_whole_micro_batches(capsys) -> None:
+    words = ("gemma-3-1b", "--vram", 8, "--goal", "context", "train.micro_batch_size=2")
+    text = suggested(capsys, *words, "offload.codec=nf4")
+    found = re.search(r"seq_len: (\d+) .*\n  tokens_per_step: (\d+)", text)
+    assert found is not None
+    assert int(found[2]) % (2 * int(found[1])) == 0
+
+
+@pytest.mark.thorough
+def test_every_form_has_a_line_and_one_is_chosen(capsys) -> None:
+    text = suggested(capsys, "qwen3-1.7b", "--machine", "rtx3090", "--ram", 64)
+    lines = re.findall(r"^#   ((?:exact|int8|fp8|nf4).*)$", text, re.MULTILINE)
+    assert [line.split(" from ")[0] for line in lines] == ["exact", "int8", "fp8", "nf4"]
+    assert all("tokens/s" in line or "does not fit: short of" in line for line in lines)
+    assert sum(line.endswith("<- chosen") for line in lines) == 1
+
+
+def test_an_unknown_goal_names_the_nearest(capsys) -> None:
+    assert run("recipes", "for", "qwen3-8b", "--vram", 12, "--goal", "quick") == 1
+    assert "'quick' is not a goal; goals are balanced, fastest" in capsys.readouterr().err
+
+
+# ----------------------------------------------------------------------------------- what misses
+
+
+@pytest.mark.slow
+def test_what_does_not_fit_names_the_least_that_does(capsys) -> None:
+    asked = ("recipes", "for", "llama-3.1-70b", "offload.codec=nf4", "--ram", 32)
+    assert run(*asked, "--vram", 8) == 3
+    err = capsys.readouterr().err
+    assert "llama-3.1-70b does not fit rtx3060-8gb in any form: the nearest, nf4 from disk" in err
+    assert "short of VRAM\n" in err
+    found = re.search(r"`--machine (\S+)` \((\d+) GiB\) with as much RAM", err)
+    assert found is not None
+    assert run(*asked, "--machine", found[1]) == 0
+    assert found[2] == "12"
+    assert run(*asked, "--vram", 10) == 3
+
+
+@pytest.mark.slow
+def test_too_little_ram_names_how_much_would_do(capsys) -> None:
+    asked = ("recipes", "for", "gpt-oss-120b", "--machine", "rtx5090", "offload.tier=ram")
+    assert run(*asked, "--ram", 32) == 3
+    err = capsys.readouterr().err
+    assert "short of RAM" in err
+    found = re.search(r"`--ram (\d+)` with as much VRAM", err)
+    assert found is not None
+    assert run(*asked, "--ram", found[1]) == 0
+    assert run(*asked, "--ram", int(found[1]) // 2) == 3
+
+
+def test_a_budget_is_kept_to_by_what_would_do(capsys) -> None:
+    asked = ("recipes", "for", "qwen3-14b", "offload.codec=nf4", "--machine", "rtx4090")
+    assert run(*asked, "--vram", 4, "--ram", 32) == 3
+    err = capsys.readouterr().err
+    assert "4.00 GiB of VRAM and 32.00 GiB of RAM may be used, so it is short of VRAM\n" in err
+    assert "`--ram" not in err  # no RAM helps
+    assert "`--machine rtx" in err
+
+
+# ------------------------------------------------------------------------------------ the asking
+
+
+@pytest.mark.thorough
+def test_memory_alone_takes_the_rates_of_a_card_and_says_so(capsys) -> None:
+    assert run("recipes", "for", "qwen3-8b", "--vram", 12) == 0
+    out, err = capsys.readouterr()
+    assert "the rates are those of rtx3060, the slowest known desktop card with 12.00 GiB" in err
+    assert out.startswith("# LoRA on qwen3-8b, exact from RAM, for rtx3060 with 64 GiB of RAM.\n")
+
+
+@pytest.mark.slow
+def test_a_part_of_a_card_is_a_budget_of_the_recipe(capsys) -> None:
+    words = ("qwen3-8b", "--machine", "rtx4090")
+    assert "\n  vram_budget: 10" in suggested(capsys, *words, "--vram", 10)
+    assert "vram_budget" not in suggested(capsys, *words, "--vram", 24)
+    assert run("recipes", "for", *words, "--vram", 32) == 1
+    assert "--vram 32, but rtx4090 has 24.00 GiB" in capsys.readouterr().err
+
+
+def test_a_card_is_needed(capsys) -> None:
+    assert run("recipes", "for", "qwen3-8b") == 1
+    err = capsys.readouterr().err
+    assert "neither --vram nor --machine is given" in err
+    assert "`--vram 12 --ram 64`" in err
+
+
+def test_no_file_is_written_over(tmp_path: Path, capsys) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("mine\n")
+    assert run("recipes", "for", "qwen3-8b", "--vram", 12, "--out", file) == 1
+    assert f"{file} exists" in capsys.readouterr().err
+    assert file.read_text() == "mine\n"
+    assert run("recipes", "for", "qwen3-8b", "--vram", 12, "--out", tmp_path / "mine.txt") == 1
+    assert "a recipe ends in .yaml" in capsys.readouterr().err

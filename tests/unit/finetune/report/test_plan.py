@@ -1,4 +1,11 @@
+"""A plan as it is shown: figures, choices, energy, and the chart of a step."""
+
+import json
+import re
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -7,11 +14,41 @@ from rich.console import Console
 from finetune.errors import ConfigError
 from finetune.planning.request import facts_of, full_request
 from finetune.planning.subject import model_subject
+from finetune.recipe.sections import ReportSection
+from finetune.report.choice import choice_json, choice_tables, host_map
+from finetune.report.energy import (
+    cost_of,
+    plan_cost,
+    plan_energy,
+    plan_energy_line,
+    run_energy,
+    shown_kwh,
+)
+from finetune.report.explain import explain
 from finetune.report.format import shown_gib, shown_time
+from finetune.report.gantt import COLOURS, WIDTH, gantt_svg
 from finetune.report.plan import kept_line, machine_table, plan_json
 from finetune.training.attach import too_large
-from offload.plan.machine.machine import GIB, named_machine
-from offload.plan.plan import plan
+from finetune.training.measured import energy_row
+from offload.plan.machine.cards import BOARD_W, CARDS
+from offload.plan.machine.machine import (
+    GIB,
+    Machine,
+    Node,
+    Rate,
+    board_w,
+    described_machine,
+    named_machine,
+)
+from offload.plan.plan import Plan, plan
+from offload.plan.schedule.op import Kind, Lane
+from offload.plan.schedule.timeline import Timeline
+from offload.plan.search import search
+from offload.probe.energy import Part, Taken
+from tests.builders import qwen3_8b, request, slow_link, ways_of, workload
+from tests.builders import simulated as step
+from tests.unit.finetune.report.made_up import write_run
+from tests.unit.finetune.report.sealed import FACTS, WORKLOAD, tiny_plan
 
 
 def test_a_machine_is_shown_with_how_it_multiplies_experts_and_why() -> None:
@@ -68,3 +105,342 @@ def test_a_step_too_large_with_kept_graphs_names_them_first() -> None:
     assert "hint: `offload.kept_graphs: 0`" in str(error)
     without = replace(made, residency=made.residency._replace(num_kept_graphs=0))
     assert "kept" not in str(too_large(without, torch.OutOfMemoryError("CUDA out of memory")))
+
+
+# ------------------------------------------------------------------------------------------- choice
+
+
+CHOICE_FACTS = qwen3_8b()
+CARD = named_machine("rtx4060ti")
+REQUEST = request(num_workers=1)
+SHORT_REQUEST = request(workload(seq_len=256), num_micro_batches=1, num_workers=1)
+SLOW = slow_link()
+
+
+def shown(choice) -> str:
+    console = Console(width=140, highlight=False)
+    with console.capture() as capture:
+        console.print(choice_tables(choice))
+    return capture.get()
+
+
+def test_the_choice_its_rivals_and_what_if_are_shown() -> None:
+    choice = search(CHOICE_FACTS, SLOW, ways_of(SHORT_REQUEST), rounding=("int8", "nf4"))
+    text = shown(choice)
+    assert f"bf16_packed, {choice.plan.num_slots} slots, inputs" in text
+    assert "1 x 1 sequences" in text
+    assert "chosen" in text
+    reasons = [one for one in text.splitlines() if "slower by" in one or "short of" in one]
+    assert len(reasons) == 3
+    assert "GiB of device memory" in text
+    n_star = f"of 1 x 256, streaming adds less than 1% from N* = {choice.plan.break_even_tokens:,}"
+    assert f"{n_star}; this step has 256 tokens." in " ".join(text.split())
+    assert "1 GiB more VRAM" in text
+    assert "a link of twice the rate" in text
+    assert "512 tokens per step" in text
+    assert "offload.codec: nf4, which rounds each weight, by 9.2% RMS" in text
+
+
+def test_the_json_holds_what_is_shown() -> None:
+    choice = search(CHOICE_FACTS, SLOW, ways_of(SHORT_REQUEST), rounding=("nf4",))
+    values = json.loads(json.dumps(choice_json(choice)))
+    assert values["choice"]["codec"] == "bf16_packed"
+    assert values["choice"]["num_slots"] == choice.plan.num_slots
+    assert values["choice"]["step_s"] == choice.plan.step_s
+    assert len(values["rejected"]) == 3
+    for one, rejected in zip(values["rejected"], choice.rejected, strict=True):
+        assert one["reason"] in shown(choice)
+        assert one["is_simulated"] == (rejected.step_s is not None)
+        assert bool(one["short_bytes"]) == bool(rejected.shortages)
+    what_ifs = {one["change"]: one for one in values["what_if"]}
+    assert set(what_ifs) == {"memory", "link", "tokens", "micro_batch", "nf4"}
+    assert what_ifs["nf4"]["weight_rounding"] == 0.092
+    assert what_ifs["link"]["weight_rounding"] == 0
+    assert what_ifs["link"]["tokens_per_s"] > 256 / choice.plan.step_s
+
+
+def test_what_does_not_fit_and_what_takes_as_long_say_so() -> None:
+    choice = search(
+        CHOICE_FACTS, CARD, ways_of(replace(REQUEST, num_micro_batches=12))[:2], rounding=()
+    )
+    assert "no faster" in shown(choice)
+    alone = search(CHOICE_FACTS, CARD, [replace(REQUEST, num_micro_batches=12)], rounding=())
+    tokens = next(line for line in shown(alone).splitlines() if "49,152 tokens" in line)
+    assert "short of" in tokens
+    assert "GiB of device memory" in tokens
+
+
+def test_a_resident_plan_has_no_break_even_and_a_cpu_no_vram() -> None:
+    roomy = replace(CARD, vram_bytes=80 * GIB)
+    assert "N*" not in shown(search(CHOICE_FACTS, roomy, [REQUEST], rounding=()))
+    cpu = replace(
+        CARD,
+        device="cpu",
+        vram_bytes=64 * GIB,
+        memory_bytes_per_s=Rate(value=1e10, source="drawn"),
+    )
+    text = shown(search(CHOICE_FACTS, cpu, [REQUEST], rounding=()))
+    assert "1 GiB more RAM" in text
+    assert "VRAM" not in text
+
+
+# -------------------------------------------------------------------------------------------- gantt
+
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def bars(drawing: str) -> list[ElementTree.Element]:
+    """Return what has a tooltip: the ops."""
+    root = ElementTree.fromstring(drawing)
+    return [rect for rect in root.iter(f"{SVG}rect") if rect.find(f"{SVG}title") is not None]
+
+
+def test_both_steps_are_drawn_over_the_same_seconds() -> None:
+    drawing = gantt_svg({"predicted": step(3, 1), "measured": step(3, 1, visit_s=2.0)})
+    found = bars(drawing)
+    updates = [bar for bar in found if bar.get("fill") == COLOURS[Kind.OPTIMIZER]]
+    assert len(found) == 2 * len(step(3, 1).spans)
+    short, long = (float(bar.get("width", 0)) for bar in updates)
+    assert long == pytest.approx(2 * short, abs=0.02)  # one scale
+    ends = [float(bar.get("x", 0)) + float(bar.get("width", 0)) for bar in found]
+    assert max(ends) == pytest.approx(WIDTH - 20, abs=0.1)  # the longer one fills the axis
+    words = [text.text for text in ElementTree.fromstring(drawing).iter(f"{SVG}text")]
+    assert words.index("predicted") < words.index("measured")
+    for lane in Lane:
+        if lane is Lane.NETWORK:  # of several ranks
+            assert lane.value not in words
+            continue
+        assert words.count(lane.value) == 2
+    for kind in {span.kind for span in step(3, 1).spans}:  # the legend
+        assert kind.value.replace("_", " ") in words
+    titles = [str(bar.findtext(f"{SVG}title")) for bar in found]
+    assert "load of layer 2, 100 bytes: " in " ".join(titles)
+    assert any(
+        title.startswith("backward of layer 1, micro-batch 0, ")
+        or title.startswith("backward of layer 1, micro-batch 0: ")
+        for title in titles
+    )
+
+
+def test_every_kind_has_a_colour_of_its_own() -> None:
+    assert set(COLOURS) == set(Kind)
+    assert len(set(COLOURS.values())) == len(COLOURS)
+
+
+@pytest.mark.thorough
+def test_a_step_of_ten_thousand_ops_is_a_small_file_that_hides_nothing() -> None:
+    large = step(64, 40)
+    drawing = gantt_svg({"predicted": large, "measured": large})
+    assert len(large.spans) > 10_000
+    assert len(drawing) < 600_000
+    found = bars(drawing)
+    assert f"{2 * len(large.spans)} ops in {len(found)} bars" in drawing
+    titles = [str(bar.findtext(f"{SVG}title")) for bar in found]
+    shown = sum(int(t.split(" x ")[0]) if " x " in t else 1 for t in titles)
+    assert shown == 2 * len(large.spans)
+
+
+def test_of_ops_that_share_a_pixel_the_longest_is_drawn_and_the_others_are_counted() -> None:
+    large = step(64, 40)
+    drawing = gantt_svg({"predicted": large}, width=300)
+    titles = [str(bar.findtext(f"{SVG}title")) for bar in bars(drawing)]
+    lanes = len({span.lane for span in large.spans})
+    assert len(titles) <= 2 * 300 * lanes
+    drawn = sum(int(t.split(" x ")[0]) if " x " in t else 1 for t in titles)
+    hidden = sum(int(n) for n in re.findall(r"and (\d+) narrower", " ".join(titles)))
+    assert drawn + hidden == len(large.spans)
+    assert hidden > 0
+
+
+def test_a_step_without_ops_can_be_drawn() -> None:
+    assert "0 ops in 0 bars" in gantt_svg({"nothing": Timeline(spans=())})
+
+
+def test_headings_cannot_break_the_drawing() -> None:
+    words = [t.text for t in ElementTree.fromstring(gantt_svg({"<a&b>": step(2, 1)})).iter()]
+    assert "<a&b>" in words
+
+
+# ----------------------------------------------------------------------------------------- host map
+
+
+HOST_MAP_CARD = named_machine("rtx5090", ram_bytes=96 * GIB)
+
+
+def drawn(machine: Machine, made: Plan | None = None, *, width: int = 100) -> list[str]:
+    console = Console(width=width)
+    with console.capture() as capture:
+        console.print(host_map(machine, made))
+    return capture.get().splitlines()
+
+
+def planned(*overrides: str) -> Plan:
+    asked = model_subject("qwen3-1.7b", ["train.tokens_per_step=4096", *overrides])
+    return plan(asked.facts, HOST_MAP_CARD, full_request(asked.recipe, asked.facts, num_ranks=1))
+
+
+def test_each_memory_and_link_is_drawn_with_its_rate_and_where_that_is_from() -> None:
+    text = "\n".join(drawn(HOST_MAP_CARD))
+    for part in (
+        "VRAM of rtx5090",
+        "30.53 GiB, read and written at 985.6 GB/s (datasheet x 0.55)",
+        "to the device                      56.0 GB/s (measured by others)",
+        "while the other direction is busy  51.0 GB/s (assumed: 0.91 x h2d)",
+        "96.00 GiB, large new tensors at 60.0 GB/s (assumed)",
+        "up to 96.00 GiB of it page-locked",
+    ):
+        assert part in text
+    assert "planned" not in text
+    assert "|  reads  6.0 GB/s (assumed: PCIe 4.0 NVMe)" in text
+
+
+def test_what_was_measured_of_nodes_and_disk_is_drawn() -> None:
+    rate = Rate(value=8.3e9, source="measured")
+    near, far = (
+        Node(number=i, num_cpus=8, ram_bytes=48 * GIB, is_near=i == 0, copy_bytes_per_s=rate)
+        for i in range(2)
+    )
+    text = "\n".join(drawn(replace(HOST_MAP_CARD, nodes=(near, far), disk_bytes_per_s=rate)))
+    assert "node 0: 48.00 GiB, 8 CPUs, near the device; a thread copies 8.3 GB/s (meas" in text
+    assert "node 1: 48.00 GiB, 8 CPUs; a thread copies 8.3 GB/s (measured)" in text
+    assert "|  reads  8.3 GB/s (measured)" in text
+
+
+def test_the_map_goes_from_the_device_down_to_the_host_in_closed_boxes() -> None:
+    lines = drawn(HOST_MAP_CARD)
+    order = [
+        next(i for i, line in enumerate(lines) if word in line)
+        for word in ("VRAM", "| ", "RAM \u2500")
+    ]
+    assert order == sorted(order)
+    tops = [line for line in lines if line.startswith("\u250c")]
+    bottoms = [line for line in lines if line.startswith("\u2514")]
+    assert len(tops) == len(bottoms) == 3
+    assert all(line.endswith("\u2510") for line in tops)
+
+
+def test_a_plan_s_map_tells_what_lies_where() -> None:
+    made = planned("offload.num_slots=3")
+    text = "\n".join(drawn(HOST_MAP_CARD, made))
+    assert "3 slots of 96.0 MiB in it" in text
+    assert f"planned: {made.peak_bytes / GIB:.2f} GiB" in text
+    assert "2.63 GiB of layers in it" in text
+    assert "nothing of this plan" in text
+    stored = replace(made, request=replace(made.request, is_on_disk=True))
+    on_disk = "\n".join(drawn(HOST_MAP_CARD, stored))
+    assert "planned: 2.63 GiB of layers" in on_disk
+    assert "of layers in it" not in on_disk
+
+
+def test_a_cpu_copies_within_its_own_memory() -> None:
+    cpu = replace(HOST_MAP_CARD, name="a CPU", device="cpu")
+    text = "\n".join(drawn(cpu))
+    assert "slots, in the RAM of a CPU" in text
+    assert "while the CPU computes" in text
+    assert "page-locked" not in text
+    assert "VRAM" not in text
+
+
+def test_a_narrow_terminal_wraps_the_map_and_loses_nothing() -> None:
+    words = " ".join(drawn(HOST_MAP_CARD, width=60))
+    assert "(assumed: 0.91 x" in words
+    assert max(map(len, drawn(HOST_MAP_CARD, width=60))) <= 60
+
+
+# ------------------------------------------------------------------------------------------- energy
+
+
+EUROS = ReportSection(price_per_kwh=0.5, currency="EUR")
+
+
+def row(*, seconds: float = 2.0, num_tokens: int = 100, **joules: float) -> dict[str, Any]:
+    return {"num_tokens": num_tokens, "energy_j": joules, "energy_window_s": seconds}
+
+
+def test_a_run_takes_what_its_steps_took() -> None:
+    found = run_energy([row(GPU=3.6e6, CPU=1.8e6), row(GPU=3.6e6, CPU=1.8e6)], {})
+    figures = found.to_json()
+    assert figures["kwh"] == pytest.approx(3.0)
+    assert cost_of(found.kwh, EUROS) == pytest.approx(1.5)
+    assert figures["j_per_token"] == pytest.approx(10.8e6 / 200)
+    assert figures["parts"]["GPU"]["mean_w"] == pytest.approx(7.2e6 / 4)
+    assert found.lines(EUROS)[-1] == "cost of GPU and CPU: 1.50 EUR at 0.5 EUR per kWh"
+
+
+def test_steps_that_were_not_counted_change_no_figure_per_token() -> None:
+    found = run_energy([{"num_tokens": 900}, row(GPU=500.0), row(GPU=500.0)], {"CPU": "no root"})
+    (gpu,) = found.parts
+    assert gpu.j_per_token == pytest.approx(5.0)
+    assert gpu.num_steps == 2
+    assert "in 2 steps of 3" in found.lines()[0]
+    assert found.lines()[1] == "CPU not counted: no root"
+
+
+def test_what_is_not_counted_has_no_figure_and_says_why() -> None:
+    figures = run_energy([{"num_tokens": 9}], {"GPU": "none"}).to_json()
+    assert (figures["kwh"], figures["j_per_token"], figures["parts"]) == (None, None, {})
+    assert cost_of(None, EUROS) is None
+    assert figures["missing"] == {"GPU": "none"}
+    assert run_energy([{"num_tokens": 9}], {}).lines(EUROS) == ["not counted"]
+
+
+def test_less_than_a_second_is_too_short_for_a_counter() -> None:
+    found = run_energy([row(seconds=0.3, GPU=5), row(seconds=0.6, GPU=5)], {})
+    assert not found.parts
+    assert "0.90 s" in found.missing["GPU"]
+
+
+def test_a_row_has_the_sum_of_its_ranks_and_a_quotient_if_it_is_long_enough() -> None:
+    def taken(rank: int, window_s: float) -> Taken:
+        part: Part = "GPU"
+        return Taken(window_s=window_s, joules={(part, f"{rank}"): 50.0})
+
+    ranks = [taken(0, 2.0), taken(1, 2.1)]
+    expected = {"energy_j": {"GPU": 100.0}, "energy_window_s": 2.0, "energy_per_token_j": 4.0}
+    assert energy_row(ranks, num_tokens=25) == expected
+    assert "energy_per_token_j" not in energy_row([taken(0, 0.5)], num_tokens=25)
+    assert energy_row([Taken(window_s=2.0, missing={"GPU": "none"})], num_tokens=25) == {}
+
+
+def test_explain_reads_energy_from_the_files_of_a_run(tmp_path: Path) -> None:
+    write_run(tmp_path, slow_s=[0.0] * 2)
+    file = tmp_path / "metrics.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    file.write_text("".join(f"{json.dumps(one | row(GPU=7.0))}\n" for one in lines))
+    assert explain(tmp_path).energy.joules == 14
+    assert explain(tmp_path).to_json()["energy"]["parts"]["GPU"]["num_steps"] == 2
+
+
+def test_a_plan_takes_at_most_its_boards_power() -> None:
+    made = tiny_plan()
+    found = plan_energy(made)
+    assert found["board_w"] == 170
+    joules = 170 * made.step_s
+    assert found["at_most_j_per_token"] == pytest.approx(joules / made.tokens_per_step)
+    kwh = joules / made.tokens_per_step / 3.6
+    assert found["at_most_kwh_per_million_tokens"] == pytest.approx(kwh)
+    cost = plan_cost(made, EUROS)
+    assert cost == {"at_most_cost_per_million_tokens": pytest.approx(kwh / 2), "currency": "EUR"}
+    assert "EUR" in plan_energy_line(made, EUROS)
+    assert "per kWh" not in plan_energy_line(made, ReportSection())
+
+
+def test_a_card_of_unknown_power_is_said_and_not_priced() -> None:
+    text = '{"memory_gib": 24, "memory_gb_per_s": 936, "half_tflops": 71, "link_gb_per_s": 25}'
+    asked = request(WORKLOAD, num_micro_batches=2, num_slots=2, is_slab_shared=True)
+    made = plan(FACTS, described_machine("rtx3090", text), asked)
+    assert plan_energy(made)["board_w"] is None
+    assert plan_cost(made, EUROS)["at_most_cost_per_million_tokens"] is None
+    assert "no board power is known" in plan_energy_line(made, EUROS)
+
+
+def test_a_card_has_its_published_power_or_none() -> None:
+    assert set(BOARD_W) < set(CARDS)
+    assert board_w(named_machine("RTX 4090")) == 450
+    assert board_w(named_machine("b200")) is None  # it is sold with several limits
+    assert all(50 <= watts <= 1000 for watts in BOARD_W.values())
+
+
+def test_energy_is_written_in_a_unit_that_can_be_read() -> None:
+    assert [shown_kwh(0.05), shown_kwh(2.0)] == ["50 Wh", "2 kWh"]

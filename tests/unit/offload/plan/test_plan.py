@@ -1,17 +1,45 @@
+"""Plans and the search for the fastest of them."""
+
 import re
 from dataclasses import replace
 
 import pytest
 
-from offload.errors import DoesNotFitError
+from offload.errors import DoesNotFitError, OffloadError
+from offload.plan.facts.facts import ModelFacts
+from offload.plan.facts.workload import to_pages
+from offload.plan.fit import MemoryNeeds
 from offload.plan.machine.machine import GIB, Machine, Rate, named_machine
-from offload.plan.memory.memory import TracedBytes
-from offload.plan.plan import Plan, calibrate, plan, with_costs
-from offload.plan.request import PlanRequest
+from offload.plan.memory.memory import MemoryTerm, TracedBytes, device_terms, total_bytes
+from offload.plan.plan import Plan, calibrate, hidden_frac, needed_bytes_per_s, plan, with_costs
+from offload.plan.request import PlanRequest, Reduction, with_workload
 from offload.plan.schedule.op import Kind
-from offload.plan.schedule.schedule import NUM_STAGING, PIECE_BYTES
+from offload.plan.schedule.schedule import NUM_STAGING, PIECE_BYTES, Order, Residency
 from offload.plan.schedule.simulate import simulate
-from tests.builders import qwen3_8b, request, workload
+from offload.plan.search import search
+from offload.plan.split import draft_step_s
+from offload.plan.step import FREE_FRAC, duration_of
+from offload.plan.time.costs import price
+from offload.plan.time.roofline import (
+    attention_flops,
+    elementwise,
+    gemm,
+    layer_elementwise_bytes,
+    layer_flops,
+    tensor_parallel_bytes,
+    unfused_softmax_bytes,
+)
+from offload.plan.what_if import activation_bytes, full_training_terms
+from tests.builders import (
+    llama_7b,
+    lora,
+    qwen3_8b,
+    qwen3_30b,
+    request,
+    slow_link,
+    ways_of,
+    workload,
+)
 
 FACTS = qwen3_8b()
 CARD = named_machine("rtx4060ti")
@@ -423,3 +451,590 @@ def test_more_slots_than_layers_are_one_for_each_layer() -> None:
     made = plan(FACTS, roomy, replace(REQUEST, num_slots=FACTS.num_layers + 7))
     assert made == plan(FACTS, roomy, replace(REQUEST, num_slots=FACTS.num_layers))
     assert made.num_slots == FACTS.num_layers
+
+
+# ------------------------------------------------------------------------------------------- search
+
+
+SLOW = slow_link()
+SHORT = replace(WORKLOAD, seq_len=256, label_tokens=256)
+SHORT_REQUEST = replace(REQUEST, typical=SHORT, largest=SHORT, num_micro_batches=1)
+CPU = replace(CARD, device="cpu", vram_bytes=64 * GIB)
+
+
+@pytest.mark.parametrize("codec", ["native", "nf4"])
+@pytest.mark.parametrize("is_stashed", [False, True])
+@pytest.mark.parametrize("pinned_gib", [64, 5])
+@pytest.mark.parametrize(("workload", "kept"), [(SHORT, 0), (WORKLOAD, 0), (SHORT, 5)])
+def test_a_draft_takes_as_long_as_the_whole_schedule(
+    codec, is_stashed, pinned_gib, workload, kept
+) -> None:
+    asked = replace(REQUEST, typical=workload, largest=WORKLOAD, num_micro_batches=8)
+    asked = replace(asked, num_slots=4, num_kept_graphs=kept)
+    request = replace(with_workload(asked, codec=codec), is_stashed=is_stashed)
+    machine = replace(SLOW, vram_bytes=64 * GIB, pinned_bytes=pinned_gib * GIB)
+    costs = price(FACTS, machine, request.typical, is_duplex=is_stashed)
+    needs = MemoryNeeds.of(FACTS, machine, request)
+    assert needs.is_staged == (pinned_gib == 5 and not (codec == "nf4" and not is_stashed))
+    whole = plan(FACTS, machine, request)
+    assert whole.schedule.is_staged == needs.is_staged
+    assert draft_step_s(
+        needs, costs, Residency(num_slots=4, num_kept_graphs=kept)
+    ) == pytest.approx(whole.step_s, rel=1e-12)
+
+
+@pytest.mark.parametrize("codec", ["native", "nf4"])
+@pytest.mark.parametrize("kept", [0, 5, 36])
+@pytest.mark.parametrize("num_slots", [4, 36])
+def test_a_step_in_rounds_takes_as_long_as_its_whole_schedule(codec, kept, num_slots) -> None:
+    asked = replace(REQUEST, num_micro_batches=5, num_slots=num_slots, num_kept_graphs=kept)
+    asked = replace(with_workload(asked, codec=codec), order=Order.MICRO_BATCH_MAJOR)
+    machine = replace(SLOW, vram_bytes=192 * GIB)
+    whole = plan(FACTS, machine, asked)
+    needs = MemoryNeeds.of(FACTS, machine, asked)
+    draft_s = draft_step_s(needs, whole.costs, whole.residency)
+    assert draft_s == pytest.approx(whole.step_s, rel=1e-12)
+    assert whole.bound_s <= whole.step_s * (1 + 1e-9)
+    assert whole.schedule.num_loads == 2 * 5 * (36 - num_slots)
+    one = plan(FACTS, machine, replace(asked, num_micro_batches=1))
+    assert whole.peak_bytes == one.peak_bytes
+
+
+def test_rounds_are_taken_where_most_layers_fit_and_no_others() -> None:
+    card = named_machine("rtx4090")
+    free = replace(REQUEST, num_kept_graphs=None, has_outputs=True, has_sent_graphs=True)
+    for num in (8, 64):
+        one = replace(free, num_micro_batches=num, is_stashed=num == 64)
+        rounds_of = replace(one, is_stashed=False, order=Order.MICRO_BATCH_MAJOR)
+        both = [one, rounds_of]
+        layers, rounds = (search(FACTS, card, [way], rounding=()).plan for way in both)
+        found = search(FACTS, card, both, rounding=()).plan
+        assert found.step_s == pytest.approx(rounds.step_s)
+        assert found.step_s < 0.95 * layers.step_s
+        assert found.request.order is Order.MICRO_BATCH_MAJOR
+        assert not found.schedule.d2h_bytes
+    mixture = qwen3_30b()  # each token computes with a few of the experts that are loaded
+    both = [replace(free, order=order) for order in Order]
+    chosen = search(mixture, replace(card, ram_bytes=128 * GIB), both, rounding=()).plan
+    assert chosen.request.order is Order.LAYER_MAJOR
+    assert 2 * chosen.step_s < plan(mixture, card, both[1]).step_s
+
+
+@pytest.mark.parametrize("machine", [CARD, CPU])
+@pytest.mark.parametrize("num_slots", [1, 2, 7, 36, 40])
+def test_memory_by_slots_is_what_the_memory_model_says(machine, num_slots) -> None:
+    needs = MemoryNeeds.of(FACTS, machine, REQUEST)
+    assert needs.device(Residency(num_slots=num_slots)) == device_terms(
+        FACTS,
+        machine,
+        REQUEST.largest,
+        num_slots=num_slots,
+        num_micro_batches=REQUEST.num_micro_batches,
+        is_reduced=False,
+        is_padded=False,
+        is_stashed=False,
+    )
+
+
+def test_where_all_take_the_same_time_the_plainest_is_chosen() -> None:
+    fast = replace(CARD, vram_bytes=80 * GIB)  # everything is resident, so nothing crosses the link
+    plain = ways_of(REQUEST)[:2]
+    choice = search(FACTS, fast, plain, rounding=())
+    assert choice.plan.request == plain[0]
+    assert choice.rejected[0].request == plain[1]
+    assert choice.rejected[0].step_s == pytest.approx(choice.plan.step_s, rel=1e-6)
+    assert search(FACTS, fast, plain[::-1], rounding=()).plan.request == plain[1]
+
+
+def test_on_a_slow_link_the_packed_form_is_chosen_and_the_native_one_is_slower() -> None:
+    choice = search(FACTS, SLOW, ways_of(SHORT_REQUEST), rounding=())
+    assert choice.plan.request.typical.codec == "bf16_packed"
+    native = [one for one in choice.rejected if one.request.typical.codec == "native"]
+    assert native
+    assert all(one.least_s > choice.plan.step_s for one in native)
+
+
+def test_the_same_input_gives_the_same_choice() -> None:
+    first, second = (
+        search(FACTS, SLOW, ways_of(REQUEST), rounding=("int8", "nf4")) for _ in range(2)
+    )
+    assert first == second
+    assert repr(first) == repr(second)
+    assert first.what_ifs == second.what_ifs
+    assert repr(first.what_ifs) == repr(second.what_ifs)
+
+
+def test_one_slot_more_is_among_the_rejected_and_short_of_what_the_plan_says() -> None:
+    choice = search(FACTS, CARD, [REQUEST], rounding=())
+    (more,) = choice.rejected
+    assert more.residency.num_slots == choice.plan.num_slots + 1
+    (short,) = more.shortages
+    asked = replace(REQUEST, num_slots=more.residency.num_slots)
+    with pytest.raises(DoesNotFitError, match=f"{short.short_bytes / GIB:.2f} GiB too much"):
+        plan(FACTS, CARD, asked)
+    enough = replace(CARD, vram_bytes=CARD.vram_bytes + short.short_bytes)
+    assert plan(FACTS, enough, asked).num_slots == more.residency.num_slots
+    with pytest.raises(DoesNotFitError):
+        plan(FACTS, replace(enough, vram_bytes=enough.vram_bytes - 1), asked)
+
+
+def test_what_was_asked_for_is_not_chosen_anew() -> None:
+    asked = [replace(REQUEST, num_slots=3)]
+    choice = search(FACTS, CARD, asked, rounding=())
+    assert choice.plan.num_slots == 3
+    assert choice.plan.request == asked[0]
+    assert not choice.rejected
+
+
+def test_a_rounding_codec_is_never_chosen_and_named_only_where_it_is_faster() -> None:
+    requests = ways_of(SHORT_REQUEST)
+    choice = search(FACTS, SLOW, requests, rounding=("int8", "nf4"))
+    assert choice.plan.request.typical.codec in ("native", "bf16_packed")
+    named = {what_if.change: what_if.tokens_per_s or 0 for what_if in choice.what_ifs}
+    assert named["nf4"] > named["int8"] > choice.plan.tokens_per_step / choice.plan.step_s
+    resident = replace(CARD, vram_bytes=80 * GIB)
+    choice = search(FACTS, resident, requests, rounding=("int8", "nf4"))
+    assert {what_if.change for what_if in choice.what_ifs} == {
+        "memory",
+        "link",
+        "tokens",
+        "micro_batch",
+    }
+
+
+def test_on_a_cpu_layers_are_packed_only_for_want_of_memory() -> None:
+    roomy = search(FACTS, CPU, ways_of(REQUEST), rounding=())
+    assert not roomy.plan.request.typical.is_encoded
+    assert all(not one.request.typical.is_encoded for one in roomy.rejected)
+    tightest = replace(REQUEST, num_slots=2)
+    need = plan(FACTS, CPU, tightest)
+    ram_bytes = need.host_bytes + need.peak_bytes - 1
+    small = replace(CPU, ram_bytes=ram_bytes)
+    packed = search(FACTS, small, ways_of(REQUEST), rounding=())
+    assert packed.plan.request.typical.codec == "bf16_packed"
+
+
+def test_more_tokens_that_do_not_fit_are_said_not_to() -> None:
+    tight = replace(REQUEST, num_micro_batches=12)
+    choice = search(FACTS, CARD, [tight], rounding=())
+    (doubled,) = [one for one in choice.what_ifs if one.change == "tokens"]
+    assert doubled.tokens_per_s is None
+    assert doubled.best.request.num_micro_batches == 24
+    assert [short.what for short in doubled.best.shortages] == ["of device memory"]
+
+
+def test_where_nothing_fits_the_nearest_is_named_with_what_would_fit() -> None:
+    small = replace(CARD, vram_bytes=9 * GIB, ram_bytes=12 * GIB, pinned_bytes=12 * GIB)
+    with pytest.raises(
+        DoesNotFitError,
+        match=r"with 2 slots of 36 layers the plan needs 10\.87 GiB of device memory and 12\.85"
+        r" GiB of RAM, 1\.87 GiB and 0\.85 GiB too much; 9\.00 GiB may be used and 12\.00 GiB of"
+        r" RAM is there on rtx4060ti\n  Most of device memory is for:\n(?:.*\n)+  Most of RAM is"
+        r" for:\n     9\.88 GiB  slab; less with `offload\.codec: nf4`\n(?:.*\n)+\nhint:"
+        r" `offload\.codec: nf4` \(rounds each weight, by 9\.2%"
+        r" of their size\) with `offload\.stash: host`$",
+    ):
+        search(FACTS, small, ways_of(REQUEST), rounding=())
+    hinted = replace(with_workload(REQUEST, codec="nf4"), is_stashed=True)
+    search(FACTS, small, [hinted], rounding=())
+    for nearer in (with_workload(REQUEST, codec="nf4"), *ways_of(REQUEST)):
+        with pytest.raises(DoesNotFitError):
+            search(FACTS, small, [nearer], rounding=())
+
+
+def test_large_micro_batches_that_do_not_fit_are_told_to_be_cut() -> None:
+    large = replace(WORKLOAD, micro_batch_size=8, label_tokens=8 * 2048)
+    request = replace(REQUEST, typical=large, largest=large, num_micro_batches=1)
+    machine = replace(CARD, vram_bytes=9 * GIB)
+    with pytest.raises(DoesNotFitError, match=r"hint: `offload\.embeddings: host`$"):
+        search(FACTS, machine, [request, replace(request, is_stashed=True)], rounding=())
+    request, machine = with_workload(request, embeddings="host"), replace(CARD, vram_bytes=7 * GIB)
+    with pytest.raises(
+        DoesNotFitError, match=r"hint: `train\.micro_batch_size: (\d)` and \d times as many"
+    ) as error:
+        search(FACTS, machine, [request, replace(request, is_stashed=True)], rounding=())
+    size = int(error.value.hint.split("`")[1].split(": ")[1])
+    cut = replace(large, micro_batch_size=size, label_tokens=size * 2048, embeddings="host")
+    smaller = replace(request, typical=cut, largest=cut, num_micro_batches=8 // size)
+    search(FACTS, machine, [smaller, replace(smaller, is_stashed=True)], rounding=())
+
+
+def test_fewer_tokens_are_named_where_their_inputs_leave_room_for_what_is_faster() -> None:
+    """Of layers that are not visited in rounds: the search has no other way to need less."""
+    free = replace(REQUEST, num_kept_graphs=None, num_micro_batches=16)
+    choice = search(FACTS, named_machine("rtx4090"), [free], rounding=())
+    rates = {one.change: one.tokens_per_s or 0 for one in choice.what_ifs}
+    assert rates["fewer_tokens"] > 1.02 * choice.chosen.tokens_per_s
+    halved = plan(FACTS, named_machine("rtx4090"), replace(free, num_micro_batches=8))
+    assert rates["fewer_tokens"] == pytest.approx(halved.tokens_per_step / halved.step_s, rel=1e-3)
+    odd = search(FACTS, named_machine("rtx4090"), [replace(free, num_micro_batches=7)], rounding=())
+    assert "fewer_tokens" not in {one.change for one in odd.what_ifs}
+
+
+def test_a_hint_of_shorter_rows_names_the_tokens_of_a_step_too() -> None:
+    """A recipe that gives the tokens of a step would have as many in more micro-batches."""
+    long = workload(seq_len=32768)
+    asked = replace(REQUEST, typical=long, largest=long, num_micro_batches=1, num_slots=2)
+    small = replace(CARD, vram_bytes=6 * GIB, ram_bytes=20 * GIB)
+    with pytest.raises(DoesNotFitError) as refused:
+        plan(FACTS, small, asked)
+    found = re.search(
+        r"`train.seq_len: (\d+)` with `train.tokens_per_step: (\d+)`", refused.value.hint
+    )
+    assert found is not None, refused.value.hint
+    seq_len, tokens = map(int, found.groups())
+    assert tokens == seq_len < long.seq_len
+    step = replace(REQUEST, num_micro_batches=4096)
+    with pytest.raises(DoesNotFitError) as refused:
+        plan(FACTS, small, step)
+    found = re.search(r"`train.tokens_per_step: (\d+)`", refused.value.hint)
+    assert found is not None, refused.value.hint
+    fewer = replace(step, num_micro_batches=int(found[1]) // WORKLOAD.num_tokens)
+    stash = "offload.stash: host" in refused.value.hint
+    assert plan(FACTS, small, replace(fewer, is_stashed=stash)).num_slots
+
+
+# --------------------------------------------------------------------------------------- arithmetic
+
+
+WITHIN = 0.01
+US, MS, GB = 1e-6, 1e-3, 10**9
+NVLINK = 400e9
+BF16, FP32 = 2, 4
+# "H100 as measured": tensor cores 800 TFLOP/s, CUDA cores 25 TFLOP/s, HBM 2.4 TB/s.
+# The lecture's operations read and write at the rate of large copies.
+H100 = replace(named_machine("h100"), memory_bytes_per_s=Rate(value=2.4e12, source="ARITHMETIC.md"))
+# 250 TFLOP/s, and a link of 64 GB/s.
+RTX_5090 = named_machine("rtx5090", link_bytes_per_s=64e9)
+LECTURE_5090_FLOPS_PER_S = 250e12
+
+LLAMA_7B = llama_7b()
+LLAMA_70B = llama_7b(
+    hidden_size=8192,
+    intermediate_size=28672,
+    num_hidden_layers=80,
+    num_attention_heads=64,
+    num_key_value_heads=4,
+)
+QWEN_30B = qwen3_30b()
+QWEN_WORKLOAD = workload(seq_len=8192)
+
+
+def test_the_machine_is_the_lecture_s() -> None:
+    rates = (H100.gemm_flops_per_s, H100.vector_flops_per_s, H100.memory_bytes_per_s)
+    assert [rate.value for rate in rates] == [800e12, 25e12, 2.4e12]
+
+
+# ---------------------------------------------------------------------------------------------
+# Operations on the H100: time in memory traffic, time in arithmetic, and which of them bounds
+
+
+@pytest.mark.parametrize(
+    ("roof", "memory_s", "compute_s", "verdict"),
+    [
+        pytest.param(
+            elementwise(H100, num_elements=8192**2, num_passes=3, dtype_bytes=BF16),
+            167.8 * US,
+            2.68 * US,
+            "memory",
+            id="C = A + B, 8192 x 8192",
+        ),
+        pytest.param(
+            gemm(H100, m=1024, k=1024, n=1024, dtype_bytes=BF16),
+            2.62 * US,
+            2.68 * US,
+            "balanced",
+            id="C = A @ B, 1024 x 1024",
+        ),
+        pytest.param(
+            gemm(H100, m=4, k=8192, n=8192, dtype_bytes=BF16),
+            56.0 * US,
+            0.67 * US,
+            "memory",
+            id="C = A @ B, A 4 x 8192, B 8192 x 8192",
+        ),
+    ],
+)
+def test_an_operation_on_the_roofline(roof, memory_s, compute_s, verdict) -> None:
+    assert roof.memory_s == pytest.approx(memory_s, rel=WITHIN)
+    assert roof.compute_s == pytest.approx(compute_s, rel=WITHIN)
+    is_balanced = abs(roof.memory_s - roof.compute_s) <= 0.1 * roof.time_s
+    bound = "memory" if roof.memory_s > roof.compute_s else "compute"
+    assert verdict == ("balanced" if is_balanced else bound)
+
+
+def at_gemm_rate(machine: Machine, flops: float) -> float:
+    return flops / machine.gemm_flops_per_s.value
+
+
+def through_memory(machine: Machine, num_bytes: float) -> float:
+    return num_bytes / machine.memory_bytes_per_s.value
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected_s"),
+    [
+        pytest.param(
+            4 * gemm(H100, m=8192, k=4096, n=4096, dtype_bytes=BF16).time_s,
+            1.37 * MS,
+            id="linear layers: S 8192, H 4096",
+        ),
+        pytest.param(
+            at_gemm_rate(
+                H100,
+                attention_flops(
+                    num_tokens=8192, context_tokens=8192, width=4096, count="lecture_full"
+                ),
+            ),
+            2.06 * MS,
+            id="QK^T, PV and scaling: 3 * 2 * H * S^2",
+        ),
+        pytest.param(
+            through_memory(
+                H100, unfused_softmax_bytes(num_heads=64, seq_len=8192, dtype_bytes=BF16)
+            ),
+            7.16 * MS,
+            id="softmax and scaling, unfused: nh 64, S 8192",
+        ),
+    ],
+)
+def test_attention_in_parts(seconds: float, expected_s: float) -> None:
+    assert seconds == pytest.approx(expected_s, rel=WITHIN)
+
+
+# ---------------------------------------------------------------------------------------------
+# The forward of a layer
+
+
+def matmuls_s(facts: ModelFacts, *, num_tokens: int, context_tokens: int) -> float:
+    flops = layer_flops(
+        facts,
+        facts.layers[0],
+        num_tokens=num_tokens,
+        context_tokens=context_tokens,
+        count="lecture",
+    )
+    return at_gemm_rate(H100, flops)
+
+
+def memory_bound_s(facts: ModelFacts, *, num_tokens: int, mlp_width: int) -> float:
+    """Two norms, two additions, one SwiGLU."""
+    num_bytes = layer_elementwise_bytes(
+        num_tokens=num_tokens,
+        hidden_size=facts.hidden_size,
+        mlp_width=mlp_width,
+        dtype_bytes=BF16,
+    )
+    return through_memory(H100, num_bytes)
+
+
+def gathered_bytes(facts: ModelFacts) -> int:
+    return facts.layers[0].num_parameters * BF16
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected_s"),
+    [
+        pytest.param(
+            matmuls_s(LLAMA_7B, num_tokens=8192, context_tokens=8192),
+            5.18 * MS,
+            id="7B: matmuls",
+        ),
+        pytest.param(
+            memory_bound_s(LLAMA_7B, num_tokens=8192, mlp_width=11008),
+            0.505 * MS,
+            id="7B: memory-bound operations",
+        ),
+        pytest.param(  # slide: 1.34 ms
+            gathered_bytes(LLAMA_7B) / NVLINK, 1.01 * MS, id="7B: FSDP all-gather"
+        ),
+        # Two ranks share a sequence of 8192, so each attends from 4096 tokens to all of it.
+        pytest.param(
+            matmuls_s(LLAMA_70B, num_tokens=4096, context_tokens=8192),
+            9.71 * MS,
+            id="70B, TP 2: matmuls",
+        ),
+        pytest.param(
+            memory_bound_s(LLAMA_70B, num_tokens=4096, mlp_width=28672),
+            0.573 * MS,
+            id="70B, TP 2: memory-bound operations",
+        ),
+        pytest.param(
+            gathered_bytes(LLAMA_70B) / NVLINK, 4.24 * MS, id="70B, TP 2: FSDP all-gather"
+        ),
+        pytest.param(  # slide: 1.3 ms
+            tensor_parallel_bytes(num_tokens=4096, hidden_size=8192, dtype_bytes=BF16) / NVLINK,
+            0.67 * MS,
+            id="70B, TP 2: tensor-parallel",
+        ),
+    ],
+)
+def test_the_forward_of_a_llama_layer(seconds: float, expected_s: float) -> None:
+    assert seconds == pytest.approx(expected_s, rel=WITHIN)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "expected_mb"),
+    [
+        pytest.param(gathered_bytes(LLAMA_7B), 405, id="7B"),  # slide: 540 MB
+        pytest.param(gathered_bytes(LLAMA_70B), 1694, id="70B"),  # slide: 1,560 MB
+    ],
+)
+def test_the_bytes_of_an_fsdp_all_gather(num_bytes: int, expected_mb: float) -> None:
+    assert num_bytes / 1e6 == pytest.approx(expected_mb, rel=WITHIN)
+
+
+@pytest.mark.parametrize(
+    ("count", "forward_s"),
+    [
+        pytest.param("lecture", 5.36 * MS, id="attention as 3 products of S x H"),
+        pytest.param("causal", 5.93 * MS, id="attention counted exactly: 181 MFLOP per token"),
+    ],
+)
+def test_the_forward_of_a_qwen_30b_layer_on_a_5090(count, forward_s: float) -> None:
+    layer = QWEN_30B.layers[0]
+    flops = layer_flops(QWEN_30B, layer, num_tokens=8192, context_tokens=8192, count=count)
+    assert flops / LECTURE_5090_FLOPS_PER_S == pytest.approx(forward_s, rel=WITHIN)
+    if count == "causal":
+        assert flops / 8192 == pytest.approx(181e6, rel=WITHIN)
+
+
+def test_the_load_of_a_qwen_30b_layer_on_a_5090() -> None:
+    layer = QWEN_30B.layers[0]
+    num_bytes = BF16 * (layer.weights("attention") + layer.weights("experts"))
+    assert num_bytes / 1e6 == pytest.approx(1245.7, rel=1e-4)
+    assert RTX_5090.h2d_bytes_per_s == Rate(value=64e9, source="given")
+    costs = price(QWEN_30B, RTX_5090, QWEN_WORKLOAD)
+    assert costs.load_s(0) == pytest.approx(19.46 * MS, rel=WITHIN)
+    assert costs.layers[0].weight_bytes == to_pages(BF16 * layer.num_parameters)
+
+
+# ---------------------------------------------------------------------------------------------
+# The memory of training all weights
+
+
+def full_training(*, num_parameters: int, dtype_bytes: int, **others: int) -> dict[str, int]:
+    terms: tuple[MemoryTerm, ...] = full_training_terms(
+        num_parameters=num_parameters, dtype_bytes=dtype_bytes, **others
+    )
+    found = {term.name: term.num_bytes for term in terms if term.num_bytes}
+    return found | {"all": total_bytes(terms)}
+
+
+def activations_of_1_5b(*, features: int, batch: int, dtype_bytes: int) -> int:
+    """`features * h * S * B * L` elements, of h 1600, S 1024, L 48."""
+    return activation_bytes(
+        features=features,
+        num_tokens=1024 * batch,
+        hidden_size=1600,
+        num_layers=48,
+        dtype_bytes=dtype_bytes,
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "unit", "expected"),
+    [
+        pytest.param(
+            full_training(
+                num_parameters=7 * GB, dtype_bytes=FP32, activation_bytes=0, context_bytes=0
+            ),
+            GIB,
+            {"weights": 26.1, "gradients": 26.1, "optimizer states": 52.2, "all": 104.3},
+            id="7 B, fp32, Adam: GiB",
+        ),
+        pytest.param(  # slide: about 84 GB
+            full_training(
+                num_parameters=1_500_000_000,
+                dtype_bytes=FP32,
+                activation_bytes=activations_of_1_5b(features=12, batch=16, dtype_bytes=FP32),
+                context_bytes=GB,
+            ),
+            GB,
+            {
+                "weights": 6,
+                "gradients": 6,
+                "optimizer states": 12,
+                "activations": 60.4,
+                "context": 1,
+                "all": 85.4,
+            },
+            id="1.5 B, fp32, Adam, batch 16: GB",
+        ),
+        pytest.param(  # slide: 26.8 GB
+            full_training(
+                num_parameters=1_500_000_000,
+                dtype_bytes=BF16,
+                activation_bytes=activations_of_1_5b(features=6, batch=2, dtype_bytes=BF16),
+                context_bytes=GB,
+            ),
+            GB,
+            {
+                "weights": 3,
+                "fp32 copy": 6,
+                "gradients": 3,
+                "optimizer states": 12,
+                "activations": 1.9,
+                "context": 1,
+                "all": 26.9,
+            },
+            id="1.5 B, mixed precision, batch 2: GB",
+        ),
+    ],
+)
+def test_the_memory_of_training_all_weights(num_bytes, unit: int, expected) -> None:
+    found = {name: value / unit for name, value in num_bytes.items()}
+    assert found == pytest.approx(expected, rel=WITHIN)
+
+
+# --------------------------------------------------------------------------------------------- link
+
+
+def test_gradients_of_30b_experts_overlap_with_the_backward_at_less_than_half_a_gigabit() -> None:
+    """Two machines that send bf16: about the bytes of all layers by the time of the backward."""
+    asked = request(
+        workload(adapter=lora(rank=8, experts=True)),
+        num_micro_batches=48,
+        num_ranks=2,
+        most_local_ranks=1,
+        reduction=Reduction(element_bytes=2),
+    )
+    made = plan(qwen3_30b(), named_machine("rtx5090"), asked)
+    backward_s = made.predict().phases()["backward"]
+    even = made.schedule.network_bytes / backward_s
+    assert even * 8 == pytest.approx(0.48e9, rel=0.05)
+
+    def hidden(bytes_per_s: float) -> float:
+        costs = replace(made.costs, network_bytes_per_s=bytes_per_s)
+        return hidden_frac(simulate(made.schedule, duration_of(costs)))
+
+    # the sum of layer 0, one of 48, has no visit left to overlap with
+    assert hidden(1.05 * even) == pytest.approx(47 / 48, abs=0.002)
+    assert hidden(0.9 * even) < 0.9
+    assert even < made.network_needed_bytes_per_s < 2 * even
+
+
+def test_the_needed_link_is_the_slowest_that_makes_the_step_no_longer() -> None:
+    made = plan(qwen3_30b(), named_machine("rtx5090"), request(num_ranks=2, most_local_ranks=1))
+    needed = needed_bytes_per_s(made.schedule, made.costs)
+
+    def step_s(bytes_per_s: float) -> float:
+        costs = replace(made.costs, network_bytes_per_s=bytes_per_s)
+        return simulate(made.schedule, duration_of(costs)).step_s
+
+    allowed_s = (1 + FREE_FRAC) * step_s(1e18)
+    assert step_s(needed) <= allowed_s
+    assert step_s(0.97 * needed) > allowed_s
+
+
+# ------------------------------------------------------------------------------------------- errors
+
+
+def test_an_error_says_what_the_limit_and_the_fix() -> None:
+    error = OffloadError("num_slots is 1", limit="at least 2", hint="`num_slots=2`")
+    assert str(error) == "num_slots is 1; at least 2\n\nhint: `num_slots=2`"
+
+
+def test_a_limit_that_is_plain_from_what_is_wrong_is_left_out() -> None:
+    error = OffloadError("the file exists", hint="name another")
+    assert str(error) == "the file exists\n\nhint: name another"

@@ -1,8 +1,14 @@
-"""What ranks that each hold a part of the model send and hold, by hand, of Qwen3-8B."""
+"""Ranks that hold parts of a model, or shares of its rows, by hand."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import product
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from offload.errors import DoesNotFitError
 from offload.plan.facts.facts import AdapterSpec, ModelFacts
@@ -27,7 +33,8 @@ from offload.plan.sharded import (
     sharded_choice,
     sharded_plan,
 )
-from tests.builders import qwen3_8b, request, workload
+from offload.plan.shares import apportioned, fastest_shares
+from tests.builders import lora, qwen3_8b, qwen3_30b, request, workload
 
 # q 16,777,216; k and v 4,194,304 each; o 16,777,216; MLP 150,994,944; norms 8,448
 LAYER = 192_946_432
@@ -151,3 +158,116 @@ def test_the_fastest_cut_that_fits_is_chosen_and_none_is_refused_with_the_fix() 
     with pytest.raises(DoesNotFitError, match=r"sharded over 4 ranks .* of 8\.00 GiB") as refused:
         sharded_choice(qwen3_8b(), small, ones)
     assert "`train.parallel: stream`" in refused.value.hint
+
+
+# ------------------------------------------------------------------------------------------- shares
+
+
+@given(num=st.integers(0, 60), shares=st.lists(st.integers(1, 50), min_size=1, max_size=6))
+def test_what_is_apportioned_adds_up_and_is_within_one_of_its_proportion(
+    num: int, shares: list[int]
+) -> None:
+    counts = apportioned(num, shares)
+    assert sum(counts) == num
+    if num >= len(shares):
+        assert min(counts) >= 1
+    exact = [num * share / sum(shares) for share in shares]
+    if min(exact) >= 1:
+        assert all(abs(one - count) < 1 for one, count in zip(exact, counts, strict=True))
+
+
+def test_equal_shares_give_the_first_ones_more() -> None:
+    assert apportioned(5, (1, 1, 1)) == (2, 2, 1)
+    assert apportioned(6, (3, 1)) == (5, 1)
+    assert apportioned(2, (9, 1)) == (1, 1)
+
+
+# Of a rank: the time of its loads, that of a micro-batch, and how many micro-batches fit.
+CARDS = st.lists(
+    st.tuples(st.integers(0, 20), st.integers(1, 9), st.integers(1, 9)), min_size=2, max_size=3
+)
+
+
+@given(cards=CARDS, num=st.integers(2, 12))
+def test_no_other_shares_have_a_faster_slowest_rank(
+    cards: list[tuple[int, int, int]], num: int
+) -> None:
+    def fits(card: tuple[int, int, int], count: int) -> bool:
+        return count <= card[2]
+
+    def step_s(card: tuple[int, int, int], count: int) -> float:
+        assert fits(card, count)
+        return max(card[0], card[1] * count)
+
+    def slowest_s(counts: Sequence[int]) -> float:
+        taken = list(zip(cards, counts, strict=True))
+        return max(step_s(*one) for one in taken) if all(fits(*one) for one in taken) else math.inf
+
+    found = fastest_shares(
+        [partial(step_s, card) for card in cards], [partial(fits, card) for card in cards], num=num
+    )
+    every = [
+        counts for counts in product(range(1, num + 1), repeat=len(cards)) if sum(counts) == num
+    ]
+    best_s = min(map(slowest_s, every), default=math.inf)
+    assert (found is None) == math.isinf(best_s)
+    if found is not None:
+        assert sum(found) == num
+        assert slowest_s(found) == best_s
+
+
+def test_a_step_that_is_shorter_with_more_ends_the_search() -> None:
+    odd = {1: 5.0, 2: 4.0, 3: 9.0}
+    steps_s = [odd.__getitem__, lambda count: 2.0 * count]
+    found = fastest_shares(steps_s, [lambda count: True] * 2, num=4)
+    assert found == (2, 2)
+
+
+# --------------------------------------------------------------------------------------- other rank
+
+
+ROOMY = 256 * 2**30
+
+
+def rank(machine: Machine, own: int) -> Plan:
+    asked = request(
+        workload(adapter=lora(rank=8, experts=True)),
+        num_micro_batches=6,
+        own_micro_batches=own,
+        num_ranks=2,
+    )
+    return plan(qwen3_30b(), machine, asked)
+
+
+FAST, SLOW = (named_machine(name, ram_bytes=ROOMY) for name in ("rtx5090", "rtx3090"))
+
+
+def test_a_fast_rank_waits_for_the_last_sum_of_a_slow_one() -> None:
+    fast, slow = rank(FAST, 3), rank(SLOW, 3)
+    together = replace(fast, others=(slow.as_other,))
+    assert fast.step_s < slow.step_s
+    ends = {span.kind: span.end_s for span in together.predict().spans}
+    last_visit_s = max(s.end_s for s in slow.predict().spans if s.kind is Kind.BACKWARD)
+    assert ends[Kind.REDUCE] > last_visit_s > fast.predict().step_s
+    assert together.step_s == pytest.approx(slow.step_s, rel=0.01)  # they differ in their updates
+    assert together.predict().phases()["backward"] == fast.predict().phases()["backward"]
+
+
+def test_a_slow_rank_waits_for_nobody() -> None:
+    fast, slow = rank(FAST, 3), rank(SLOW, 3)
+    assert replace(slow, others=(fast.as_other,)).predict() == slow.predict()
+
+
+def test_when_a_rank_comes_to_its_sums_depends_on_no_network() -> None:
+    made = rank(FAST, 4)
+    costs = replace(made.costs, network_bytes_per_s=1.0)
+    assert replace(made, costs=costs).as_other.arrivals_s == made.as_other.arrivals_s
+    num_sums = sum(span.kind is Kind.REDUCE for span in made.predict().spans)
+    assert len(made.as_other.arrivals_s) == num_sums
+
+
+def test_a_rank_plans_its_own_micro_batches() -> None:
+    few, many = rank(FAST, 1), rank(FAST, 5)
+    assert (few.request.rank_micro_batches, many.request.rank_micro_batches) == (1, 5)
+    assert few.tokens_per_step == many.tokens_per_step
+    assert few.step_s < many.step_s

@@ -1,4 +1,4 @@
-"""The fused kernels against plain code in fp64, written here on its own."""
+"""Kernels of fused operators, interpreted and compiled."""
 
 import importlib.util
 from collections.abc import Callable
@@ -8,18 +8,16 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from offload.engine.experts.launcher import MAX_SHARED_BYTES
 from offload.engine.pointwise import launcher, reference
+from offload.engine.pointwise.recognise import MAX_FEATURES
 from offload.engine.pointwise.reference import CURVES, Curve
+from tests.compiled import compile_for
+from tests.pointwise_launches import MODULE, launches
 from tests.tiers import diagonal, mostly_slow
 
 if importlib.util.find_spec("triton") is None:  # a CPU without it has no use for kernels
     pytest.skip("Triton is not installed", allow_module_level=True)
-pytestmark = [
-    pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device"),
-    # of tails of the exponential, which are zero
-    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
-]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MOST_DTYPES = mostly_slow(DTYPES, torch.float32, torch.bfloat16)
 FORMS = [launcher, reference]
@@ -55,6 +53,9 @@ def plain_norm(offset: float, *, is_cast_first: bool) -> Callable[..., torch.Ten
     return norm
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @pytest.mark.parametrize("ours", FORMS, ids=["kernel", "reference"])
 @pytest.mark.parametrize("dtype", MOST_DTYPES, ids=str)
 @pytest.mark.parametrize("is_cast_first", [True, False], ids=["cast first", "cast last"])
@@ -96,6 +97,9 @@ def plain_rotary(cos: torch.Tensor, sin: torch.Tensor) -> Callable[..., Result]:
     return rotate
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @pytest.mark.thorough
 @pytest.mark.parametrize("ours", FORMS, ids=["kernel", "reference"])
 @pytest.mark.parametrize("dtype", MOST_DTYPES, ids=str)
@@ -119,6 +123,9 @@ def test_reorder_a_rotation_is_as_exact_as_plain_code(
     assert [x.stride() for x in found[:2]] == [torch.empty_like(x).stride() for x in (q, k)]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @pytest.mark.thorough
 @pytest.mark.parametrize("ours", FORMS, ids=["kernel", "reference"])
 @pytest.mark.parametrize("dtype", MOST_DTYPES, ids=str)
@@ -156,6 +163,9 @@ def plain_gate(curve: Curve) -> Callable[..., torch.Tensor]:
     return lambda gate, up: F.gelu(gate, approximate=form) * up
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @pytest.mark.parametrize("ours", FORMS, ids=["kernel", "reference"])
 @pytest.mark.parametrize("dtype", MOST_DTYPES, ids=str)
 @pytest.mark.parametrize("curve", CURVES)
@@ -174,6 +184,9 @@ def test_reorder_a_gate_is_as_exact_as_plain_code(
         assert error(each[:1], each[1:2]) <= 1.05 * error(each[2:], each[1:2]) + slack
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @pytest.mark.thorough
 @pytest.mark.parametrize("ours", FORMS, ids=["kernel", "reference"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -207,6 +220,9 @@ def test_reorder_a_cross_entropy_is_as_exact_as_plain_code(
     assert not nothing.numel()
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @pytest.mark.parametrize("ours", FORMS, ids=["kernel", "reference"])
 def test_each_token_may_have_a_divisor_of_its_own(ours: Any) -> None:
     torch.manual_seed(0)
@@ -221,6 +237,9 @@ def test_each_token_may_have_a_divisor_of_its_own(ours: Any) -> None:
     assert together[2:].abs().sum() == 0
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @pytest.mark.parametrize("ours", FORMS, ids=["kernel", "reference"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_logits_that_are_not_finite_give_a_loss_that_is_not(bad: float, ours: Any) -> None:
@@ -231,6 +250,9 @@ def test_logits_that_are_not_finite_give_a_loss_that_is_not(bad: float, ours: An
     assert torch.isfinite(losses[1])
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @pytest.mark.thorough
 @pytest.mark.parametrize("dtype", MOST_DTYPES, ids=str)
 def test_reorder_rows_that_are_not_dense_are_read_where_they_are(dtype: torch.dtype) -> None:
@@ -248,6 +270,9 @@ def test_reorder_rows_that_are_not_dense_are_read_where_they_are(dtype: torch.dt
         assert torch.equal(both, launcher.gated(dense, dense, "silu"))
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @pytest.mark.parametrize("ours", FORMS, ids=["kernel", "reference"])
 def test_nothing_comes_of_no_rows(ours: Any) -> None:
     none, weight = torch.empty(2, 0, 8), torch.ones(8)
@@ -260,9 +285,52 @@ def test_nothing_comes_of_no_rows(ours: Any) -> None:
     assert ours.rotate(heads, heads, angles, angles, False)[0].shape == heads.shape
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 def test_a_row_of_zeros_and_one_of_the_largest_numbers_are_normed_to_finite_ones() -> None:
     rows = torch.tensor([[0.0] * 8, [3e38] * 8, [1e-30] * 8])
     for ours in FORMS:
         y, inverse = ours.norm(rows, torch.ones(8), 1e-6, 0.0, True)
         assert torch.isfinite(y).all()
         assert torch.isfinite(inverse).all()
+
+
+# ----------------------------------------------------------------------------------------- compiled
+
+
+if importlib.util.find_spec("triton") is None:  # not imported: others may want it interpreted
+    pytest.skip("Triton is not installed", allow_module_level=True)
+COMPILED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+ROWS = ("stride_", "row *", "own + first")
+LOADED_BYTES = 16  # by one instruction of a thread, where rows are whole lines of memory
+
+
+def check(capability: int, dtype: torch.dtype, **sizes: Any) -> None:
+    """Check that nothing spills, that all fits, and that 16-bit rows are read in wide words."""
+    found = compile_for(capability, launches(dtype, **sizes), module=MODULE)
+    names = {each.launch.kernel for each in found}
+    assert names == {
+        *("norm", "norm_backward", "rotate", "norm_rotate_backward"),
+        *("gate_up", "gate_up_backward", "cross_entropy"),
+    }
+    for each in found:
+        assert each.spilled_bytes == 0, each
+        assert each.shared_bytes <= each.max_shared_bytes, each
+        rows = [x for x in each.accesses if any(one in x.source for one in ROWS)]
+        assert rows or "rotate" in each.launch.kernel
+        if dtype.itemsize == 2:
+            assert all(access.num_bytes == LOADED_BYTES for access in rows), each
+
+
+def test_kernels_for_a_card_that_is_not_there_take_no_more_than_it_has() -> None:
+    check(89, torch.bfloat16, hidden=4096, head=128, width=12288)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("dtype", COMPILED_DTYPES, ids=str)
+@pytest.mark.parametrize("capability", MAX_SHARED_BYTES)
+def test_kernels_launch_on_all_cards(capability: int, dtype: torch.dtype) -> None:
+    check(capability, dtype, hidden=4096, head=128, width=12288)
+    check(capability, dtype, hidden=2880, head=64, width=2880)
+    check(capability, dtype, hidden=MAX_FEATURES, head=256, width=28672)

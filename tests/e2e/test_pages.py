@@ -1,0 +1,346 @@
+"""Pages in a browser: the studio, the static planner, and what axe-core says of them."""
+
+import json
+import re
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune import app
+from finetune.recipe.load import load_shape
+from finetune.report import pages
+from finetune.report.memory import MemoryRow
+from finetune.report.pages import page as page_of
+from finetune.report.pages import write_run_page
+from finetune.studio.answer import DRAWN_WIDTH, Planner
+from offload.plan.machine.machine import GIB
+from tests.bench.bench_studio import Quiet, compared, website
+from tests.studios import axe_script, browser, serious_findings, served
+from tests.tools.site import write_page, write_site
+from tests.unit.finetune.studio.runs_made import begun, write_answers, write_run
+
+DRAWN = {
+    "report": "html[data-drawn]",
+    "plan": "body[data-complete]",
+    "runs": "body[data-shown]",
+    "static": "body[data-complete]",
+}
+# The static page's Python is not here: a server plans in its place, and all else is the page's own.
+WORKER = """
+self.onmessage = async ({ data: [kind, question] }) => {
+  const answer = await fetch(`../ask/${kind}`, { method: "POST", body: question });
+  self.postMessage(await answer.text());
+};
+"""
+
+
+class Answering(Quiet):
+    """A web server that also plans."""
+
+    planner = Planner(here=None, folder=Path("unused"))
+
+    def do_POST(self) -> None:  # noqa: N802  # http.server calls it so
+        asked = self.rfile.read(int(self.headers["Content-Length"])).decode()
+        answer = self.planner.answered(self.path.rpartition("/")[2], asked).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+
+def finished_run(folder: Path) -> Path:
+    """Write a small run with its samples and its report."""
+    write_run(begun(folder), slow_s=[0.5, 0.0, 0.0, 0.0])
+    for when in ("before", "after"):
+        write_answers(folder, when, "first", "second")
+    return write_run_page(folder)
+
+
+@pytest.fixture(name="addresses", scope="module")
+def addresses_of_pages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    folder = tmp_path_factory.mktemp("pages")
+    report = finished_run(folder / "runs" / "done")
+    begun(folder / "runs" / "dead")
+    write_page(folder / "site")
+    (folder / "site" / "assets" / "worker.js").write_text(WORKER)
+    with (
+        served(folder / "runs", folder / "configs") as made,
+        website(folder / "site", handler=Answering) as site,
+    ):
+        yield {
+            "report": report.as_uri(),
+            "plan": made.studio.address,
+            "runs": f"{made.studio.address}runs#run=done",
+            "static": site,
+        }
+
+
+@pytest.fixture(name="started", scope="module")
+def browser_that_is_started() -> Iterator[Any]:
+    with browser() as started:
+        yield started
+
+
+@pytest.fixture(name="opened")
+def pages_that_are_opened(addresses: dict[str, str], started: Any) -> Callable[[str], Any]:
+    @contextmanager
+    def opened(name: str) -> Iterator[Any]:
+        page = started.new_page(viewport={"width": 390, "height": 844}, color_scheme="light")
+        page.goto(addresses[name])
+        page.wait_for_selector(DRAWN[name], state="attached")
+        yield page
+        page.close()
+
+    return opened
+
+
+slow = pytest.mark.slow  # the planner first answers all that is drawn
+PAGES = ["report", "runs", *(pytest.param(name, marks=slow) for name in ("plan", "static"))]
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_has_no_serious_finding_in_light_or_dark(opened, name: str) -> None:
+    with opened(name) as page:
+        for scheme in ("light", "dark"):
+            page.emulate_media(color_scheme=scheme)
+            assert (scheme, serious_findings(page, axe_script())) == (scheme, [])
+
+
+@pytest.mark.browser
+@pytest.mark.thorough
+@pytest.mark.parametrize("limit_gib", [3, 900])
+def test_a_limit_of_memory_has_no_serious_finding_near_or_far(
+    tmp_path: Path, started, limit_gib: int
+) -> None:
+    row = MemoryRow(
+        name="peak memory", grade="", predicted=2 * GIB, measured=GIB, how="", limit=limit_gib * GIB
+    )
+    chart = pages.memory([row])
+    file = tmp_path / "memory.html"
+    file.write_text(page_of("Memory", chart.html, [chart]))
+    shown = started.new_page()
+    shown.goto(file.as_uri())
+    shown.wait_for_selector(DRAWN["report"], state="attached")
+    assert serious_findings(shown, axe_script()) == []
+    shown.close()
+
+
+@pytest.mark.browser
+@pytest.mark.thorough
+def test_axe_finds_text_that_is_too_pale(opened) -> None:
+    with opened("runs") as page:
+        page.evaluate("document.getElementById('folder').style.color = '#ccc'")
+        (found,) = serious_findings(page, axe_script())
+        assert found.startswith("color-contrast: ")
+
+
+# --------------------------------------------------------------------------------------------- site
+
+
+@pytest.mark.browser
+@pytest.mark.network
+def test_the_static_page_plans_what_the_command_plans(tmp_path: Path) -> None:
+    with browser() as started:
+        write_site(tmp_path / "site")
+        page = started.new_page()
+        problems: list[str] = []
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.on("console", lambda m: problems.append(m.text) if m.type == "error" else None)
+        with website(tmp_path / "site") as address:
+            loaded: list[str] = []
+            page.on("request", lambda request: loaded.append(request.url))
+            page.goto(address)
+            page.wait_for_selector("#headline.good", timeout=120_000)
+            assert compared(page, 4).startswith("4 plans equal")
+        assert not problems
+        own = (address, "data:", "blob:")
+        assert [url for url in loaded if not url.startswith(own)] == []
+
+
+# ------------------------------------------------------------------------------------------- studio
+
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(name="opened", scope="module")
+def an_opened_page(tmp_path_factory: pytest.TempPathFactory):
+    folder = tmp_path_factory.mktemp("studio")
+    write_run(begun(folder / "runs" / "done"), slow_s=[0.0] * 4)
+    write_answers(folder / "runs" / "done", "before", "<b>worse</b>")
+    write_answers(folder / "runs" / "done", "after", "better")
+    begun(folder / "runs" / "dead")
+    with (
+        browser() as started,
+        served(folder / "runs", folder / "configs") as made,
+    ):
+        page = started.new_page(viewport={"width": 390, "height": 844})
+        problems: list[str] = []
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.on("console", lambda m: problems.append(m.text) if m.type == "error" else None)
+        page.goto(made.studio.address)
+        page.select_option("[name=model]", "qwen3-0.6b")
+        yield page, made, problems
+
+
+def answered(page) -> None:
+    """Wait until the newest question's answer is drawn."""
+    page.wait_for_selector("#answer:not([aria-busy])")
+
+
+def shown(page, key: str) -> float:
+    return float(page.get_attribute(f'#figures [data-key="{key}"]', "data-value"))
+
+
+@pytest.mark.browser
+@pytest.mark.thorough
+def test_a_slider_moves_and_the_page_shows_the_plan_of_the_command(
+    opened, tmp_path: Path, capsys
+) -> None:
+    page, _, problems = opened
+    answered(page)
+    before = shown(page, "tokens_per_s")
+    page.locator("[name=rank]").press("End")
+    page.locator("[name=seq_len]").press("ArrowLeft")
+    answered(page)
+    assert page.inner_text("#rank-shown") == "256"
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(page.text_content("#recipe"))
+    words = page.inner_text("#command").split()[3:]
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        app.main(["plan", str(recipe), *words, "--json"])
+    predicted = json.loads(capsys.readouterr().out)["predicted"]
+    assert shown(page, "tokens_per_s") == predicted["tokens_per_s"] != before
+    assert shown(page, "peak_vram_bytes") == predicted["peak_vram_bytes"]
+    assert page.inner_text("#headline") == f"Fits, at {predicted['tokens_per_s']:,.0f} tokens/s"
+    page.wait_for_selector("#curve svg")
+    page.wait_for_selector("#ways table")
+    assert page.locator("#gantt rect").count() > 100
+    assert page.locator("#ways tr").count() > 10
+    assert not problems
+
+
+@pytest.mark.browser
+def test_only_the_newest_question_is_drawn(opened) -> None:
+    page, _, problems = opened
+    for key in ("Home", "End", "Home", "ArrowRight"):
+        page.locator("[name=rank]").press(key)
+    answered(page)
+    assert "rank: 8\n" in page.text_content("#recipe")
+    assert not problems
+
+
+@pytest.mark.browser
+def test_a_step_is_drawn_wider_and_a_pasted_config_is_planned(opened) -> None:
+    page, _, problems = opened
+    answered(page)
+    page.locator("#zoom").fill("4")
+    page.wait_for_selector(f'#gantt svg[width="{4 * DRAWN_WIDTH}"]')
+    of_shape = shown(page, "peak_vram_bytes")
+    page.select_option("[name=model]", "other")
+    answered(page)
+    assert page.inner_text("#headline") == "Give a hub id, or the text of a config.json."
+    page.fill("[name=config]", json.dumps(load_shape("qwen3-0.6b")))
+    page.locator("[name=config]").blur()
+    page.wait_for_selector("#headline.good")
+    answered(page)
+    assert shown(page, "peak_vram_bytes") == of_shape
+    page.select_option("[name=model]", "qwen3-0.6b")
+    answered(page)
+    assert not problems
+
+
+@pytest.mark.browser
+def test_a_connection_that_is_lost_once_is_made_again_and_a_server_that_is_gone_is_named(
+    opened,
+) -> None:
+    page, _, problems = opened
+    answered(page)
+    page.route("**/ask/plan", lambda route: route.abort(), times=1)
+    page.select_option("[name=model]", "qwen3-0.6b")
+    page.wait_for_selector("#headline.good")
+    answered(page)
+    page.route("**/ask/plan", lambda route: route.abort())
+    page.select_option("[name=model]", "qwen3-8b")
+    page.wait_for_selector("#headline.bad")
+    answered(page)
+    assert page.inner_text("#headline").startswith("There is no answer: ")
+    page.unroute_all()
+    page.select_option("[name=model]", "qwen3-0.6b")
+    page.wait_for_selector("#headline.good")
+    problems.clear()  # the browser names each request that was lost
+
+
+@pytest.mark.browser
+def test_what_does_not_fit_and_what_cannot_be_planned_are_said(opened) -> None:
+    page, _, problems = opened
+    page.select_option("[name=card]", "t4")
+    answered(page)
+    assert page.inner_text("#headline").startswith("t4 does not compute in bfloat16")
+    assert not page.is_visible("#gantt-part")
+    page.select_option("[name=card]", "rtx3060")
+    page.select_option("[name=model]", "qwen3-235b-a22b")
+    answered(page)
+    assert page.inner_text("#headline").startswith("Does not fit: short of ")
+    page.wait_for_selector("text=What would fit")
+    assert not problems
+
+
+@pytest.mark.browser
+def test_the_runs_room_draws_a_run_and_reads_well_without_steps(opened) -> None:
+    page, made, problems = opened
+    page.goto(f"{made.studio.address}runs")
+    page.click("text=done")
+    page.wait_for_selector("body[data-shown=done]")
+    page.wait_for_selector("#run-loss svg")
+    cells = page.locator("#samples tbody td").all_inner_texts()
+    assert cells == ["p0", "w0", "<b>worse</b>", "better"]
+    page.click("#runs button:text('dead')")
+    page.wait_for_selector("body[data-shown=dead]")
+    assert "ended before its first step" in page.inner_text("#settings")
+    assert not page.locator("#curves svg").count()
+    assert not page.is_visible("#samples-part")
+    page.click("[aria-label='report of done']")
+    page.wait_for_selector("html[data-drawn]")
+    assert page.inner_text("h1") == "Run small"  # as its recipe calls it
+    assert not problems
+
+
+@pytest.mark.browser
+@pytest.mark.thorough
+def test_no_page_is_wider_than_a_phone(opened) -> None:
+    page, made, _ = opened
+    for room in ("", "runs"):
+        page.goto(made.studio.address + room)
+        page.wait_for_selector("#headline.good" if not room else "body[data-shown]")
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+
+
+@pytest.mark.browser
+@pytest.mark.thorough
+def test_the_command_serves_until_it_is_interrupted(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "cli.py"), "studio", str(tmp_path), "--port", "0"]
+    with subprocess.Popen(
+        [*command, "--machine", "rtx4090"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"},
+    ) as process:
+        assert process.stdout is not None
+        found = re.search(r"http://127\.0\.0\.1:\d+/\S+/", process.stdout.readline())
+        assert found is not None
+        time.sleep(0.2)
+        with urllib.request.urlopen(found[0]) as answer:
+            assert b"Sluice: Plan" in answer.read()
+        process.send_signal(2)
+        assert process.wait(timeout=20) == 130

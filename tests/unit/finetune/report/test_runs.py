@@ -1,0 +1,562 @@
+"""Runs as they are reported: summaries, comparisons, cards and pages."""
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+from rich.console import Console
+
+from finetune.app import main
+from finetune.errors import CheckpointError, ConfigError
+from finetune.files.manifest import sealed_json
+from finetune.recipe.recipe import Recipe, resolved_yaml
+from finetune.recipe.sections import MixSource, ReportSection
+from finetune.report import pages
+from finetune.report.compare_pages import SweptRun, best_first, compare_page, sweep_page
+from finetune.report.compared_runs import COLUMNS, figures_of, read_runs, recipe_changes, runs_table
+from finetune.report.format import shown_time
+from finetune.report.memory import MemoryRow
+from finetune.report.model_card import public_recipe
+from finetune.report.pages import LIBRARIES, Chart, page, run_page, table, write_run_page
+from finetune.report.plan import plan_json
+from finetune.report.summary import plan_summary
+from finetune.training.report import PAGE_EVERY_S, page_at_checkpoint
+from offload.plan.machine.machine import GIB, Rate, named_machine
+from offload.plan.request import ObjectiveCost, with_workload
+from offload.plan.search import Choice, search
+from tests.builders import qwen3_8b, recipe_values, request, slow_link, ways_of, workload
+from tests.unit.finetune.report.made_up import write_run
+from tests.unit.finetune.report.seen import Seen, begun, specs
+
+FACTS = qwen3_8b()
+CARD = named_machine("rtx4060ti")
+REQUEST = request(num_workers=1)
+SHORT = request(workload(seq_len=256), num_micro_batches=1, num_workers=1)
+
+
+def rows(choice: Choice) -> dict[str, list[str]]:
+    """Return the lines of each row, by its name."""
+    console = Console(width=400, highlight=False)
+    with console.capture() as capture:
+        console.print(plan_summary(choice, ReportSection()))
+    title, *lines = capture.get().splitlines()
+    num = choice.plan.request.num_ranks
+    cards = f"{num} x " if num > 1 else ""
+    assert title == f"Plan for {cards}{choice.plan.machine.name}: it fits"
+    width = lines[0].index(f"{shown_time(choice.plan.step_s)} for")
+    found: dict[str, list[str]] = {}
+    name = ""
+    for line in lines:
+        name = line[:width].strip() or name
+        found.setdefault(name, []).append(line[width:].rstrip())
+    return found
+
+
+def test_a_step_that_computes_is_limited_by_the_gpu_and_its_copies_are_hidden() -> None:
+    choice = search(FACTS, CARD, ways_of(REQUEST), rounding=())
+    found, plan = rows(choice), choice.plan
+    assert list(found)[:2] == ["step", "limited by"]
+    tokens_per_s = f"{plan.tokens_per_step / plan.step_s:,.0f}"
+    assert f"for 16,384 tokens: {tokens_per_s} tokens/s, predicted from" in found["step"][0]
+    (limit,) = found["limited by"]
+    assert limit.startswith("GPU compute: backward ")
+    assert limit.endswith("of copies from RAM hide behind it")
+    assert f"streaming adds less than 1% from N* = {plan.break_even_tokens:,}" in found["tokens"][0]
+
+
+@pytest.mark.parametrize(
+    ("num_micro_batches", "hint"),
+    [(8, "`train.micro_batch_size: 8`"), (1, "`train.micro_batch_size: 2`, 512 tokens per step")],
+)
+def test_launches_limit_a_small_micro_batch_and_a_larger_one_is_named(
+    num_micro_batches: int, hint: str
+) -> None:
+    slow_host = replace(CARD, vram_bytes=80 * GIB, launch_s=Rate(value=1e-4, source="a test"))
+    asked = replace(SHORT, num_micro_batches=num_micro_batches)
+    choice = search(FACTS, slow_host, [asked], rounding=())
+    found = rows(choice)
+    (limit,) = found["limited by"]
+    assert limit.startswith("launches: the GPU waits for the host to start its kernels; backward ")
+    name, gain = found["faster with"][0].rsplit(": +", 1)
+    assert name == hint
+    size = int(hint.split("`")[1].split()[1])
+    larger = workload(seq_len=256, micro_batch_size=size, label_tokens=256 * size)
+    alone = request(larger, num_micro_batches=1, num_workers=1)
+    then = search(FACTS, slow_host, [alone], rounding=()).plan
+    more = then.tokens_per_step / then.step_s * choice.plan.step_s / choice.plan.tokens_per_step
+    assert gain == f"{more - 1:.1%}"
+
+
+def test_a_step_that_computes_is_told_no_larger_micro_batches() -> None:
+    choice = search(FACTS, CARD, [REQUEST], rounding=())
+    assert choice.chosen.costs.bound == "compute"
+    assert "micro_batch" not in {what_if.change for what_if in choice.what_ifs}
+
+
+def test_a_step_that_waits_is_limited_by_its_copies_and_a_faster_link_comes_first() -> None:
+    choice = search(FACTS, slow_link(), ways_of(SHORT), rounding=("nf4",))
+    found = rows(choice)
+    (limit,) = found["limited by"]
+    waited = choice.plan.predict().phases()["stall"] / choice.plan.step_s
+    assert limit.startswith(f"copies from RAM: the GPU waits for weights {waited:.0%} of the step")
+    percents = [float(line.rsplit("+")[-1].rstrip("%")) for line in found["faster with"]]
+    assert percents == sorted(percents, reverse=True)
+    assert any(line.startswith("a link of twice the rate: +") for line in found["faster with"])
+    assert any("which rounds each weight, by 9.2% RMS: +" in line for line in found["faster with"])
+    assert "in bf16_packed; slots for" in found["layers"][0]
+
+
+def test_what_was_rejected_is_named_by_what_differs_and_why() -> None:
+    choice = search(FACTS, CARD, ways_of(REQUEST)[:2], rounding=())
+    lines = rows(choice)["rejected"]
+    assert len(lines) == len(choice.rejected)
+    more = choice.plan.num_slots + 1
+    (slots,) = [line for line in lines if line.startswith(f"{more} slots: ")]
+    assert ": at least " in slots
+    assert slots.endswith("iB of device memory")
+    assert not any("native" in line or "sequences" in line for line in lines)
+
+
+def test_memory_is_shown_against_what_there_is_or_what_may_be_used() -> None:
+    plan = search(FACTS, CARD, [REQUEST], rounding=())
+    found = rows(plan)
+    assert found["VRAM"][0].startswith(f"{plan.plan.peak_bytes / GIB:.2f} GiB of 14.69 GiB: ")
+    assert found["RAM"][0].startswith(f"{plan.plan.host_bytes / GIB:.2f} GiB of 64.00 GiB: ")
+    assert "12.94 GiB slab" in found["RAM"][0]
+    less = search(FACTS, CARD, [replace(REQUEST, vram_budget_bytes=12 * GIB)], rounding=())
+    assert " of 12.00 GiB (`offload.vram_budget`): " in rows(less)["VRAM"][0]
+    more = search(FACTS, CARD, [replace(REQUEST, vram_budget_bytes=24 * GIB)], rounding=())
+    assert " of 14.69 GiB, less than `offload.vram_budget`: " in rows(more)["VRAM"][0]
+
+
+def test_a_cpu_has_one_memory() -> None:
+    rate = Rate(value=1e10, source="drawn")
+    cpu = replace(CARD, device="cpu", vram_bytes=64 * GIB, memory_bytes_per_s=rate)
+    choice = search(FACTS, cpu, [REQUEST], rounding=())
+    found = rows(choice)
+    assert "VRAM" not in found
+    both = choice.plan.peak_bytes + choice.plan.host_bytes
+    assert found["RAM"][0].startswith(f"{both / GIB:.2f} GiB of 64.00 GiB: ")
+    assert found["limited by"][0].startswith("CPU compute: ")
+
+
+def test_resident_layers_are_loaded_once_and_have_no_break_even() -> None:
+    found = rows(search(FACTS, replace(CARD, vram_bytes=80 * GIB), [REQUEST], rounding=()))
+    assert found["layers"] == ["12.94 GiB in RAM; slots for 36 of 36: loaded once, then resident"]
+    assert "N*" not in found["tokens"][0]
+    assert "copies" not in found["limited by"][0]
+    (line,) = found["faster with"]
+    assert line.startswith("nothing tried: 1 GiB more VRAM, a link of twice the rate, ")
+
+
+def test_what_an_objective_costs_is_shown_as_time_and_loads() -> None:
+    plain = search(FACTS, CARD, [REQUEST], rounding=())
+    assert "objective" not in rows(plain)
+    asked = replace(REQUEST, objective=ObjectiveCost(has_reference=True))
+    choice = search(FACTS, CARD, [asked], rounding=())
+    (line,) = rows(choice)["objective"]
+    time_frac, _ = choice.plan.objective_price
+    assert 0.1 < time_frac < 0.4
+    assert line.endswith(f"also by the reference: +{time_frac:.0%} time, +0 loads")
+
+
+def test_what_an_embedding_in_ram_saves_and_costs_is_shown_and_written() -> None:
+    device = search(FACTS, CARD, [replace(REQUEST, num_slots=4)], rounding=())
+    assert "embeddings" not in rows(device)
+    assert "embeddings" not in plan_json(device.plan)
+    host = search(FACTS, CARD, [with_workload(device.plan.request, embeddings="host")], rounding=())
+    (line,) = rows(host)["embeddings"]
+    rows_bytes = 2048 * 8 + 2049 * 4096 * 2  # of a micro-batch
+    saved = 151936 * 4096 * 2 - 2 * rows_bytes
+    added_s = host.plan.step_s - device.plan.step_s
+    assert line == (
+        f"in RAM (`offload.embeddings: host`): {saved / GIB:.2f} GiB less of device memory, and at"
+        f" most {8 * rows_bytes / 2**20:.1f} MiB of rows to it per step, which is"
+        f" {shown_time(added_s)} longer"
+    )
+    written = plan_json(host.plan)["embeddings"]
+    assert (written["saved_vram_bytes"], written["most_h2d_bytes"]) == (saved, 8 * rows_bytes)
+    assert written["added_s"] == pytest.approx(added_s, abs=1e-9)
+    assert "most_d2h_bytes" not in written
+    # it has a few rows, and its buffers take more than all of them
+    tiny = replace(qwen3_8b(vocab_size=64), head_parameters=0)
+    few = search(tiny, CARD, [host.plan.request], rounding=())
+    assert " more of device memory, and at most " in rows(few)["embeddings"][0]
+
+
+def test_what_a_head_in_ram_saves_and_costs_is_shown_and_written() -> None:
+    device = search(FACTS, CARD, [replace(REQUEST, num_slots=4)], rounding=())
+    assert "head" not in rows(device)
+    assert "head" not in plan_json(device.plan)
+    host = search(FACTS, CARD, [with_workload(device.plan.request, head="host")], rounding=())
+    (line,) = rows(host)["head"]
+    size, added_s = 151936 * 4096 * 2, host.plan.step_s - device.plan.step_s
+    assert line == (
+        f"in RAM (`offload.head: host`): {size / GIB:.2f} GiB less of device memory; copied over"
+        f" slots once per step, and 4 loads more, which is {shown_time(added_s)} longer"
+    )
+    written = plan_json(host.plan)["head"]
+    assert (written["saved_vram_bytes"], written["h2d_bytes"]) == (size, size)
+    assert written["num_loads"] == 4
+    assert written["added_s"] == pytest.approx(added_s, abs=1e-9)
+    # two slots are smaller than the head: they have room for it and for no more
+    few = search(FACTS, CARD, [replace(host.plan.request, num_slots=2)], rounding=()).plan
+    slot_bytes = few.costs.layers[0].weight_bytes
+    assert plan_json(few)["head"]["saved_vram_bytes"] == 2 * slot_bytes
+
+
+# ------------------------------------------------------------------------------------ compared runs
+
+
+PRICE = {"report__price_per_kwh": 0.5, "report__currency": "EUR"}
+
+
+def a_run(folder: Path, *, slow_s: list[float], more: dict[str, Any], **changes: Any) -> Path:
+    folder.mkdir(parents=True)
+    write_run(begun(folder, output__name=folder.name, **changes), slow_s=slow_s)
+    file = folder / "metrics.jsonl"
+    lines = file.read_text().splitlines()
+    file.write_text("".join(f"{json.dumps(json.loads(line) | more)}\n" for line in lines))
+    return folder
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> list[Path]:
+    energy = {"energy_j": {"GPU": 1.8e6}, "energy_window_s": 9.0, "energy_per_token_j": 1.8e4}
+    fast = a_run(tmp_path / "fast", slow_s=[0.0] * 2, more={"eval_loss": 2.5})
+    slow = a_run(
+        tmp_path / "slow", slow_s=[1.0] * 4, more={"loss": 0.5, **energy}, train__lr=0.5, **PRICE
+    )
+    return [fast, slow]
+
+
+def shown(folders: list[Path]) -> str:
+    console = Console(width=200, record=True)
+    with console.capture() as found:
+        console.print(runs_table(read_runs(folders)))
+    return found.get()
+
+
+def test_figures_are_those_of_each_runs_own_files(folders: list[Path]) -> None:
+    fast, slow = (dict(zip(COLUMNS, figures_of(run), strict=True)) for run in read_runs(folders))
+    assert (fast["run"], fast["steps"], fast["loss"], fast["held-out"]) == (
+        *("fast", "2", "1.0000", "2.5000"),
+    )
+    assert (fast["energy"], fast["cost"]) == ("-", "-")
+    assert (slow["steps"], slow["loss"], slow["held-out"]) == ("4", "0.5000", "-")
+    assert (slow["J/token"], slow["energy"], slow["cost"]) == ("1.8e+04", "2 kWh", "1 EUR")
+    assert slow["predicted"] == fast["predicted"]
+    seconds = [float(run["measured"].split()[0]) for run in (fast, slow)]
+    assert seconds[1] - seconds[0] == pytest.approx(1.0, abs=0.02)
+    lines = (folders[0] / "metrics.jsonl").read_text().splitlines()
+    times = [json.loads(line)["phases_s"] for line in lines]
+    rate = 200 / sum(one["step"] + one["data wait"] for one in times)
+    assert float(fast["tokens/s"]) == pytest.approx(rate, abs=0.5)
+
+
+def test_settings_that_differ_are_named_but_not_the_names(folders: list[Path]) -> None:
+    changes = recipe_changes(read_runs(folders))
+    assert [line.split(":")[0] for line in changes["slow"]] == [
+        *("train.lr", "report.price_per_kwh", "report.currency")
+    ]
+    text = shown(folders)
+    assert "Settings that differ from those of fast:" in text
+    assert "-> 0.5, report.price_per_kwh: null -> 0.5" in text
+
+
+def test_columns_of_energy_are_shown_only_if_a_run_has_it(
+    folders: list[Path], tmp_path: Path
+) -> None:
+    other = a_run(tmp_path / "other", slow_s=[0.0], more={})
+    assert "J/token" in shown(folders)
+    assert "J/token" not in shown([folders[0], other])
+    assert "  other: none" in shown([folders[0], other])
+
+
+def test_a_run_without_a_step_is_a_row_of_dashes(folders: list[Path], tmp_path: Path) -> None:
+    (tmp_path / "new").mkdir()
+    runs = read_runs([folders[0], begun(tmp_path / "new")])
+    assert figures_of(runs[1]) == ("new", "0", *["-"] * (len(COLUMNS) - 2))
+    text = compare_page(runs)
+    assert "new has done no step yet." in Seen(text).text
+    assert {point["run"] for point in specs(text)["loss"]["data"]["values"]} == {"fast"}
+
+
+def test_runs_of_one_name_are_told_apart_by_their_paths(tmp_path: Path) -> None:
+    paths = [a_run(tmp_path / top / "same", slow_s=[0.0], more={}) for top in ("a", "b")]
+    assert [run.name for run in read_runs(paths)] == [str(path) for path in paths]
+
+
+def test_the_page_has_the_curves_of_every_run(folders: list[Path]) -> None:
+    drawn = specs(compare_page(read_runs(folders)))
+    assert set(drawn) == {"eval", "loss", "rate", "lr", "energy"}
+    steps = [(p["run"], p["step"]) for p in drawn["loss"]["data"]["values"]]
+    assert steps == [*(("fast", i) for i in (1, 2)), *(("slow", i) for i in (1, 2, 3, 4))]
+    assert {p["run"] for p in drawn["energy"]["data"]["values"]} == {"slow"}
+    for chart in drawn.values():  # a run has the same colour in all of them
+        assert chart["encoding"]["color"]["scale"]["domain"] == ["fast", "slow"]
+
+
+def test_what_cannot_be_compared_is_refused(folders: list[Path], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="one run"):
+        read_runs(folders[:1])
+    with pytest.raises(ConfigError, match="again"):
+        read_runs([folders[0], folders[0].parent / "x" / ".." / "fast"])
+    (tmp_path / "empty").mkdir()
+    for folder in (tmp_path / "empty", tmp_path / "nowhere"):
+        with pytest.raises(CheckpointError, match="holds no run"):
+            read_runs([folders[0], folder])
+
+
+def test_the_command_shows_a_table_and_writes_a_page(
+    folders: list[Path], tmp_path: Path, capsys
+) -> None:
+    page = tmp_path / "compare.html"
+    with pytest.raises(SystemExit) as ended:
+        main(["compare", *map(str, folders), "--out", str(page)])
+    assert ended.value.code in (0, None)
+    assert not Seen(page.read_text("utf-8")).loaded
+    assert "Settings that differ" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as ended:
+        main(["compare", *map(str, folders), "--out", str(folders[0] / "metrics.jsonl")])
+    assert ended.value.code == 1
+    assert "NAME.html" in capsys.readouterr().err
+
+
+# --------------------------------------------------------------------------------------- model card
+
+
+HOME = "/home/alice/secret-project"
+PROMPT = "/no_think You are Bob's private tutor."
+
+
+def with_paths(part: BaseModel) -> Any:
+    """Return a part of a recipe in which each text that can be a path is one."""
+    changed: dict[str, Any] = {}
+    for name, field in type(part).model_fields.items():
+        value = getattr(part, name)
+        if isinstance(value, BaseModel):
+            changed[name] = with_paths(value)
+        elif field.annotation in (str, str | None) and name != "system":
+            changed[name] = f"{HOME}/{name}"
+        elif name == "mix":
+            changed[name] = (with_paths(MixSource(path="x")),)
+    return part.model_copy(update=changed)
+
+
+def test_no_setting_s_path_is_in_a_card() -> None:
+    """That of `adapter.init_from` was: settings with paths were listed by hand (#41)."""
+    recipe = with_paths(Recipe.model_validate(recipe_values()))
+    assert recipe.adapter.init_from.startswith(HOME)
+    text = resolved_yaml(public_recipe(recipe))
+    assert "alice" not in text
+    assert "secret" not in text
+    assert "init_from: init_from\n" in text
+
+
+@pytest.mark.parametrize("is_asked", [False, True])
+@pytest.mark.parametrize("place", ["data", "mix"])
+def test_system_prompts_are_shown_where_a_recipe_asks_for_it(place: str, is_asked: bool) -> None:
+    recipe = Recipe.model_validate(recipe_values())
+    update = (
+        {"system": PROMPT} if place == "data" else {"mix": (MixSource(path="x", system=PROMPT),)}
+    )
+    recipe = recipe.model_copy(
+        update={
+            "data": recipe.data.model_copy(update=update),
+            "output": recipe.output.model_copy(update={"card_system": is_asked}),
+        }
+    )
+    text = resolved_yaml(public_recipe(recipe))
+    assert (PROMPT in text) is is_asked
+    assert ("(left out of this card)" in text) is not is_asked
+    assert recipe.data.system == (PROMPT if place == "data" else None)
+
+
+# -------------------------------------------------------------------------------------------- pages
+
+
+def test_the_page_of_a_run_says_what_it_did_and_draws_every_step(tmp_path: Path) -> None:
+    write_run(begun(tmp_path), slow_s=[1.0] * 5)
+    rows = [{"prompt": f"p{i}", "wanted": "w", "got": "<b>g</b>"} for i in range(9)]
+    prompts = {"enable_thinking=False": 7, "": 2}
+    answers = json.dumps({"exact_match": 0.5, "prompts": prompts, "rows": rows}, indent=1)
+    (tmp_path / "samples_after.json").write_text(sealed_json(answers))
+    text = run_page(tmp_path)
+    seen, drawn = Seen(text), specs(text)
+    assert "5 of 12 done" in seen.text
+    assert "loss 1.0000 at first, 1.0000 at last" in seen.text
+    assert "<b>g</b>" in seen.text
+    assert (
+        "Answers were drawn: 7 after the prompt with enable_thinking=False, 2 after the chat"
+        " template's default prompt." in seen.text
+    )
+    assert seen.tags.count("b") == seen.tags.count("summary")
+    assert "p4" in seen.text
+    assert "p5" not in seen.text
+    assert [point["step"] for point in drawn["loss"]["data"]["values"]] == [1, 2, 3, 4, 5]
+    parts = drawn["parts"]["data"]["values"]
+    backward = {bar["which"]: bar["ms"] for bar in parts if bar["part"] == "backward"}
+    assert backward["measured"] - backward["predicted"] == pytest.approx(1000)
+    bars = drawn["gantt"]["data"]["values"]
+    assert {bar["row"] for bar in bars} == {"predicted: compute", "predicted: h2d"}
+    assert all(f'id="{name}"' in text for name in drawn)
+
+
+def test_the_page_of_a_run_that_goes_on_says_so_and_when_it_was_written(tmp_path: Path) -> None:
+    write_run(begun(tmp_path), slow_s=[0.0] * 2)
+    assert (
+        "Written after step 2, when the run went on" in Seen(run_page(tmp_path, goes_on=True)).text
+    )
+    assert "went on" not in Seen(run_page(tmp_path)).text
+
+
+def test_while_a_run_goes_on_its_page_is_written_once_a_minute_and_never_stops_it(
+    tmp_path: Path,
+) -> None:
+    write_run(begun(tmp_path), slow_s=[0.0] * 2)
+    page, notes = tmp_path / "report.html", list[str]()
+
+    def is_written(*, age_s: float, is_left: bool = False) -> bool:
+        page.write_text("old")
+        now_s = (tmp_path / "metrics.jsonl").stat().st_mtime
+        os.utime(page, (now_s - age_s, now_s - age_s))
+        page_at_checkpoint(tmp_path, is_left=is_left, note=notes.append)
+        return page.read_text() != "old"
+
+    assert is_written(age_s=PAGE_EVERY_S + 1)
+    assert not is_written(age_s=PAGE_EVERY_S - 1)
+    assert is_written(age_s=PAGE_EVERY_S - 1, is_left=True)
+    assert not notes
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    assert not is_written(age_s=100)
+    assert "was not written" in notes[0]
+
+
+def test_the_page_of_a_run_has_its_energy_and_its_cost(tmp_path: Path) -> None:
+    write_run(begun(tmp_path, report__price_per_kwh=0.5, report__currency="EUR"), slow_s=[0.0])
+    text = Seen(run_page(tmp_path)).text
+    assert "energy not counted energy GPU predicted: at most" in text
+    file = tmp_path / "metrics.jsonl"
+    energy = {"energy_j": {"GPU": 7.2e6}, "energy_window_s": 36000.0}
+    file.write_text(json.dumps(json.loads(file.read_text()) | energy) + "\n")
+    text = Seen(run_page(tmp_path)).text
+    assert "GPU: 2 kWh, 7.2e+04 J per token, 200 W on average" in text
+    assert "cost of GPU: 1.00 EUR at 0.5 EUR per kWh" in text
+
+
+def test_a_run_without_a_step_has_a_page_too(tmp_path: Path) -> None:
+    text = run_page(begun(tmp_path))
+    assert "The run has done no step yet." in Seen(text).text
+    assert "<script" not in text
+
+
+def test_a_page_loads_nothing_and_closes_what_it_opens(tmp_path: Path) -> None:
+    write_run(begun(tmp_path), slow_s=[0.0] * 3)
+    file = write_run_page(tmp_path)
+    text = file.read_text("utf-8")
+    seen = Seen(text)
+    assert not seen.loaded
+    assert not seen.open
+    assert text.count("</script>") == len(LIBRARIES) + 1
+    assert "default-src 'none'" in text
+    assert "unsafe-eval" not in text
+    assert file.stat().st_size < 2**20
+
+
+@pytest.mark.parametrize(
+    ("tokens", "num_layers", "words"),
+    [(5000, 2, "5,000 tokens"), (None, 1, "fewer tokens."), (0, 1, "nothing is streamed")],
+)
+def test_the_break_even_is_a_line_where_there_is_one(tokens, num_layers, words) -> None:
+    points = [{"tokens per step": 1024, "tokens/s": 10.0}]
+    chart = pages.break_even(points, break_even_tokens=tokens)
+    assert len(chart.spec["layer"]) == num_layers
+    assert words in chart.summary
+
+
+def test_text_of_a_run_cannot_become_markup_or_code(tmp_path: Path) -> None:
+    evil = "</script><script>alert(1)</script>"
+    runs = [
+        SweptRun(
+            name=evil,
+            settings={evil: evil},
+            state=evil,
+            rows=[{"step": 1, "loss": 1.0, "eval_loss": 2.0, "tokens_per_s": 3.0}],
+        )
+    ]
+    text = sweep_page(evil, [(evil, evil)], runs)
+    assert text.count("<script>") == len(LIBRARIES) + 1
+    assert specs(text)["loss"]["data"]["values"][0]["run"] == evil
+    assert Seen(text).text.count(evil) >= 4
+
+
+def test_explain_writes_the_page(tmp_path: Path, capsys) -> None:
+    write_run(begun(tmp_path), slow_s=[0.0] * 3)
+    with pytest.raises(SystemExit) as ended:
+        main(["explain", str(tmp_path), "--html"])
+    assert ended.value.code in (0, None)
+    assert (tmp_path / "report.html").exists()
+    assert "report.html" in capsys.readouterr().out
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError):
+        run_page(tmp_path)
+
+
+def test_the_runs_of_a_sweep_are_listed_the_best_first() -> None:
+    def run(name: str, loss: float, *evaluated: float) -> SweptRun:
+        rows = [{"step": 1, "loss": loss, "tokens_per_s": 10.0}]
+        rows += [
+            {"step": 2 + i, "loss": loss, "tokens_per_s": 10.0, "eval_loss": value}
+            for i, value in enumerate(evaluated)
+        ]
+        return SweptRun(name=name, settings={"train.lr": loss}, state="done", rows=rows)
+
+    none = SweptRun(name="none", settings={}, state="no step", rows=[])
+    runs = [run("b", 0.1, 3.0, 2.0), none, run("d", 0.3), run("a", 0.4, 1.5), run("c", 0.2)]
+    assert [one.name for one in best_first(runs)] == ["a", "b", "c", "d", "none"]
+    text = sweep_page("Sweep", [("together", "1 s")], runs)
+    seen = Seen(text)
+    assert seen.text.index(" a ") < seen.text.index(" b ") < seen.text.index("none")
+    assert {point["run"] for point in specs(text)["eval"]["data"]["values"]} == {"a", "b"}
+
+
+def test_long_curves_are_thinned_and_keep_their_ends() -> None:
+    points = [{"step": i, "run": run} for run in "ab" for i in range(10_000)]
+    kept = pages.thinned(points, "run")
+    assert len(kept) <= 2 * (pages.MOST_POINTS + 1)
+    for run in "ab":
+        steps = [point["step"] for point in kept if point["run"] == run]
+        assert steps[0] == 0
+        assert steps[-1] == 9_999
+        assert steps == sorted(set(steps))
+
+
+def test_figures_in_tables_are_right_aligned_and_absent_ones_are_dashes() -> None:
+    text = table("Figures", ("name", "value"), [("a", 1234), ("b", None), ("c", 0.12345)])
+    assert Seen(text).text == "name value a 1,234 b - c 0.1235"
+    assert text.count('class="figure"') == 4
+
+
+def test_a_chart_has_words_for_those_who_cannot_see_it() -> None:
+    chart = Chart(name="x", title="T", summary="falls from 2 to 1", spec={"mark": "line"})
+    assert specs(page("P", chart.html, [chart]))["x"]["description"] == "falls from 2 to 1"
+
+
+def test_a_limit_of_memory_is_drawn_at_its_total_if_it_is_near() -> None:
+    def drawn(limit: int) -> Chart:
+        row = MemoryRow(name="peak memory", grade="", predicted=2 * GIB, measured=GIB, how="")
+        return pages.memory([replace(row, limit=limit)])
+
+    near, far = drawn(8 * GIB), drawn(9 * GIB)
+    line = {"term": "peak memory", "which": "limit", "GiB": 8.0}
+    assert near.spec["layer"][1]["data"]["values"] == [line]
+    assert near.note == "Limits: peak memory 8 GiB. One that is near is a line at the total."
+    assert "layer" not in far.spec
+    assert far.note == "Limits: peak memory 9 GiB."
