@@ -116,8 +116,7 @@ def attach(  # noqa: PLR0913 - the door to all of it
         OffloadError: Settings contradict each other, the device does not exist, or the model is
             already attached.
     """
-    from offload.engine.bound import EngineOptions
-    from offload.engine.engine import Engine
+    from offload.engine.engine import Engine, EngineOptions
     from offload.engine.streams import device_named
 
     opened = device_named(device)

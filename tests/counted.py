@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from offload.engine.recompute.unread import is_no_value
+from offload.engine.recompute import is_no_value
 
 NARROW = 256  # a product with a side shorter than this is not a large one
 _PRODUCTS = {

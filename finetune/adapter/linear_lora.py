@@ -77,7 +77,7 @@ class ParamWrapper(layer.ParamWrapper):
         return result
 
     def without_value(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return the output's graph without its values; see `offload.engine.recompute.unread`."""
+        """Return the output's graph without its values; see `offload.engine.recompute`."""
         return ParamWrapper.forward(self, x, *args, has_value=False, **kwargs)
 
     def _branch(self, adapter: str) -> Branch:
@@ -207,7 +207,7 @@ class Linear(layer.Linear):
         return self.siblings.output(self, x)
 
     def without_value(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return the output's graph without its values; see `offload.engine.recompute.unread`."""
+        """Return the output's graph without its values; see `offload.engine.recompute`."""
         if args or kwargs or self.siblings.are_several or not self.is_plain(x):
             return Linear.forward(self, x, *args, **kwargs)
         if self.adapted().magnitude_M is not None:  # its gradient reads the value

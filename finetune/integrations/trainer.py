@@ -35,8 +35,7 @@ from finetune.model.facts import facts_from
 from finetune.planning.candidates import HEAD_CHUNKS, choose, with_forms
 from offload import attach
 from offload.engine.batch import IGNORED, ROW_LENS, Batch
-from offload.engine.bound import EngineOptions
-from offload.engine.engine import Engine
+from offload.engine.engine import Engine, EngineOptions
 from offload.engine.passes.scoring import TokenScores
 from offload.plan.facts.codec import CodecName
 from offload.plan.facts.facts import AdapterSpec, ModelFacts

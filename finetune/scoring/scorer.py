@@ -20,8 +20,7 @@ from finetune.recipe.recipe import Recipe
 from finetune.scoring.contenders import Contender, widest_spec
 from finetune.scoring.rows import Line, LineScore
 from finetune.training import preflight
-from offload.engine.bound import EngineOptions
-from offload.engine.engine import Engine
+from offload.engine.engine import Engine, EngineOptions
 from offload.plan.facts.codec import CodecName
 from offload.plan.facts.workload import WeightPlace, Workload
 from offload.plan.machine.machine import ExpertsImplementation, Machine

@@ -32,8 +32,8 @@ from finetune.training.ranks import Ranks
 from offload.engine.engine import Engine
 from offload.engine.objective import Objective
 from offload.engine.passes.part import RunStep
+from offload.engine.randomness import seed_of
 from offload.engine.results import ForwardResult
-from offload.engine.seeding import seed_of
 from offload.plan.schedule.timeline import Timeline
 
 if TYPE_CHECKING:

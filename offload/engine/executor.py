@@ -35,24 +35,23 @@ from offload.engine.model.inspection import Inspection
 from offload.engine.model.layers import Front, LayerCall, LayeredModel
 from offload.engine.model.packed_trial import LongTrial, PackedTrial
 from offload.engine.passes.part import Part, PartTail, RunStep, Table, Transfers, add_losses
-from offload.engine.passes.reference import SwitchedModel
-from offload.engine.passes.scoring import EachTail, ScoredPasses, Scoring
+from offload.engine.passes.scoring import EachTail, ScoredPasses, Scoring, SwitchedModel
 from offload.engine.randomness import (
     FRONT_LAYER,
     VisitRandomness,
     require_same_draws,
     same_randomness,
+    seed_of,
 )
-from offload.engine.recompute.attention_outputs import (
+from offload.engine.recompute import (
     NOTHING,
+    GraphSizes,
     OutputSize,
     Recorded,
+    TiledMlp,
+    Unread,
 )
-from offload.engine.recompute.sent_graphs import GraphSizes
-from offload.engine.recompute.tiled import TiledMlp
-from offload.engine.recompute.unread import Unread
 from offload.engine.results import Computing, PassState, Places, RunState
-from offload.engine.seeding import seed_of
 from offload.engine.streams import Device, Event
 from offload.engine.trials import TrialSize
 from offload.engine.visit_cache import VISIT_CACHE

@@ -32,7 +32,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from offload.engine.pointwise.magnitudes import Scale, row_norms
-from offload.engine.recompute.unread import not_a_value
+from offload.engine.recompute import not_a_value
 from offload.engine.visit_cache import VISIT_CACHE
 
 

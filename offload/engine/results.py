@@ -9,13 +9,12 @@ import torch
 from offload.engine.host.embedding import HostEmbedding, HostHead
 from offload.engine.host.slab import Stash
 from offload.engine.host.store import Backing
-from offload.engine.host_gradients import HostGradients, LateUpdates
+from offload.engine.host.weights import HostGradients, LateUpdates
 from offload.engine.memory_meter import Arena
 from offload.engine.model.hooks import Graph
 from offload.engine.model.layers import Front
 from offload.engine.model.router import Balance
-from offload.engine.recompute.attention_outputs import Recorded
-from offload.engine.recompute.sent_graphs import SavedTensors
+from offload.engine.recompute import Recorded, SavedTensors
 from offload.engine.slots import Slots
 from offload.engine.streams import Device, Event
 from offload.plan.schedule.schedule import Schedule

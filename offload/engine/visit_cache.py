@@ -1,8 +1,28 @@
 """What is computed once for all micro-batches of a layer's visit, such as A and B in its dtype."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
+
+
+@contextmanager
+def meanwhile(*changes: tuple[dict[str, Any], Mapping[str, Any]]) -> Iterator[None]:
+    """Set entries of attribute tables inside a block, past `nn.Module`, and set them back.
+
+    Args:
+        changes: Tables, as `vars` returns them, and the entries to set in each.
+    """
+    before = [{name: table[name] for name in new if name in table} for table, new in changes]
+    try:
+        for table, new in changes:
+            table.update(new)
+        yield
+    finally:
+        for (table, new), old in zip(changes, before, strict=True):
+            for name in new:
+                table.pop(name, None)
+            table.update(old)
+
 
 T = TypeVar("T")
 

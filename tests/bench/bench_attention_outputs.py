@@ -20,8 +20,7 @@ from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from offload.engine.batch import shape_of
-from offload.engine.bound import EngineOptions
-from offload.engine.engine import Engine
+from offload.engine.engine import Engine, EngineOptions
 from offload.plan.facts.linears import output_bytes
 from offload.plan.schedule.op import Kind
 from offload.plan.schedule.schedule import Order, Residency, TransferSizes, warm_ring

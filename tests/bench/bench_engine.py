@@ -27,8 +27,7 @@ from rich.table import Table
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from offload.engine.bound import EngineOptions
-from offload.engine.engine import Engine
+from offload.engine.engine import Engine, EngineOptions
 from offload.engine.streams import CpuDevice
 from offload.plan.schedule.op import Kind
 from offload.plan.schedule.schedule import Order

@@ -43,7 +43,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3Model
 
 from finetune.adapter.linear_lora import Linear, compute_in_base_dtype
 from offload.engine.pointwise.magnitudes import row_norms
-from offload.engine.recompute.unread import Unread, left_out
+from offload.engine.recompute import Unread, left_out
 from offload.engine.visit_cache import VISIT_CACHE
 from offload.errors import UnsupportedModelError
 from tests.counted import Counted

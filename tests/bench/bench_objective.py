@@ -21,8 +21,7 @@ from rich.table import Table
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from offload.engine.bound import EngineOptions
-from offload.engine.engine import Engine
+from offload.engine.engine import Engine, EngineOptions
 from offload.engine.objective import Reference, Scores, StepLoss
 from offload.plan.schedule.op import Kind
 from offload.plan.schedule.schedule import (

@@ -44,8 +44,7 @@ from finetune.planning.request import facts_of
 from finetune.planning.subject import model_subject
 from finetune.recipe.recipe import Recipe, with_settings
 from finetune.training.ranks import own_micro_batches
-from offload.engine.bound import EngineOptions
-from offload.engine.engine import Engine
+from offload.engine.engine import Engine, EngineOptions
 from offload.plan.machine.machine import GIB, named_machine
 from offload.plan.plan import Plan
 from offload.probe.machine import probe

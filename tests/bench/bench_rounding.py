@@ -16,9 +16,9 @@ from rich.console import Console
 from rich.table import Table
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from finetune.adapter import rounded_weights
 from finetune.adapter.lora import add_lora, trained
 from finetune.recipe.sections import AdapterSection, TrainSection
+from finetune.training import optimizer
 from finetune.training.optimizer import AdapterUpdate, learning_rate
 from finetune.training.ranks import Ranks
 
@@ -66,7 +66,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--lr", type=float, default=1e-3)
     words = parser.parse_args()
-    at_random = rounded_weights.round_at_random
+    at_random = optimizer.round_at_random
     places = [words.steps * number // 4 - WINDOW for number in range(1, 5)]
     table = Table("kept in", "first", *(f"steps {p + 1}-{p + WINDOW}" for p in places), "by seed")
     for name, kept_in, rounding in (
@@ -74,7 +74,7 @@ def main() -> None:
         ("bf16, at random", "bfloat16", at_random),
         ("bf16, to nearest", "bfloat16", lambda x, generator: x.bfloat16()),
     ):
-        rounded_weights.round_at_random = rounding  # to compare with
+        optimizer.round_at_random = rounding  # to compare with
         runs = [
             losses(kept_in, seed=seed, num_steps=words.steps, lr=words.lr)
             for seed in range(words.seeds)

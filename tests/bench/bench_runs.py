@@ -25,8 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from offload.engine.bound import EngineOptions
-from offload.engine.engine import Engine
+from offload.engine.engine import Engine, EngineOptions
 from offload.engine.passes.part import RunStep
 from offload.plan.schedule.op import Kind
 from offload.plan.schedule.schedule import Passes, Schedule, TransferSizes, step_schedule, warm_ring

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune.recipe.recipe import shipped_recipe
-from offload.engine.host_gradients import LateUpdates
+from offload.engine.host.weights import LateUpdates
 from offload.plan.machine.machine import Machine
 from tests.e2e.full_runs import assert_same_runs, full_recipe
 from tests.e2e.runs import adapter, assert_same_training, losses, rows_of, run

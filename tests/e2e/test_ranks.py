@@ -17,6 +17,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from finetune.recipe.load import load_recipe
+from finetune.training.process_group import LEAST_STEP_S
 from offload.plan.machine.machine import Machine
 from tests.e2e.conftest import RecipeWriter
 from tests.e2e.faults import SECTIONS
@@ -718,9 +719,8 @@ def test_a_main_rank_that_is_stopped_in_a_step_ends_the_other_with_the_cause(
     ranks[0].signal(signal.SIGSTOP)
     start_s = time.monotonic()
     assert ranks[1].end() == 1
-    assert time.monotonic() - start_s < ENDED_S
-    what = "rank 0 is gone or does not answer: no sign of life for 20 s"
-    assert f"error (rank 1): {what}" in ranks[1].shown
+    assert time.monotonic() - start_s < LEAST_STEP_S + ENDED_S
+    assert "error (rank 1): rank 0 is gone or does not answer" in ranks[1].shown
     ranks[0].signal(signal.SIGCONT)
     assert ranks[0].end() == 1
     assert "is gone or does not answer" in ranks[0].shown

@@ -13,8 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from finetune.adapter.linear_lora import compute_beside, compute_in_base_dtype
-from offload.engine.bound import EngineOptions
-from offload.engine.engine import Engine
+from offload.engine.engine import Engine, EngineOptions
 from offload.engine.objective import Reference, Scores, StepLoss
 from tests.parity.steps import OPTIONS, tiny
 

@@ -23,8 +23,7 @@ from transformers import (
 )
 
 import offload
-from offload.engine.bound import EngineOptions
-from offload.engine.engine import Engine
+from offload.engine.engine import Engine, EngineOptions
 from offload.plan.schedule.schedule import Order
 
 OPTIONS = EngineOptions(

@@ -28,8 +28,7 @@ from finetune.model.facts import facts_of
 from finetune.recipe.load import load_shape
 from finetune.training.ranks import Ranks
 from finetune.training.sharded.engine import ShardedEngine
-from offload.engine.bound import EngineOptions, LayerKernels
-from offload.engine.engine import Engine
+from offload.engine.engine import Engine, EngineOptions, LayerKernels
 from offload.engine.experts import fused
 from offload.engine.experts.lora import register
 from offload.engine.model.layers import LayeredModel

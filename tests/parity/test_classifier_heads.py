@@ -18,8 +18,7 @@ from transformers import (
 from finetune.objective.factory import objective_of
 from finetune.objective.step_rows import StepRows
 from finetune.recipe.sections import ObjectiveSection
-from offload.engine.bound import EngineOptions
-from offload.engine.engine import Engine
+from offload.engine.engine import Engine, EngineOptions
 from offload.engine.objective import StepLoss
 from offload.errors import OffloadError, UnsupportedModelError
 from tests.parity.architectures import rel_error

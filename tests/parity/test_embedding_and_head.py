@@ -27,9 +27,8 @@ from transformers import (
 
 import offload
 from finetune.adapter.lora import add_noise
-from offload.engine.bound import EngineOptions
-from offload.engine.engine import Engine
-from offload.engine.host_gradients import LayerUpdate
+from offload.engine.engine import Engine, EngineOptions
+from offload.engine.host.weights import LayerUpdate
 from offload.engine.model.layers import LayeredModel
 from offload.engine.passes.part import RunStep
 from offload.errors import OffloadError, UnsupportedModelError

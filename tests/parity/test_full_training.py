@@ -28,8 +28,7 @@ from finetune.training.full.update import FullUpdate
 from finetune.training.loop import Loop
 from finetune.training.optimizer import AdapterUpdate
 from finetune.training.ranks import Ranks
-from offload.engine.bound import EngineOptions
-from offload.engine.engine import Engine
+from offload.engine.engine import Engine, EngineOptions
 from offload.engine.objective import Scores, StepLoss
 from offload.engine.passes.part import RunStep
 from offload.plan.facts.optimizer import Optimizer

@@ -16,7 +16,7 @@ from offload.engine.engine import Engine
 from offload.engine.experts import lora
 from offload.engine.experts.launcher import LOW, TILES, Blocks
 from offload.engine.experts.products import Gate, gate_of
-from offload.engine.recompute.unread import is_no_value
+from offload.engine.recompute import is_no_value
 from offload.engine.tracing.tracer import LiveBytes, Tracer
 from offload.engine.visit_cache import VISIT_CACHE
 from offload.errors import UnsupportedModelError

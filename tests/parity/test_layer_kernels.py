@@ -19,8 +19,7 @@ from finetune.recipe.sections import AdapterSection
 from finetune.training import compile as compiling
 from finetune.training.compile import FAILURES, compile_layers, refusal
 from offload.engine.batch import Batch
-from offload.engine.bound import EngineOptions
-from offload.engine.engine import Engine
+from offload.engine.engine import Engine, EngineOptions
 from offload.engine.model.layers import LayeredModel
 from offload.engine.visit_cache import VISIT_CACHE
 from offload.plan.facts.codec import CodecName

@@ -19,8 +19,7 @@ from finetune.adapter.lora import add_noise
 from finetune.objective.factory import objective_of
 from finetune.objective.step_rows import StepRows
 from finetune.recipe.sections import LOSSES, ObjectiveSection
-from offload.engine.bound import EngineOptions
-from offload.engine.engine import Engine
+from offload.engine.engine import Engine, EngineOptions
 from offload.engine.objective import Reference, Scores, StepLoss
 from offload.engine.passes.scoring import ScoreResult
 from offload.errors import OffloadError

@@ -17,8 +17,7 @@ from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
 import offload
 from finetune.adapter.linear_lora import compute_in_base_dtype
-from offload.engine.bound import EngineOptions
-from offload.engine.engine import Engine
+from offload.engine.engine import Engine, EngineOptions
 from offload.engine.model.layers import LayeredModel
 from offload.engine.model.packed_rows import JoinedRows, call_operator, joined_attention
 from offload.engine.streams import device_named

@@ -23,13 +23,11 @@ from finetune.adapter.lora import add_lora
 from finetune.adapter.targets import chosen_targets
 from finetune.training.compile import compile_layers
 from offload.engine.batch import Batch, shape_of
-from offload.engine.bound import EngineOptions
-from offload.engine.engine import Engine
+from offload.engine.engine import Engine, EngineOptions
 from offload.engine.model.hooks import visit_with_graph
 from offload.engine.model.layers import LayeredModel
 from offload.engine.model.readers import TiledMlps
-from offload.engine.recompute.tiled import TiledMlp
-from offload.engine.recompute.unread import Unread
+from offload.engine.recompute import TiledMlp, Unread
 from offload.engine.tracing.tracer import LiveBytes, Tracer
 from offload.engine.tracing.visits import trace_visits
 from offload.errors import TransferError, UnsupportedModelError

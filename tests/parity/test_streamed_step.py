@@ -42,7 +42,7 @@ from offload.engine.host.pagelock import aligned_empty
 from offload.engine.host.slab import by_place
 from offload.engine.model.layers import Front
 from offload.engine.passes.part import Part, RunStep
-from offload.engine.passes.reference import SwitchedModel
+from offload.engine.passes.scoring import SwitchedModel
 from offload.engine.results import PassState
 from offload.engine.streams import CpuDevice
 from offload.errors import OffloadError
@@ -1131,7 +1131,7 @@ def test_an_attachment_that_fails_half_way_gives_the_model_back(
             raise torch.OutOfMemoryError("CUDA out of memory")
         return aligned_empty(num_bytes)
 
-    monkeypatch.setattr("offload.engine.bound.aligned_empty", empty)
+    monkeypatch.setattr("offload.engine.engine.aligned_empty", empty)
     with pytest.raises(torch.OutOfMemoryError):
         offload.attach(model, num_slots=2, device="cpu")
     monkeypatch.undo()

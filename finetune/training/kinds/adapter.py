@@ -25,8 +25,7 @@ from finetune.training.optimizer import AdapterUpdate, Update
 from finetune.training.preflight import adapter_to_go_on_from
 from finetune.training.run import Run
 from finetune.training.session import Adapted, MeasuredTerm, Session
-from offload.engine.bound import EngineOptions
-from offload.engine.engine import Engine
+from offload.engine.engine import Engine, EngineOptions
 from offload.engine.model.layers import LayeredModel
 from offload.plan.memory.memory import PAGED_STATES
 from offload.plan.plan import Plan

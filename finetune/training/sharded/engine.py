@@ -29,9 +29,8 @@ from offload.engine.batch import Batch, LabelledBatch, checked_batch, checked_ba
 from offload.engine.model.layers import LayeredModel, cross_entropy_sum, vocabulary_of
 from offload.engine.model.placement import switch_off_checkpointing
 from offload.engine.passes.part import RunStep
-from offload.engine.randomness import FRONT_LAYER, VisitRandomness
+from offload.engine.randomness import FRONT_LAYER, VisitRandomness, seed_of
 from offload.engine.results import ForwardResult
-from offload.engine.seeding import seed_of
 from offload.plan.schedule.op import Kind, Lane
 from offload.plan.schedule.timeline import Span, Timeline
 

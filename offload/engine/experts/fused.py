@@ -21,7 +21,7 @@ import torch
 
 from offload.engine.experts.launcher import Blocks, Launcher, blocks_for
 from offload.engine.experts.products import Branch, Gate, Routing, gate_of, reason_outside
-from offload.engine.recompute.unread import not_a_value
+from offload.engine.recompute import not_a_value
 from offload.errors import UnsupportedModelError
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

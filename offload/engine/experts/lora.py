@@ -38,7 +38,7 @@ from offload.engine.experts.products import (
     route,
     takes_few_sizes,
 )
-from offload.engine.recompute.unread import not_a_value
+from offload.engine.recompute import not_a_value
 from offload.errors import UnsupportedModelError
 
 SUFFIX = "+lora"

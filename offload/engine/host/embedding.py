@@ -31,9 +31,9 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from offload.engine.host.slab import HostBlocks, Stash
-from offload.engine.meanwhile import meanwhile
 from offload.engine.memory_meter import Arena
 from offload.engine.streams import Device
+from offload.engine.visit_cache import meanwhile
 from offload.errors import OffloadError, UnsupportedModelError
 from offload.plan.facts.codec import aligned
 from offload.plan.facts.workload import TOKEN_BYTES, WeightPlace, rows_bytes, to_pages

@@ -24,10 +24,17 @@ from offload.engine.model.encoding import Encoding
 from offload.engine.model.layers import FORWARD_ERRORS, LayerCall, LayeredModel, homes_of
 from offload.engine.model.recorders import look_of
 from offload.engine.model.watch import Watch
-from offload.engine.recompute.attention_outputs import NOTHING, Recorded, Recorder, given
-from offload.engine.recompute.sent_graphs import SavedTensors
-from offload.engine.recompute.tiled import TiledMlp, tiled
-from offload.engine.recompute.unread import Unread, left_out
+from offload.engine.recompute import (
+    NOTHING,
+    Recorded,
+    Recorder,
+    SavedTensors,
+    TiledMlp,
+    Unread,
+    given,
+    left_out,
+    tiled,
+)
 from offload.errors import OffloadError
 from offload.plan.facts.codec import CodecName
 

@@ -46,13 +46,13 @@ from offload.engine.model.layers import (
     ONE_STATE,
     LayeredModel,
     cross_entropy_sum,
+    heard_loss,
     homes_of,
     is_classifier,
     kind_of,
     unchanged,
     uncompiled,
 )
-from offload.engine.model.own_loss import heard_loss
 from offload.engine.model.readers import TiledMlps, candidates, unread_products
 from offload.engine.model.recorders import (
     Call,
@@ -66,9 +66,7 @@ from offload.engine.model.recorders import (
 from offload.engine.model.tail_trial import TailTrial
 from offload.engine.model.watch import Watch
 from offload.engine.randomness import FRONT_LAYER, VisitRandomness, same_randomness
-from offload.engine.recompute.attention_outputs import OutputSize, sizes_of
-from offload.engine.recompute.tiled import TiledMlp
-from offload.engine.recompute.unread import Path, Unread
+from offload.engine.recompute import OutputSize, Path, TiledMlp, Unread, sizes_of
 from offload.engine.trials import TrialSize
 
 T = TypeVar("T")

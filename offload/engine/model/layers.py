@@ -16,10 +16,12 @@ name. What can be detected while a model runs is checked here, at each visit; th
 `Inspection`, once, before any gradient is touched. Either refuses the model and names the finding.
 """
 
+import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any, NoReturn, cast
@@ -27,10 +29,9 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 import torch
 from torch import nn
 
-from offload.engine.batch import ROW_LENS, Batch, Shape, Vocabulary, shape_of
+from offload.engine.batch import IGNORED, ROW_LENS, Batch, Shape, Vocabulary, shape_of
 from offload.engine.closeness import are_close, are_equal
 from offload.engine.host.embedding import HostEmbedding
-from offload.engine.meanwhile import meanwhile
 from offload.engine.model.packed_rows import JoinedRows, PackedCall, packed_calls, rows_apart
 from offload.engine.model.recorders import (
     FORMS,
@@ -48,18 +49,210 @@ from offload.engine.model.recorders import (
     problems,
     require_in_order,
 )
-from offload.engine.model.rotary import LengthRotary
 from offload.engine.model.router import RouterLoss
 from offload.engine.pointwise.layers import FusedLayers
 from offload.engine.pointwise.ops import cross_entropy
 from offload.engine.pointwise.recognise import DTYPES
 from offload.engine.randomness import same_randomness
+from offload.engine.visit_cache import meanwhile
 from offload.errors import OffloadError, UnsupportedModelError
 from offload.plan.facts.families import RESIDENT_HINT
 from offload.plan.facts.workload import FusedPart
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
+
+
+# ---------------------------------------------------------------------------------------------
+# Whether a model's own loss is the cross-entropy that a step computes, by identity.
+#
+# Problem. A step computes the loss itself, chunk by chunk. That values agree on a few tokens does
+# not show that the model's own loss is the same: class weights, a token without a loss and a
+# schedule differ only on other tokens, or later.
+#
+# Idea. Transformers has one function for the loss of causal language models. The model's loss is
+# that one if the function is what the model calls, with the logits that it returns, the labels that
+# it was given and no option that changes the result, and if the loss is the very tensor that it
+# returned.
+
+_OFF = {"num_items_in_batch": None, "ignore_index": IGNORED, "shift_labels": None}
+_ATTRIBUTE = "_loss_function"  # what transformers' property returns, where it is set
+
+
+@dataclass(kw_only=True, slots=True)
+class OwnLoss:
+    """The function that a model calls for its loss, and its calls.
+
+    Attributes:
+        function: The function.
+        calls: The arguments by name and the result of each call.
+    """
+
+    function: Any
+    calls: list[tuple[dict[str, Any], Any]] = field(default_factory=list)
+
+    def problem(
+        self, loss: torch.Tensor, logits_BTV: torch.Tensor, labels_BT: torch.Tensor
+    ) -> str | None:
+        """Return what shows that a loss is another than the cross-entropy of the next tokens.
+
+        Args:
+            loss: The loss that the model returned.
+            logits_BTV: The logits that it returned.
+            labels_BT: The labels that it was given.
+        """
+        if not _is_transformers_own(self.function):
+            return f"has a loss function of its own, `{_name_of(self.function)}`"
+        if not self.calls:
+            return "computes its loss by other code than its `loss_function`"
+        given, returned = self.calls[-1]
+        if loss is not returned or len(self.calls) > 1:
+            return "changes the loss that its `loss_function` returns"
+        changed = [name for name, off in _OFF.items() if given.get(name, off) != off]
+        if changed:
+            return f"passes `{changed[0]}` to its `loss_function`"
+        if given["labels"] is not labels_BT:
+            return "passes other labels to its `loss_function` than it is given"
+        if given["logits"] is not logits_BTV:
+            return "passes other logits to its `loss_function` than it returns"
+        return None
+
+
+def loss_function_of(model: "PreTrainedModel") -> Any:
+    """Return the function that a model calls for its loss."""
+    return model.loss_function
+
+
+@contextmanager
+def heard_loss(model: "PreTrainedModel") -> Iterator[OwnLoss]:
+    """Record the calls of a model's loss function meanwhile."""
+    heard = OwnLoss(function=loss_function_of(model))
+
+    def hear(*args: Any, **kwargs: Any) -> Any:
+        returned = heard.function(*args, **kwargs)
+        if _is_transformers_own(heard.function):
+            given = inspect.signature(heard.function).bind(*args, **kwargs).arguments
+            heard.calls.append((given, returned))
+        return returned
+
+    with meanwhile((vars(model), {_ATTRIBUTE: hear})):
+        yield heard
+
+
+def _is_transformers_own(function: Any) -> bool:
+    from transformers.loss.loss_utils import ForCausalLMLoss  # a second, which a plan need not wait
+
+    return function is ForCausalLMLoss
+
+
+def _name_of(function: Any) -> str:
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    return str(name).rpartition("<locals>.")[2]
+
+
+# ---------------------------------------------------------------------------------------------
+# Rotary embeddings whose frequencies depend on the length of a row: LongRoPE and dynamic NTK.
+#
+# Problem. transformers writes the frequencies of the longest row of a call into the module: in
+# place for LongRoPE, and for dynamic NTK together with the greatest length seen so far. A row would
+# be computed with the frequencies of a row before it, or of a longer one in its micro-batch.
+#
+# Idea. While the model's own forward runs without its layers, these modules start each call from
+# the frequencies of their config, and compute rows that are padded to one length one by one, each
+# up to its own last token. So a row has the frequencies that it has alone.
+
+_ORIGINAL, _CACHED = "original_inv_freq", "max_seq_len_cached"
+
+
+class LengthRotary:
+    """The rotary modules of a model, outside its layers, that depend on a row's length."""
+
+    def __init__(self, decoder: nn.Module, modules: Sequence[nn.Module]) -> None:
+        """Find them.
+
+        Args:
+            decoder: The module that calls them, which is given the rows and their mask.
+            modules: All modules outside the layers.
+        """
+        self._decoder = decoder
+        self._modules = [module for module in modules if _depends_on_length(module)]
+        self._lengths = {length for module in self._modules for length in _switch_lengths(module)}
+        self._mask_BT: torch.Tensor | None = None
+
+    def switches(self, num_before: int, num_after: int) -> bool:
+        """Return whether LongRoPE has other frequencies for a row once it has grown.
+
+        Args:
+            num_before: Tokens of the row before.
+            num_after: Tokens of it now.
+        """
+        return any(num_before <= length < num_after for length in self._lengths)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Compute each row in a block as it is computed alone."""
+        if not self._modules:
+            yield
+            return
+        forwards = [{"forward": partial(self._forward, m, m.forward)} for m in self._modules]
+        hook = self._decoder.register_forward_pre_hook(self._note_mask, with_kwargs=True)
+        try:
+            with meanwhile(*zip(map(vars, self._modules), forwards, strict=True)):
+                yield
+        finally:
+            hook.remove()
+            for module in self._modules:
+                _reset(module)
+
+    def _note_mask(self, _decoder: nn.Module, _args: Any, given: Mapping[str, Any]) -> None:
+        mask = given.get("attention_mask")
+        self._mask_BT = mask if isinstance(mask, torch.Tensor) else None
+
+    def _forward(
+        self,
+        module: nn.Module,
+        compute: Callable[..., Any],
+        x: torch.Tensor,
+        position_ids: torch.Tensor,
+        **more: Any,
+    ) -> Any:
+        rows_dim = position_ids.dim() - 2
+        if self._mask_BT is None or self._mask_BT.shape[0] == 1:
+            _reset(module)
+            return compute(x, position_ids, **more)
+        mask_BT, rows = self._mask_BT.bool(), list[Any]()
+        for b in range(mask_BT.shape[0]):
+            own = position_ids.narrow(rows_dim, b if position_ids.shape[rows_dim] > 1 else 0, 1)
+            last = torch.where(mask_BT[b], own, 0).amax(dim=-1, keepdim=True)
+            _reset(module)
+            rows.append(compute(x[b : b + 1], torch.minimum(own, last), **more))
+        if isinstance(rows[0], torch.Tensor):
+            return torch.cat(rows, dim=rows_dim)
+        return tuple(torch.cat(parts, dim=rows_dim) for parts in zip(*rows, strict=True))
+
+
+def _depends_on_length(module: nn.Module) -> bool:
+    kinds = getattr(module, "rope_type", None)
+    kinds = kinds.values() if isinstance(kinds, dict) else (kinds,)
+    return any(kind == "longrope" or "dynamic" in str(kind) for kind in kinds)
+
+
+def _switch_lengths(module: Any) -> set[int]:
+    """Return the lengths above which a rotary module takes the long factors of LongRoPE."""
+    rope = module.config.rope_parameters
+    parts = [rope] if "rope_type" in rope else rope.values()  # or by type of layer
+    name = "original_max_position_embeddings"
+    return {part[name] for part in parts if part["rope_type"] == "longrope"}
+
+
+def _reset(module: nn.Module) -> None:
+    """Set the frequencies to those of the config, in memory of their own."""
+    for name, original in list(module.named_buffers(recurse=False)):
+        if name.endswith(_ORIGINAL):
+            module._buffers[name.replace(_ORIGINAL, "inv_freq")] = original.clone()
+    for name in list(vars(module)):
+        if name.endswith(_CACHED):
+            setattr(module, name, getattr(module, "original_max_seq_len"))  # noqa: B009 - untyped
 
 
 _STORES, _READS = "store_full_length_kv", "is_kv_shared_layer"

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.engine.meanwhile import meanwhile
 from offload.engine.model.recorders import Call, Leaves
+from offload.engine.visit_cache import meanwhile
 from offload.plan.facts.linears import can_join_rows
 
 # ---------------------------------------------------------------------------------------------

@@ -28,10 +28,10 @@ import torch
 from torch import nn
 
 from offload.engine.closeness import is_near, rounding_of
-from offload.engine.meanwhile import meanwhile
 from offload.engine.model.layers import Front, LayeredModel
 from offload.engine.model.packed_rows import PackedCall
 from offload.engine.trials import TrialSize, subsets_apart
+from offload.engine.visit_cache import meanwhile
 
 LENS = (5, 3, 7, 2)  # tokens of the rows that are tried
 ROUNDINGS, ROUNDINGS_FP32 = 1, 8  # of a norm; 8 of float32 are 1e-6

@@ -1,6 +1,6 @@
 """Finds the products of a layer whose values nothing reads in a recompute.
 
-Problem. `offload.engine.recompute.unread` may leave a value out only if no gradient depends on it,
+Problem. `offload.engine.recompute` may leave a value out only if no gradient depends on it,
 nor does anything else: a norm after it, a gate, a hook, a statistic. The list of readers has no
 end.
 
@@ -33,12 +33,21 @@ from torch.utils._pytree import tree_leaves
 
 from offload.engine.decisions import Proven, takes_decisions
 from offload.engine.host.slab import Record
-from offload.engine.meanwhile import meanwhile
 from offload.engine.model.hooks import Graph, attempt
 from offload.engine.model.layers import LayeredModel
 from offload.engine.model.placement import modules_on_device
-from offload.engine.recompute.tiled import TiledMlp, compute, find_mlps, problem_of
-from offload.engine.recompute.unread import Path, Unread, WithoutValue, can_leave_out, left_out
+from offload.engine.recompute import (
+    Path,
+    TiledMlp,
+    Unread,
+    WithoutValue,
+    can_leave_out,
+    compute,
+    find_mlps,
+    left_out,
+    problem_of,
+)
+from offload.engine.visit_cache import meanwhile
 from offload.plan.facts.codec import CodecName
 from offload.plan.facts.facts import InventoryRow, TensorClass, WeightInventory
 

@@ -17,7 +17,6 @@ from typing import Any, NoReturn
 import torch
 
 from offload.engine.closeness import are_close
-from offload.engine.meanwhile import meanwhile
 from offload.engine.model.layers import (
     FORWARD_ERRORS,
     LayeredModel,
@@ -25,6 +24,7 @@ from offload.engine.model.layers import (
     require_outputs_of_last_token,
 )
 from offload.engine.trials import subsets_apart
+from offload.engine.visit_cache import meanwhile
 
 _BY_TOKEN = "what follows the layers must work token by token"
 

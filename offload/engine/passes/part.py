@@ -23,11 +23,10 @@ from offload.engine.batch import (
 from offload.engine.model.layers import LayeredModel
 from offload.engine.model.router import alone, require_whole_step
 from offload.engine.objective import Objective, OutputObjective
-from offload.engine.passes.reference import SwitchedModel, require_owners
-from offload.engine.passes.scoring import ScoredTail, Scoring
-from offload.engine.recompute.attention_outputs import NOTHING
+from offload.engine.passes.scoring import ScoredTail, Scoring, SwitchedModel, require_owners
+from offload.engine.randomness import seed_of
+from offload.engine.recompute import NOTHING
 from offload.engine.results import PassState, Places, RunState
-from offload.engine.seeding import seed_of
 from offload.engine.streams import Device, copy_on_host
 from offload.engine.visit_cache import VISIT_CACHE
 from offload.errors import OffloadError, UnsupportedModelError

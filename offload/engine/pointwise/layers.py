@@ -19,7 +19,6 @@ import torch
 from torch import nn
 
 from offload.engine.decisions import Proven
-from offload.engine.meanwhile import meanwhile
 from offload.engine.pointwise import ops
 from offload.engine.pointwise.recognise import (
     DTYPES,
@@ -30,6 +29,7 @@ from offload.engine.pointwise.recognise import (
     find_norm,
     find_rotary,
 )
+from offload.engine.visit_cache import meanwhile
 from offload.plan.facts.workload import FusedPart
 
 Part = Norm | Rotary | GatedMlp

@@ -29,8 +29,7 @@ from offload.engine.model.layers import (
     kind_of,
 )
 from offload.engine.model.readers import candidates, is_hooked, unheld_products
-from offload.engine.recompute.tiled import TiledMlp, find_mlps
-from offload.engine.recompute.unread import Unread
+from offload.engine.recompute import TiledMlp, Unread, find_mlps
 from offload.engine.tracing.cuda_kernels import CUDA_WORKSPACES, Capability, CudaKernels
 from offload.engine.tracing.tracer import LiveBytes, Tracer, fake_copy, num_experts, rows_are_whole
 from offload.plan.facts.workload import FusedPart

@@ -16,7 +16,7 @@ as soon as it is decoded, so the next load overlaps with the visit itself. (A se
 let decoding overlap with the previous visit, at the cost of one decoded layer of device memory.)
 
 Layout. This module writes the step as a program that runs line by line: load, visit, load, visit.
-Each line names the memory that it reads and writes; `offload.plan.schedule.hazards` derives lanes
+Each line names the memory that it reads and writes; `offload.plan.schedule.op` derives lanes
 and waits from it. Other transfers are lines too: layer inputs that are kept in host memory (the
 *stash*), gradients of the layers' own weights, reads from disk.
 
@@ -67,8 +67,7 @@ from enum import StrEnum
 from functools import lru_cache
 from typing import NamedTuple
 
-from offload.plan.schedule.hazards import Line, Resource, parallel
-from offload.plan.schedule.op import Kind, Lane, Op
+from offload.plan.schedule.op import Kind, Lane, Line, Op, Resource, parallel
 
 # ---------------------------------------------------------------------------------------------
 # The input embedding in host memory: how the rows of a micro-batch's tokens come to the device.

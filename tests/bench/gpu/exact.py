@@ -13,8 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from offload.engine.bound import EngineOptions, LayerKernels
-from offload.engine.engine import Engine
+from offload.engine.engine import Engine, EngineOptions, LayerKernels
 from offload.engine.streams import CudaDevice, Event
 from offload.plan.facts.facts import AdapterSpec
 from offload.plan.machine.machine import ExpertsImplementation

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from offload.engine.bound import EngineOptions
-from offload.engine.engine import Engine
+from offload.engine.engine import Engine, EngineOptions
 from offload.engine.streams import device_named
 from offload.plan.facts.facts import AdapterSpec
 from tests.bench.gpu.exact import Size, config_of

@@ -13,8 +13,7 @@ import torch
 from finetune.training.loop import gc_frozen
 from finetune.training.optimizer import clip, make_optimizer, update
 from offload.engine import memory_meter as meter
-from offload.engine.bound import EngineOptions, bind
-from offload.engine.engine import Engine
+from offload.engine.engine import Engine, EngineOptions, bind
 from offload.engine.host.slab import Slab
 from offload.engine.streams import Device, release_cached
 from offload.plan.facts.optimizer import Optimizer

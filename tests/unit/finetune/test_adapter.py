@@ -45,16 +45,19 @@ from finetune.adapter.lora import (
     trained,
 )
 from finetune.adapter.methods import counted
-from finetune.adapter.rounded_weights import RoundedOptimizer, RoundedWeights, round_at_random
 from finetune.errors import CheckpointError, MergeError
 from finetune.export.merge import merge
 from finetune.export.vllm import write_vllm_adapter
 from finetune.recipe.sections import AdapterSection, TrainSection
-from finetune.training.optimizer import AdapterUpdate
+from finetune.training.optimizer import (
+    AdapterUpdate,
+    RoundedOptimizer,
+    RoundedWeights,
+    round_at_random,
+)
 from finetune.training.preflight import adapter_to_go_on_from
 from finetune.training.ranks import Ranks
-from offload.engine.randomness import FRONT_LAYER
-from offload.engine.seeding import seed_of
+from offload.engine.randomness import FRONT_LAYER, seed_of
 from offload.plan.facts.facts import MethodCounts, PeftMethod
 from tests.tiers import diagonal
 from tests.unit.finetune.export.adapted import (

@@ -18,7 +18,7 @@ from offload.engine.codecs.codec import codec_named
 from offload.engine.host.slab import Record, Slab
 from offload.engine.model.hooks import CaptureWeights, Graph
 from offload.engine.model.readers import candidates, unread_products
-from offload.engine.recompute.unread import Unread, left_out
+from offload.engine.recompute import Unread, left_out
 from offload.errors import UnsupportedModelError
 from offload.plan.facts.codec import CodecName
 from offload.plan.facts.facts import WeightInventory

@@ -10,9 +10,10 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload.engine.model.hooks import Graph
-from offload.engine.recompute.sent_graphs import GraphSizes, SavedTensors
-from offload.engine.recompute.unread import (
+from offload.engine.recompute import (
+    GraphSizes,
     Left,
+    SavedTensors,
     Unread,
     can_leave_out,
     is_no_value,

@@ -25,8 +25,7 @@ from offload.engine.memory_meter import (
     torch_pinned_bytes,
 )
 from offload.engine.passes.scoring import OTHERS, TOP, logits_gradient, top_scores
-from offload.engine.randomness import FRONT_LAYER
-from offload.engine.seeding import seed_of
+from offload.engine.randomness import FRONT_LAYER, seed_of
 from offload.engine.streams import CpuDevice
 from offload.engine.tracing.tracer import LiveBytes, Tracer
 from offload.engine.trials import TrialSize, subsets_apart

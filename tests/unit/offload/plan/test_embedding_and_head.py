@@ -18,7 +18,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from finetune.errors import ConfigError
 from finetune.planning.request import full_request
 from finetune.recipe.recipe import Recipe
-from offload.engine.bound import EngineOptions
+from offload.engine.engine import EngineOptions
 from offload.errors import DoesNotFitError, OffloadError, UnsupportedModelError
 from offload.plan.facts.facts import AdapterSpec, WholeWeights, model_facts, with_classifier_head
 from offload.plan.facts.linears import DeltaAttention, SoftmaxAttention

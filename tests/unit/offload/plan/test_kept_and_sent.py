@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 
-from offload.engine.bound import EngineOptions
+from offload.engine.engine import EngineOptions
 from offload.plan.facts.linears import SoftmaxAttention
 from offload.plan.fit import GRAPH_RESERVE_FRAC, MemoryNeeds
 from offload.plan.machine.machine import GIB, Machine, named_machine

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from finetune.adapter.linear_lora import compute_beside, compute_in_base_dtype
 from finetune.adapter.lora import add_lora
 from finetune.adapter.targets import chosen_targets
-from offload.engine.bound import EngineOptions
+from offload.engine.engine import EngineOptions
 from offload.engine.model.hooks import Graph, visit_with_graph
 from offload.engine.model.layers import LayeredModel
 from offload.engine.tracing.visits import trace_visits

@@ -1,1 +1,0 @@
-"""What a recompute need not do: products that nothing reads, attention, whole graphs; in tiles."""

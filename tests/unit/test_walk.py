@@ -1,0 +1,35 @@
+"""How much of the house a plain run walks through; `python -m tests.tools.walk` lists it."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.tools.walk import PACKAGES, ROOT, core, num_statements, walks
+
+MOST_CORE_STATEMENTS = 27_600
+MOST_FILES_OF_A_STEP = 30
+MOST_FILES_THAT_NAME_RANKS = 25
+
+
+@pytest.mark.thorough
+def test_the_core_is_what_a_plain_run_imports(tmp_path: Path) -> None:
+    files = core(tmp_path)
+    assert ROOT / "finetune/train.py" in files
+    assert ROOT / "offload/engine/executor.py" in files
+    names = {str(file.relative_to(ROOT)) for file in files}
+    for folder in ("finetune/sweep", "finetune/full", "finetune/training/sharded"):
+        assert [name for name in names if name.startswith(folder)] == []
+    assert sum(map(num_statements, files)) <= MOST_CORE_STATEMENTS
+
+
+@pytest.mark.thorough
+def test_a_step_is_found_in_few_files(tmp_path: Path) -> None:
+    start, warm = walks(tmp_path / "run")
+    assert "finetune/train.py" in start.files
+    assert len(warm.files) <= MOST_FILES_OF_A_STEP, warm.files
+
+
+def test_the_number_of_ranks_is_known_in_few_files() -> None:
+    sources = [file for package in PACKAGES for file in (ROOT / package).rglob("*.py")]
+    found = [file for file in sources if "num_ranks" in file.read_text()]
+    assert len(found) <= MOST_FILES_THAT_NAME_RANKS
