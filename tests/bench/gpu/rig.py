@@ -163,7 +163,7 @@ def rebind(engine: Any, slab: Slab, *, num_slots: int, stash: Literal["device", 
             device=engine._device,
             options=engine._options,
         )
-    engine.slot_bytes = engine._bound.slot_bytes
+    engine.slot_bytes = engine._bound.places.slots.num_bytes
     engine._ring = cold_ring(engine._options.num_slots)
 
 

@@ -891,7 +891,7 @@ def test_a_goal_takes_what_rounds_least_of_the_forms_that_are_good_enough(goal: 
 
 @pytest.mark.slow
 def test_each_goal_chooses_by_what_it_says(tmp_path: Path, capsys) -> None:
-    asked, machine = ("qwen3-235b-a22b",), ("--machine", "rtx3090", "--ram", "32")
+    asked, machine = ("qwen3-235b-a22b",), ("--machine", "rtx4090", "--ram", "32")
     by_goal = {}
     for goal in ("balanced", "fastest", "quality"):
         file = tmp_path / f"{goal}.yaml"
