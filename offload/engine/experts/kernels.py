@@ -49,16 +49,8 @@ def find_tile(end_E, num_experts, num_columns, EXPERTS: tl.constexpr, BLOCK_M: t
     size = tl.minimum(tl.sum(tl.where(is_ours, num_tiles, 0), 0) - group, 8)
     size = tl.maximum(size, 1)
     within = local % (8 * num_columns)
-    first = tl.sum(tl.where(is_ours, start, 0), 0) + (group + within % size) * BLOCK_M
-    end = tl.sum(tl.where(is_ours, end, 0), 0)
-    return expert.to(tl.int64), first, end, within // size
-
-
-@triton.jit
-def rows_from(first, end, BLOCK_M: tl.constexpr):
-    """Return a tile's rows, and which are the expert's: those after its last one repeat that."""
-    row = first + tl.arange(0, BLOCK_M)
-    return tl.minimum(row, end - 1).to(tl.int64), row < end
+    row = tl.sum(tl.where(is_ours, start, 0), 0) + (group + within % size) * BLOCK_M
+    return expert, row, tl.sum(tl.where(is_ours, end, 0), 0), within // size
 
 
 @triton.jit
@@ -101,14 +93,6 @@ def add_product(
             w = tl.load(right + (start + k)[:, None] * stride_k, mask=is_k[:, None], other=0.0)
         acc = add_dot(acc, x, w)
     return acc
-
-
-@triton.jit
-def add_branch(acc, low, factors, expert, row, column, num_n, rank, BLOCK_R: tl.constexpr):
-    """Add low rows @ their expert's second factor (R, num_n)."""
-    right = factors + expert * rank * num_n + column[None, :]
-    left = low + (row * rank)[:, None]
-    return add_product(acc, left, right, num_n, rank, IS_EVEN=False, BLOCK_K=BLOCK_R)
 
 
 @triton.jit
@@ -241,7 +225,10 @@ def multiply(
     expert, first, end, column = find_tile(end_E, num_experts, num_columns, EXPERTS, BLOCK_M)
     if expert >= num_experts:
         return
-    row, is_row = rows_from(first, end, BLOCK_M)
+    expert = expert.to(tl.int64)
+    row = first + tl.arange(0, BLOCK_M)
+    is_row = row < end
+    row = tl.minimum(row, end - 1).to(tl.int64)
     n = column * BLOCK_N + tl.arange(0, BLOCK_N)
     there = n % num_n
     taken = tl.load(token_S + row) if IS_GATHERED else row
@@ -255,7 +242,9 @@ def multiply(
         BLOCK_K,
     )
     if HAS_LOW:
-        acc = add_branch(acc, low, factors, expert, row, there, num_n, rank, BLOCK_R)
+        left = low + (row * rank)[:, None]
+        right = factors + expert * rank * num_n + there[None, :]
+        acc = add_product(acc, left, right, num_n, rank, IS_EVEN=False, BLOCK_K=BLOCK_R)
     place = tl.load(choice_S + row) if IS_SCATTERED else row
     is_there = is_row[:, None] & (n < num_n)[None, :]
     acc = rounded(acc * scaling, out)
@@ -301,7 +290,10 @@ def activate(
     expert, first, end, column = find_tile(end_E, num_experts, num_columns, EXPERTS, BLOCK_M)
     if expert >= num_experts:
         return
-    row, is_row = rows_from(first, end, BLOCK_M)
+    expert = expert.to(tl.int64)
+    row = first + tl.arange(0, BLOCK_M)
+    is_row = row < end
+    row = tl.minimum(row, end - 1).to(tl.int64)
     # Gate and up columns alternate in the tile, whatever their order in the matrix.
     n = tl.arange(0, BLOCK_N)
     if IS_INTERLEAVED:
@@ -318,7 +310,9 @@ def activate(
         BLOCK_K,
     )
     if HAS_LOW:
-        acc = add_branch(acc, low, factors, expert, row, there, 2 * width, rank, BLOCK_R)
+        left = low + (row * rank)[:, None]
+        right = factors + expert * rank * 2 * width + there[None, :]
+        acc = add_product(acc, left, right, 2 * width, rank, IS_EVEN=False, BLOCK_K=BLOCK_R)
     if HAS_BIAS:
         acc += tl.load(biases + expert * 2 * width + there)[None, :].to(tl.float32)
     acc = rounded(acc, out).to(tl.float32)  # as the backward will read it
@@ -378,7 +372,10 @@ def activate_backward(
     expert, first, end, column = find_tile(end_E, num_experts, num_columns, EXPERTS, BLOCK_M)
     if expert >= num_experts:
         return
-    row, is_row = rows_from(first, end, BLOCK_M)
+    expert = expert.to(tl.int64)
+    row = first + tl.arange(0, BLOCK_M)
+    is_row = row < end
+    row = tl.minimum(row, end - 1).to(tl.int64)
     f = column * BLOCK_N + tl.arange(0, BLOCK_N)
     there = f % width
     acc = add_product(
@@ -391,7 +388,9 @@ def activate_backward(
         BLOCK_K,
     )
     if HAS_LOW:
-        acc = add_branch(acc, low, factors, expert, row, there, width, rank, BLOCK_R)
+        left = low + (row * rank)[:, None]
+        right = factors + expert * rank * width + there[None, :]
+        acc = add_product(acc, left, right, width, rank, IS_EVEN=False, BLOCK_K=BLOCK_R)
     weight = tl.load(weights + tl.load(choice_S + row)).to(tl.float32)
     tile = first.to(tl.int64) * width
     share = tl.zeros((BLOCK_M,), dtype=tl.float32)
@@ -445,7 +444,9 @@ def sum_outer(
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     acc = tl.zeros((BLOCK_R, BLOCK_N), dtype=tl.float32)
     for first in range(start, end, BLOCK_M):
-        row, is_row = rows_from(first, end, BLOCK_M)
+        row = first + tl.arange(0, BLOCK_M)
+        is_row = row < end
+        row = tl.minimum(row, end - 1).to(tl.int64)
         is_left = is_row[None, :] & (r < RANK)[:, None]
         a = tl.load(left + (row * RANK)[None, :] + r[:, None], is_left, other=0.0)
         taken = tl.load(token_S + row) if IS_GATHERED else row
