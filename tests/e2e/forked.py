@@ -193,7 +193,8 @@ def serve() -> None:
     """Answer requests until there are no more."""
     import finetune.commands.generate
     import finetune.export.merge
-    import finetune.train
+    import finetune.sweep.sweep
+    import finetune.training.kinds.adapter
     import finetune.training.process_group  # noqa: F401 - so that a start imports nothing
 
     for line in sys.stdin:
