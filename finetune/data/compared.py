@@ -1,4 +1,4 @@
-"""Answers of one row: encoded together, in one step together, and told apart in its loss."""
+"""Answers of one row, which stay in one step: how they are grouped, compared and checked."""
 
 import math
 from collections.abc import Sequence

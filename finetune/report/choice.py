@@ -76,7 +76,7 @@ def host_map(machine: Machine, plan: Plan | None) -> RenderableType:
     on_device, in_host, on_disk = ("", "", "layers, with `offload.tier: disk`")
     if plan is not None:
         on_device, in_host, on_disk = _planned(plan)
-    beside = "while the other direction is busy" if is_cuda else "while the CPU computes"
+    duplex = "while the other direction is busy" if is_cuda else "while the CPU computes"
     locked = f"up to {shown_gib(machine.pinned_bytes)} of it page-locked"
     return Group(
         _host_memory(
@@ -88,7 +88,7 @@ def host_map(machine: Machine, plan: Plan | None) -> RenderableType:
         _link(
             ("GPU link" if is_cuda else "copies by a thread", ""),
             ("to the device", _shown(machine.h2d_bytes_per_s)),
-            (beside, _shown(machine.h2d_duplex_bytes_per_s)),
+            (duplex, _shown(machine.h2d_duplex_bytes_per_s)),
             ("to the host", _shown(machine.d2h_bytes_per_s)),
         ),
         _host_memory(

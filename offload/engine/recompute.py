@@ -100,7 +100,7 @@ class Left:
 
 @contextmanager
 def left_out(unread: Sequence[Unread]) -> Iterator[Left]:
-    """Leave products out meanwhile."""
+    """Leave products out in this context."""
     left = Left(unread)
     for one in unread:
         vars(one.module)["forward"] = partial(left.call, one.module)
@@ -436,7 +436,7 @@ class _Tiles(torch.autograd.Function):
 
 @contextmanager
 def tiled(mlps: Sequence[TiledMlp]) -> Iterator[None]:
-    """Compute MLPs tile by tile meanwhile."""
+    """Compute MLPs tile by tile in this context."""
     for mlp in mlps:  # looked up at each call: its value may be left out
         vars(mlp.module)["forward"] = partial(_call, mlp)
     try:

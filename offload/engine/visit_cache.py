@@ -1,4 +1,7 @@
-"""What is computed once for all micro-batches of a layer's visit, such as A and B in its dtype."""
+"""What holds inside a block of a pass: patched attributes, and results computed once for a visit.
+
+A and B of an adapter in the compute dtype are such results: all micro-batches share them.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -6,7 +9,7 @@ from typing import Any, TypeVar, cast
 
 
 @contextmanager
-def meanwhile(*changes: tuple[dict[str, Any], Mapping[str, Any]]) -> Iterator[None]:
+def patched(*changes: tuple[dict[str, Any], Mapping[str, Any]]) -> Iterator[None]:
     """Set entries of attribute tables inside a block, past `nn.Module`, and set them back.
 
     Args:

@@ -33,7 +33,7 @@ from torch.overrides import TorchFunctionMode
 from offload.engine.host.slab import HostBlocks, Stash
 from offload.engine.memory_meter import Arena
 from offload.engine.streams import Device
-from offload.engine.visit_cache import meanwhile
+from offload.engine.visit_cache import patched
 from offload.errors import OffloadError, UnsupportedModelError
 from offload.plan.facts.codec import aligned
 from offload.plan.facts.workload import TOKEN_BYTES, WeightPlace, rows_bytes, to_pages
@@ -377,7 +377,7 @@ class HostHead:
 
     def unread(self) -> AbstractContextManager[None]:
         """Return zeros from the head in a block, in which nothing reads them."""
-        return meanwhile((vars(self._module), {"forward": self._zeros}))
+        return patched((vars(self._module), {"forward": self._zeros}))
 
     def _zeros(self, hidden_BTD: torch.Tensor) -> torch.Tensor:
         return hidden_BTD.new_zeros(*hidden_BTD.shape[:-1], len(self.weight))

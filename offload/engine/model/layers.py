@@ -54,7 +54,7 @@ from offload.engine.pointwise.layers import FusedLayers
 from offload.engine.pointwise.ops import cross_entropy
 from offload.engine.pointwise.recognise import DTYPES
 from offload.engine.randomness import same_randomness
-from offload.engine.visit_cache import meanwhile
+from offload.engine.visit_cache import patched
 from offload.errors import OffloadError, UnsupportedModelError
 from offload.plan.facts.families import RESIDENT_HINT
 from offload.plan.facts.workload import FusedPart
@@ -135,7 +135,7 @@ def heard_loss(model: "PreTrainedModel") -> Iterator[OwnLoss]:
             heard.calls.append((given, returned))
         return returned
 
-    with meanwhile((vars(model), {_ATTRIBUTE: hear})):
+    with patched((vars(model), {_ATTRIBUTE: hear})):
         yield heard
 
 
@@ -197,7 +197,7 @@ class LengthRotary:
         forwards = [{"forward": partial(self._forward, m, m.forward)} for m in self._modules]
         hook = self._decoder.register_forward_pre_hook(self._note_mask, with_kwargs=True)
         try:
-            with meanwhile(*zip(map(vars, self._modules), forwards, strict=True)):
+            with patched(*zip(map(vars, self._modules), forwards, strict=True)):
                 yield
         finally:
             hook.remove()
@@ -723,7 +723,7 @@ class LayeredModel:
         module = self.layers[layer]
         before = self._state_of(layer, hidden_BTD, call)
         fused = nullcontext() if self.fused is None else self.fused.visited(layer)
-        with meanwhile(*self._not_storing[layer]), fused:
+        with patched(*self._not_storing[layer]), fused:
             if call.is_hidden_keyword:
                 output = module(*call.args, hidden_states=hidden_BTD, **call.kwargs)
             else:

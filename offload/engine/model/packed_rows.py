@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from offload.engine.model.recorders import Call, Leaves
-from offload.engine.visit_cache import meanwhile
+from offload.engine.visit_cache import patched
 from offload.plan.facts.linears import can_join_rows
 
 # ---------------------------------------------------------------------------------------------
@@ -423,7 +423,7 @@ def rows_apart(layer: nn.Module, call: PackedCall, *, joins: bool) -> Iterator[_
     joined = call.joined if joins else None
     rows = _Rows(lens=call.lens, masks=call.masks, joined=joined, names=names)
     named = [(vars(config), {_FIELD: NAME}) for config in configs.values()]
-    with meanwhile((vars(_current), {"rows": rows}), *named):
+    with patched((vars(_current), {"rows": rows}), *named):
         yield rows
 
 

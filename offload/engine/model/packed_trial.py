@@ -31,7 +31,7 @@ from offload.engine.closeness import is_near, rounding_of
 from offload.engine.model.layers import Front, LayeredModel
 from offload.engine.model.packed_rows import PackedCall
 from offload.engine.trials import TrialSize, subsets_apart
-from offload.engine.visit_cache import meanwhile
+from offload.engine.visit_cache import patched
 
 LENS = (5, 3, 7, 2)  # tokens of the rows that are tried
 ROUNDINGS, ROUNDINGS_FP32 = 1, 8  # of a norm; 8 of float32 are 1e-6
@@ -212,7 +212,7 @@ def _widened(
         for config, name in experts
     ]
     try:
-        with meanwhile((vars(model), {"fused": None}), *own_code):
+        with patched((vars(model), {"fused": None}), *own_code):
             for x in held:
                 x.data = widen(x.data)
             yield call.changed(widen)
@@ -224,7 +224,7 @@ def _widened(
 def _without_dropout(layer: nn.Module) -> AbstractContextManager[None]:
     kinds = (nn.Dropout, nn.AlphaDropout, nn.FeatureAlphaDropout)
     dropouts = [module for module in layer.modules() if isinstance(module, kinds)]
-    return meanwhile(*((vars(module), {"training": False}) for module in dropouts))
+    return patched(*((vars(module), {"training": False}) for module in dropouts))
 
 
 def is_exact_together(

@@ -47,7 +47,7 @@ from offload.engine.recompute import (
     left_out,
     problem_of,
 )
-from offload.engine.visit_cache import meanwhile
+from offload.engine.visit_cache import patched
 from offload.plan.facts.codec import CodecName
 from offload.plan.facts.facts import InventoryRow, TensorClass, WeightInventory
 
@@ -307,7 +307,7 @@ def _marked(
             taint.mark(y, 1 << i)
         return y
 
-    return meanwhile(
+    return patched(
         *(
             (vars(module), {"forward": partial(call, i, cast("Any", module).forward)})
             for i, module in enumerate(modules)

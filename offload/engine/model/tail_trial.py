@@ -24,7 +24,7 @@ from offload.engine.model.layers import (
     require_outputs_of_last_token,
 )
 from offload.engine.trials import subsets_apart
-from offload.engine.visit_cache import meanwhile
+from offload.engine.visit_cache import patched
 
 _BY_TOKEN = "what follows the layers must work token by token"
 
@@ -97,7 +97,7 @@ class TailTrial:
     def _narrow_head(self) -> AbstractContextManager[None]:
         """Let the output head, if the model has one, return a weighted sum of its input."""
         head: Any = self._model.model.get_output_embeddings()
-        return meanwhile(*([] if head is None else [(vars(head), {"forward": _weighted_sum})]))
+        return patched(*([] if head is None else [(vars(head), {"forward": _weighted_sum})]))
 
     def _refuse(self, num: int) -> NoReturn:
         self._model.refuse(

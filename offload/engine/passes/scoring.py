@@ -43,7 +43,7 @@ from offload.engine.objective import (
 from offload.engine.pointwise.ops import cross_entropy
 from offload.engine.pointwise.recognise import DTYPES
 from offload.engine.results import PassState, RunState
-from offload.engine.visit_cache import VISIT_CACHE, meanwhile
+from offload.engine.visit_cache import VISIT_CACHE, patched
 from offload.errors import OffloadError
 from offload.plan.schedule.schedule import Passes
 
@@ -108,13 +108,13 @@ class SwitchedModel:
     def in_layer(self, layer: int) -> Iterator[None]:
         """Switch one layer for one visit."""
         evaluated, adapted = self._evaluated_layers[layer], self._adapted_layers[layer]
-        with _in_evaluation(evaluated), meanwhile(*adapted):
+        with _in_evaluation(evaluated), patched(*adapted):
             yield
 
     @contextmanager
     def around_layers(self) -> Iterator[None]:
         """Switch everything else, for what comes before and after the layers."""
-        with _in_evaluation(self._evaluated_around), meanwhile(*self._adapted_around):
+        with _in_evaluation(self._evaluated_around), patched(*self._adapted_around):
             yield
 
     @contextmanager
@@ -272,7 +272,7 @@ def _adapted(modules: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def _in_evaluation(modules: Iterable[nn.Module]) -> AbstractContextManager[None]:
-    return meanwhile(*((vars(module), {"training": False}) for module in modules))
+    return patched(*((vars(module), {"training": False}) for module in modules))
 
 
 _Switches = Sequence[tuple[dict[str, Any], Mapping[str, Any]]]

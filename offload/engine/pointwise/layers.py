@@ -29,7 +29,7 @@ from offload.engine.pointwise.recognise import (
     find_norm,
     find_rotary,
 )
-from offload.engine.visit_cache import meanwhile
+from offload.engine.visit_cache import patched
 from offload.plan.facts.workload import FusedPart
 
 Part = Norm | Rotary | GatedMlp
@@ -111,7 +111,7 @@ class FusedLayers:
             for module, forward in one.forwards():  # attention comes before its norms
                 if "forward" not in vars(module):
                     forwards.setdefault(module, forward)
-        with meanwhile(*((vars(module), {"forward": f}) for module, f in forwards.items())):
+        with patched(*((vars(module), {"forward": f}) for module, f in forwards.items())):
             yield
 
     def parts(self) -> Iterator[FusedModule]:

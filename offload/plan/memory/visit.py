@@ -19,7 +19,7 @@ from offload.plan.facts.workload import NOTHING, FusedParts, Workload
 from offload.plan.machine.machine import ExpertsImplementation, Machine
 
 # Transformers' own code, products with separate low-rank branches, or the fused kernels.
-ExpertsForm = Literal["plain", "beside", "fused", "fused beside"]
+ExpertsForm = Literal["plain", "adapted", "fused", "fused adapted"]
 # Grouped products need rows of a multiple of this: ranks of adapters on experts are padded.
 ROW_BYTES = 16
 # What the activation before a down projection saves, in widths of its result.
@@ -29,8 +29,8 @@ ACTIVATION_WIDTHS: dict[Reads, int] = {"plain": 1, "gated": 3, "clamped": 6}
 def experts_form(implementation: ExpertsImplementation, *, is_adapted: bool) -> ExpertsForm:
     """Return the form of the experts, which determines the memory of a visit."""
     if implementation == "triton":
-        return "fused beside" if is_adapted else "fused"
-    return "beside" if is_adapted else "plain"
+        return "fused adapted" if is_adapted else "fused"
+    return "adapted" if is_adapted else "plain"
 
 
 def saved_features(down: Linear, form: ExpertsForm) -> int:
@@ -40,7 +40,7 @@ def saved_features(down: Linear, form: ExpertsForm) -> int:
     save the weighted activation and its factor in place of the result. The fused kernels save the
     inputs of the gated activation.
     """
-    if form in ("fused", "fused beside"):
+    if form in ("fused", "fused adapted"):
         return 2 * down.d_in
     widths = ACTIVATION_WIDTHS[down.reads]
     return widths * down.d_in + down.d_out if form == "plain" else (widths + 2) * down.d_in
@@ -55,9 +55,9 @@ def gradient_features(down: Linear, form: ExpertsForm) -> int:
     """
     if form == "plain":
         return 2 * down.d_out + down.d_in
-    if form == "beside":
+    if form == "adapted":
         return max(down.d_out + down.d_in, 4 * down.d_in)
-    again = down.d_in if form == "fused beside" else 0
+    again = down.d_in if form == "fused adapted" else 0
     return 2 * down.d_in + max(again, down.d_out)
 
 
@@ -69,7 +69,7 @@ def factor_bytes(
     In fp32 an A is used as the adapter holds it. The fused kernels return the gradients of both
     projections at once, in fp32; products return those of one, before a cast.
     """
-    is_fused = form == "fused beside"
+    is_fused = form == "fused adapted"
     ranks = [spec.rank_of(x) if is_fused else filled(spec.rank_of(x), dtype_bytes) for x in experts]
     copied = sum(
         rank * x.num_experts * (x.d_out + (x.d_in if dtype_bytes != FP32_BYTES else 0))
