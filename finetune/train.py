@@ -30,9 +30,9 @@ def finetune(
     """Run a recipe from its rows to its adapter, or to the weights that it trains.
 
     Args:
-        recipe: What to do.
+        recipe: The recipe to run.
         ranks: The processes that do it together.
-        screen: Where to show it.
+        screen: The screen that shows it.
         machine_file: A machine that was measured before; None measures this one.
         is_resume: Continue the run in the recipe's directory.
         may_overwrite: Replace a run that is there.

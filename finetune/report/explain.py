@@ -95,7 +95,7 @@ class Miss:
         term: What kind of part: compute, decode, copy, stall, head and loss, optimizer, ...
         name: The kind of op, or what was waited for.
         predicted_s: Of all layers.
-        measured_s: Likewise.
+        measured_s: The measured seconds, likewise.
         difference_s: Measured less predicted.
         layers: The fewest layers that make up most of the difference.
     """

@@ -23,7 +23,7 @@ def plan_wave(runs: Sequence[Planned]) -> Planned:
     micro-batches of all runs pass a layer before the next is used.
 
     Args:
-        runs: As each would be run alone.
+        runs: The plan of each run alone.
 
     Returns:
         The plan; its recipe and steps are those of the run that needs most memory.
@@ -59,7 +59,7 @@ def plan_waves(runs: Sequence[Planned]) -> list[tuple[int, ...]]:
     runs that neither save nor lose by sharing share.
 
     Args:
-        runs: As each would be run alone.
+        runs: The plan of each run alone.
     """
 
     def planned(numbers: tuple[int, ...]) -> Plan | None:
@@ -84,9 +84,9 @@ def with_common_places(
     """Return a request with its embedding and head where all others may have them.
 
     Args:
-        chosen: Of one run.
-        requests: Of all runs that are to share a step with it.
-        facts: Of their model.
+        chosen: The request of one run.
+        requests: The requests of all runs that are to share a step with it.
+        facts: The facts of their model.
     """
     adapters = [one.typical.adapter for one in requests]
     if any(why_on_device(facts, adapter) for adapter in adapters):

@@ -51,16 +51,16 @@ class RunState:
     """How far a run of a sweep is.
 
     Attributes:
-        name: Of the run.
-        dir: Its directory.
-        settings: What it has that others have not.
+        name: The name of the run.
+        dir: The directory of the run.
+        settings: The settings that others do not have.
         status: `waiting` until it has ended, then `finished`, `stopped` by a rule, or `failed`.
         why: Why it stopped or failed.
         steps: Done.
-        loss: Of its last step.
+        loss: The loss of its last step.
         eval_loss: On held-out rows, of the step that its adapter is from.
         best_eval_loss: The lowest.
-        best_step: That of the lowest.
+        best_step: The step of the lowest loss.
     """
 
     name: str
@@ -305,8 +305,8 @@ class SweepOutcome:
     """How a sweep ended.
 
     Attributes:
-        states: Of its runs.
-        signal: That stopped it; None if none did.
+        states: The states of its runs.
+        signal: The signal that stopped it; None if none did.
         best: The recipe of the best run, once all have ended.
     """
 
@@ -324,10 +324,10 @@ def sweep(variants: Variants, how: How, *, ranks: Ranks, screen: Screen) -> Swee
     """Run a sweep, or what is left of one.
 
     Args:
-        variants: Its runs; of one that is resumed, only the directory is read.
-        how: How it is run.
+        variants: The runs of the sweep; of one that is resumed, only the directory is read.
+        how: The way it is run.
         ranks: The processes that do it together; the main one writes.
-        screen: Where to show it.
+        screen: The screen that shows it.
 
     Raises:
         SluiceError: Anything that a user or the machine can cause, but for failures of one run.

@@ -48,10 +48,10 @@ def train_together(
     """Run recipes over one stream of their base, each as if it were alone.
 
     Args:
-        runs: Those whose directories are locked; their recipes agree in what they share.
-        screen: Where to show what they share.
+        runs: The runs, with their directories locked; their recipes agree in what they share.
+        screen: The screen for what they share.
         machine_file: A machine that was measured before; None measures this one.
-        judge: Which runs are to stop after an evaluation.
+        judge: Says which runs are to stop after an evaluation.
 
     Returns:
         How each ended. One that fails between two steps leaves alone.
@@ -88,9 +88,9 @@ class _Member:
 
     Attributes:
         session: The run.
-        log: Its steps.
+        log: The log of its steps.
         is_waiting: Whether its loss on held-out rows is yet to be compared.
-        failed: How it left, if it failed.
+        failed: The outcome of a run that failed; None otherwise.
     """
 
     log: StepLog

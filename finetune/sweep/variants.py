@@ -75,10 +75,10 @@ class Verdicts:
 
     Attributes:
         rule: When a run stops; None for never.
-        names: Of the runs, in the order of their numbers.
+        names: The names of the runs, in the order of their numbers.
         before: Reads the losses so far of all runs of the sweep: name -> step -> loss.
         note: Says which run stops, and why.
-        losses: Those that were read, once there is one to judge, and those judged since.
+        losses: The losses that were read before the first was judged, and those judged since.
     """
 
     rule: StopRule | None
@@ -123,8 +123,8 @@ class Variant:
     """A run of a sweep.
 
     Attributes:
-        name: Of the run, within the sweep.
-        settings: What it has that others have not, as it was written: path -> value.
+        name: The name of the run within the sweep.
+        settings: The settings that others do not have, as it was written: path -> value.
         recipe: All of it.
     """
 
@@ -138,8 +138,8 @@ class Variants:
     """What a sweep is.
 
     Attributes:
-        folder: Its directory.
-        runs: Its runs, each with a directory of its own.
+        folder: The directory of the sweep.
+        runs: The runs, each with a directory of its own.
         stop: When a run that is worse than others stops; None for never.
     """
 

@@ -52,7 +52,7 @@ def on_engine(
 
     Args:
         prepared: The runs that share the model.
-        shared: How their steps are run together.
+        shared: The plan by which their steps are run together.
 
     Raises:
         SluiceError: The model cannot be loaded, or a step does not fit.
@@ -145,7 +145,7 @@ def calibrated(sessions: Sequence[Session], plan: Plan) -> Plan:
 
     Args:
         sessions: Runs that share an engine.
-        plan: Of the steps that they share.
+        plan: The plan of the steps that they share.
 
     Raises:
         TrialDoesNotFitError: The longest does not fit.
@@ -198,7 +198,7 @@ def with_unread(plan: Plan, found: Sequence[Collection[str]]) -> tuple[Plan, str
     """Return the plan priced by what recomputes really leave out, and a note if that differs.
 
     Args:
-        plan: As it was priced.
+        plan: The plan as it was priced.
         found: By layer, the names of the linears whose products are left out.
     """
     typical, layers = plan.request.typical, plan.facts.layers

@@ -26,7 +26,7 @@ def begin(
 
     Args:
         session: The run, just attached.
-        plan: Of its steps, at measured prices.
+        plan: The plan of its steps, at measured prices.
         priced: The plan as it was before steps were timed.
         choice: The alternatives that were considered.
     """
@@ -111,9 +111,9 @@ def save(
 
     Args:
         session: The run.
-        plan: What it is compared with.
-        record: Of the step.
-        step: Its number, counted from 1.
+        plan: The plan that it is compared with.
+        record: The result of the step.
+        step: The number of the step, counted from 1.
         best: The step of the best checkpoint, which is kept.
         taken: Energy of the step, by each rank.
         is_left: Whether it is the last that this process writes.

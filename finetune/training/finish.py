@@ -57,7 +57,7 @@ def _finish(session: Session, saved: Saved) -> None:
 
     Args:
         session: The run.
-        saved: What it has trained.
+        saved: The tensors that it has trained.
     """
     run, recipe, stops = session.run, session.run.recipe, session.stops
     evaluations = run.dir.evaluations(recipe.train)

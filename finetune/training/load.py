@@ -23,7 +23,7 @@ def load_base(run: Run, plan: Plan) -> Loaded:
 
     Args:
         run: The run, or the first of those that share it.
-        plan: Of its steps.
+        plan: The plan of its steps.
     """
     recipe, ranks = run.recipe, run.ranks
     if recipe.model.init == "pretrained" and recipe.model.path is not None:

@@ -112,9 +112,9 @@ class StepRecord:
         optimizer_s: Adding up the ranks' losses, clipping and update.
         step_s: The whole step, without waiting for data.
         timeline: The engine's ops.
-        metrics: Those of the objective, by name, over the rows of all ranks.
+        metrics: The metrics of the objective, by name, over the rows of all ranks.
         loss_scale: Factor of its gradients until they were added up.
-        scaling: How the loss of the next step is scaled; None if the model does not compute in
+        scaling: The scale of the next step's loss; None if the model does not compute in
             float16.
         is_skipped: Whether nothing was updated, because a gradient overflowed.
         unlearned: Names of an adapter's tensors that the run's first step gave no gradient.
@@ -141,13 +141,13 @@ class Request:
     """A step of a run before the engine computes it, alone or together with those of others.
 
     Attributes:
-        run: What the engine is given.
-        share: What it was made of.
-        order: Of a run's requests; in a step that is shared, all have the same.
+        run: The micro-batches and settings that the engine is given.
+        share: The rows that it was made of.
+        order: The number of the request in its run; requests that share a step have the same.
         lr: Learning rate of the update that follows.
         name: The step in words.
-        prepared_s: How long it took to make.
-        scaling: How its loss is scaled; None if it is not.
+        prepared_s: Seconds that it took to make.
+        scaling: The scale of its loss; None if it has none.
     """
 
     run: RunStep
@@ -164,8 +164,8 @@ class Computed:
     """What the engine found for a request.
 
     Attributes:
-        result: Of the run.
-        computed_s: Of the whole step, shared or not.
+        result: The engine's result for the run.
+        computed_s: Seconds of the whole step, shared or not.
     """
 
     result: StepOutput
@@ -242,14 +242,14 @@ class Loop:
 
         Args:
             model: On its engine, with its trainable tensors.
-            engine: Of the model.
-            update: Of what trains, with a fresh optimizer.
+            engine: The engine of the model.
+            update: The update of what trains, with a fresh optimizer.
             train: Settings of training.
-            num_steps: Of the run.
+            num_steps: The number of the run's steps.
             ranks: The processes that share each step.
             objective_of: Makes the loss of a step by its rows; None for cross-entropy.
             adapter: The model's adapter that this run trains; None if it has no other.
-            scaling: How the loss of the first step is scaled, of a model in float16.
+            scaling: The scale of the first step's loss, of a model in float16.
         """
         self._model = model
         self.engine = engine
@@ -373,7 +373,7 @@ class Loop:
 
         Args:
             examples: The rows.
-            steps: Of the run; they make micro-batches of rows.
+            steps: The run's steps; they make micro-batches of rows.
             progress: Called with the rows that are done, and all.
 
         Raises:
@@ -514,7 +514,7 @@ class Loop:
         """Let go of a step's gradients.
 
         Raises:
-            RunFailedError: As many were skipped in a row as may be.
+            RunFailedError: The most steps were skipped in a row.
         """
         tensor = self._update.skip()
         if scaling.num_in_a_row == MAX_SKIPPED:

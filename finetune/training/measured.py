@@ -60,7 +60,7 @@ def energy_row(taken: Sequence[Taken], *, num_tokens: int) -> dict[str, Any]:
 
     Args:
         taken: By each rank, since the step before.
-        num_tokens: Of the step, of all ranks.
+        num_tokens: Tokens of the step, of all ranks.
     """
     joules, window_s = by_part(taken), taken[0].window_s
     if not joules:
@@ -84,10 +84,10 @@ def write_measured(
 
     Args:
         session: The run.
-        plan: What it is compared with.
-        record: Of the step.
-        step: Its number, counted from 1.
-        seal: Of the file that the plan was written to.
+        plan: The plan that it is compared with.
+        record: The result of the step.
+        step: The number of the step, counted from 1.
+        seal: The seal of the file that the plan was written to.
         taken: Energy of the step, by each rank.
     """
     device = session.run.device

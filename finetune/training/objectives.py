@@ -45,7 +45,7 @@ class Objectives:
     """Makes the loss of each step.
 
     Attributes:
-        section: Of the recipe; its method is not `sft`.
+        section: The recipe's section; its method is not `sft`.
         seq_len: Longest row, in tokens.
         ranks: The processes that share each step.
     """
@@ -88,10 +88,10 @@ class Objectives:
         """Return what held-out rows say, with what its means are over.
 
         Args:
-            rows: What they are to each other.
+            rows: The relations of the rows to each other.
             label_lens: Tokens with a label of each row.
-            loss: Theirs.
-            metrics: Of the loss.
+            loss: The loss of the rows.
+            metrics: The metrics of the loss.
         """
         counts: dict[str, int] = {}
         if self.section.method == "kto":
@@ -116,7 +116,7 @@ class Objectives:
         """Return the mean of the objective's loss and metrics over held-out rows.
 
         Args:
-            loop: Of the run.
+            loop: The run's optimizer steps.
             held_out: Their steps, all this rank's; the ranks share them out by their numbers.
             progress: Called with the rows that are done, and all.
 
@@ -172,7 +172,7 @@ class WithLogps:
 
     Attributes:
         objective: The loss.
-        rows: What its rows are to each other.
+        rows: The relations of its rows to each other.
     """
 
     objective: Objective
@@ -309,8 +309,8 @@ def row_logps(
     """Return the log-probability of each row's label tokens, by the model as it is, in nats.
 
     Args:
-        loop: Of the run.
-        steps: Of the rows, all this rank's; the ranks share them out by their numbers.
+        loop: The run's optimizer steps.
+        steps: The steps of the rows, all this rank's; the ranks share them out by their numbers.
         ranks: The processes that share the rows.
         max_parts: The first parts of the rows, at most, each of about a step; those of other
             rows are 0. None takes all.

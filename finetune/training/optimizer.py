@@ -56,7 +56,7 @@ class RoundedWeights:
     Attributes:
         held: The tensors, by name.
         copies: Their fp32 copies, which have gradients but no values outside of `updated`.
-        num_updates: How many were made.
+        num_updates: The number of updates so far.
     """
 
     def __init__(self, held: Mapping[str, nn.Parameter], *, seed: int) -> None:
@@ -149,9 +149,9 @@ def rates_since(before: TrainSection, after: TrainSection, *, first_step: int) -
     """Describe from which step on a run that was made longer has another learning rate.
 
     Args:
-        before: As the run was begun, with `train.steps`.
+        before: The settings that the run was begun with, with `train.steps`.
         after: With more of them.
-        first_step: How many are done.
+        first_step: The number of steps that are done.
     """
     old, new = before.steps, after.steps
     assert old is not None
@@ -196,7 +196,7 @@ class Update(Protocol):
         """Return the loss and the norm of the gradients, over all ranks, before clipping.
 
         Args:
-            loss: Of this rank.
+            loss: The loss of this rank.
             loss_scale: Factor of its gradients, by which they are divided.
         """
 
@@ -236,9 +236,9 @@ class GradientSums:
         """Share out the weights among the ops.
 
         Args:
-            weights: What the optimizer updates, by name.
+            weights: The tensors that the optimizer updates, by name.
             layers: The names of those that each layer has alone.
-            train: How they are added up.
+            train: The settings by which they are added up.
             ranks: The processes that share each step.
         """
         self._dtype, self._ranks = _SENT[train.reduce_dtype], ranks

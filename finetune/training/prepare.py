@@ -58,7 +58,7 @@ class Data:
 
     Attributes:
         tokenizer: The model's.
-        rows: What is trained on and held out.
+        rows: The rows that are trained on, and those held out.
     """
 
     tokenizer: "PreTrainedTokenizerBase"
@@ -81,11 +81,11 @@ class Planned:
 
     Attributes:
         recipe: With the sizes of micro-batch and head chunk that were chosen, where left open.
-        steps: As these sizes cut them.
+        steps: The steps, cut by these sizes.
         choice: The plan, the same for all ranks unless their shares or cards differ, and the
             alternatives that were considered.
-        open_requests: What may still be chosen once layers are loaded and steps cut: the slots, and
-            where layer inputs wait.
+        open_requests: The requests that may still be chosen once layers are loaded and steps are
+            cut: they differ in the slots, and in where layer inputs wait.
         cards: What the ranks compute on, with settled expert kernels.
     """
 
@@ -102,8 +102,8 @@ class Prepared:
 
     Attributes:
         run: With the settings that were chosen.
-        data: Its rows.
-        planned: How its steps are run, by itself.
+        data: The run's rows.
+        planned: The plan of its steps, by itself.
     """
 
     run: Run
@@ -116,7 +116,7 @@ class Cards:
     """What the ranks of a run compute on.
 
     Attributes:
-        machines: Of each rank; those with cards of a kind are planned alike.
+        machines: The machine of each rank; those with cards of a kind are planned alike.
         are_alike: Whether there is one kind of card.
         is_settled: Whether the expert backend is.
     """
@@ -194,8 +194,8 @@ def with_plan(run: Run, planned: Planned, plan: Plan) -> Run:
 
     Args:
         run: The run.
-        planned: As it is run alone.
-        plan: Of the step, which it may share with other runs.
+        planned: The plan of the run alone.
+        plan: The plan of the step, which it may share with other runs.
 
     Raises:
         CheckpointError: The disk is too full.
@@ -290,7 +290,7 @@ def measure(run: Run, facts: ModelFacts, machine_file: Path | None) -> tuple[Mac
 
     Args:
         run: The run.
-        facts: Its model.
+        facts: The facts of its model.
         machine_file: A machine that was measured before; None measures this one.
 
     Raises:

@@ -165,7 +165,7 @@ class ProcessGroup(Ranks):
 
         Args:
             own: Why this rank fails; None if another does, which is then to be named.
-            why: What torch says of that.
+            why: The message of torch's error.
         """
         here = [r for r, node in enumerate(self.nodes) if r and node == self._launch.node]
         shown, what = min(here, default=self.index), own or self._gone([0], "its store is gone")
@@ -519,8 +519,8 @@ def measure_network(
 
     Args:
         ranks: There are several.
-        device: Where this rank's gradients are.
-        num_elements: Of the largest sum.
+        device: The device of this rank's gradients.
+        num_elements: Elements of the largest sum.
     """
 
     def sum_s(num: int) -> float:

@@ -55,10 +55,10 @@ def metrics_row(
     `phases_s` overlap; `parts_s` add up to the step and its wait for data.
 
     Args:
-        record: Of the step.
-        step: Its number, counted from 1.
-        data_wait_s: How long it waited for its rows.
-        seal: Of the prediction that existed before it.
+        record: The result of the step.
+        step: The number of the step, counted from 1.
+        data_wait_s: Seconds for which it waited for its rows.
+        seal: The seal of the prediction that existed before it.
     """
     timeline = record.timeline
     phases = timeline.phases() | {
@@ -136,11 +136,11 @@ def write_report(
     """Write report.json, a page and the drawings, and return the explanation shown at the end.
 
     Args:
-        run_dir: Of the run.
-        recipe: Of the run.
-        rows: Of its metrics.
+        run_dir: The run's directory.
+        recipe: The run's recipe.
+        rows: The rows of its metrics.
         adapter_step: The step after which the adapter's weights were taken.
-        stops: What ended the trained answers.
+        stops: The tokens that ended the trained answers.
     """
     explanation = explain(run_dir)
     content = {
@@ -172,7 +172,7 @@ def page_at_checkpoint(run_dir: Path, *, is_left: bool, note: Callable[[str], No
     A page that cannot be written does not stop a run.
 
     Args:
-        run_dir: Of the run; its metrics were written just now.
+        run_dir: The run's directory; its metrics were written just now.
         is_left: Whether no step follows.
         note: Says what went wrong.
     """

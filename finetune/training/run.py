@@ -28,11 +28,11 @@ class Run:
     """What every phase of a run needs.
 
     Attributes:
-        recipe: What to do; its open settings are chosen with the plan.
+        recipe: The recipe; its open settings are chosen with the plan.
         dir: The directory that it is kept in.
         ranks: The processes that do it together.
-        device: Where this rank computes.
-        screen: Where it is shown.
+        device: The device that this rank computes on.
+        screen: The screen that shows it.
         is_resumed: Whether it continues what is in its directory.
         are_cards_alike: Whether all ranks compute on cards of one kind.
         adapter: Name of its adapter in a model that it shares with other runs; None where it has
@@ -54,12 +54,12 @@ class Outcome:
     """How a run ended.
 
     Attributes:
-        run_dir: Its directory.
+        run_dir: The run's directory.
         num_steps: Steps done.
         signal: The signal that stopped it; None if none did.
         signalled: The ranks that got a signal.
         stopped: Why a rule stopped it; None if none did.
-        error: What it failed with; None if it did not.
+        error: The error that it failed with; None if it did not.
     """
 
     run_dir: Path
@@ -88,9 +88,9 @@ def opened(
     """Lock a run's directory in this context, and check all that needs nothing measured or loaded.
 
     Args:
-        recipe: What to do.
+        recipe: The recipe to run.
         ranks: The processes that do it together.
-        screen: Where to show it.
+        screen: The screen that shows it.
         is_resume: Continue the run in the recipe's directory.
         may_overwrite: Replace a run that is there.
         adapter: See `Run`.

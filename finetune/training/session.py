@@ -57,7 +57,7 @@ class Adapted:
 
     Attributes:
         model: The model.
-        backing: Where its layers' weights are; None if each parameter has its own memory.
+        backing: The memory of its layers' weights; None if each parameter has its own memory.
     """
 
     model: "PeftModel | PreTrainedModel"
@@ -78,13 +78,13 @@ class Session:
 
     Attributes:
         run: The run.
-        kind: What trains in it.
+        kind: The kind of run: what trains in it.
         tokenizer: The model's.
-        rows: What is trained on and held out.
-        steps: Of the run.
+        rows: The rows that are trained on, and those held out.
+        steps: The run's steps.
         model: With its adapter, if it has one.
         engine: Runs it.
-        loop: Its optimizer steps.
+        loop: The optimizer steps of the run.
         stops: Tokens that end an answer.
         held_out: Steps of the held-out rows, where rows are compared.
         references: Log-probabilities that were taken before step 1; empty if none were.
@@ -92,7 +92,7 @@ class Session:
         head: The steps of a head that trains alone, once its features are taken; None in other
             runs.
         first_step: Steps that were done before.
-        seal: Of the file that the plan was written to.
+        seal: The seal of the file that the plan was written to.
     """
 
     run: Run
@@ -146,7 +146,7 @@ class MeasuredTerm:
     Attributes:
         name: The plan's name where it has one.
         num_bytes: Bytes that are held in memory.
-        how: How they were measured.
+        how: The way in which they were measured.
         is_on_host: Whether it is host memory.
     """
 

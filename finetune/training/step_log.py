@@ -26,7 +26,7 @@ def step_log(session: Session, plan: Plan) -> Iterator["StepLog"]:
 
     Args:
         session: The run, begun.
-        plan: What its steps are compared with.
+        plan: The plan that its steps are compared with.
     """
     run, recipe = session.run, session.run.recipe
     with ExitStack() as held:
@@ -59,7 +59,7 @@ class StepLog:
     """The steps of a run, from the first that is left to its end.
 
     Attributes:
-        outcome: How the steps ended; None as long as there are more.
+        outcome: The end of the steps; None as long as there are more.
         num_steps: Steps that are done.
         loss: The loss on held-out rows after the newest step; None where it was not evaluated.
     """
@@ -134,7 +134,7 @@ class StepLog:
         There is no signal if the run is complete: after its last step, or earlier by its recipe.
 
         Args:
-            record: Of the step.
+            record: The result of the step.
             received: Signals so far.
             stopped: Why the run is to stop; None lets it go on.
         """

@@ -37,9 +37,9 @@ def trace_memory(
 
     Args:
         model: With what trains, as it is to be attached.
-        plan: As it was made by formulas.
-        open_requests: What may still be chosen, the plan's own request among it.
-        device: Where this rank computes.
+        plan: The plan as formulas made it.
+        open_requests: The requests that may still be chosen, the plan's own request among it.
+        device: The device that this rank computes on.
         ranks: The processes that share the plan; the main one traces.
 
     Raises:

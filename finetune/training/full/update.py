@@ -27,7 +27,7 @@ class FullUpdate:
         """Make fresh states.
 
         Args:
-            engine: Of the model, with trained weights on the host.
+            engine: The engine of the model, with trained weights on the host.
             train: Settings of training.
         """
         self._engine, self._max_norm = engine, train.max_grad_norm

@@ -142,7 +142,7 @@ def save_trained(session: Session, tensors: "dict[str, torch.Tensor] | None") ->
 
     Args:
         session: The run.
-        tensors: Its values, of a model that is in parts; None takes the model's.
+        tensors: The adapter's values, of a model that is in parts; None takes the model's.
     """
     run, model = session.run, cast("PeftModel", session.model)
     folder = run.dir.adapter

@@ -91,8 +91,8 @@ class HeadRows:
     """Rows with their features.
 
     Attributes:
-        steps: Of the rows, all this rank's.
-        features: Of each row.
+        steps: The steps of the rows, all this rank's.
+        features: The features of each row.
     """
 
     steps: Steps
@@ -155,7 +155,7 @@ def _features_of(session: Session, steps: Steps, name: str) -> HeadRows:
 
     Args:
         session: The run.
-        steps: Of the rows, all this rank's.
+        steps: The steps of the rows, all this rank's.
         name: The work in words.
     """
     engine, kind = session.engine, session.kind
@@ -271,7 +271,7 @@ def _learned(
     Args:
         session: The run.
         train: Settings of the head's steps.
-        cost: What the features are predicted to take.
+        cost: The predicted cost of the features.
     """
     run, start_s = session.run, time.perf_counter()
     trained, held_out = featured(session)
@@ -315,7 +315,7 @@ class _Learning:
         Args:
             session: The run.
             train: Settings of the steps.
-            head: What trains.
+            head: The head, which trains.
             trained: Rows to train on.
             held_out: Rows to evaluate on; None if there are none.
         """

@@ -47,7 +47,7 @@ class ShardedResult:
 
     Attributes:
         loss: Sum of this rank's losses, divided by the label tokens of all.
-        num_label_tokens: That number.
+        num_label_tokens: The number of label tokens.
         timeline: Visits as measured, and between them the waits for layers.
         metrics: None are known here.
         num_loads: Layers that were loaded: none.
@@ -65,8 +65,8 @@ class _Pass:
     """Where a pass of one micro-batch is.
 
     Attributes:
-        seed: Of the step.
-        number: Of the micro-batch, in the whole step.
+        seed: The seed of the step.
+        number: The number of the micro-batch in the whole step.
         clock: When each visit began.
     """
 
@@ -92,7 +92,7 @@ class ShardedEngine:
 
         Args:
             model: The model, the same on all ranks.
-            device: Where this rank computes.
+            device: The device that this rank computes on.
             ranks: The processes that share it.
         """
         from finetune.training.sharded.shard import shard

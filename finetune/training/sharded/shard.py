@@ -29,7 +29,7 @@ def shard(
 
     Args:
         model: On the host, with what trains; it stays the same object.
-        device: Where this rank computes.
+        device: The device that this rank computes on.
         world_size: The processes that share it, which all call this.
 
     Returns:

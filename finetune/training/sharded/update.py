@@ -192,7 +192,7 @@ class ShardedFullUpdate(ShardedUpdate):
         Args:
             trained: Name -> weight of the model that trains, in fp32, each rank's part of it.
             train: Settings of training.
-            dtype: That the weights compute in.
+            dtype: The type that the weights compute in.
             ranks: The processes that share the model.
         """
         super().__init__(trained, train=train, loraplus_ratio=None, ranks=ranks)
