@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -86,6 +86,9 @@ class NamedTensors(Protocol):
 
     def __getitem__(self, name: str, /) -> torch.Tensor:
         """Return the tensor with this name."""
+
+
+StateForm: TypeAlias = Mapping[str, tuple[torch.Size, torch.dtype]]
 
 
 class Stateful(Protocol):
@@ -237,14 +240,16 @@ class Checkpoints:
         parameters: Mapping[str, torch.Tensor],
         *,
         data_hash: str,
+        form: StateForm,
         is_scaled: bool = False,
     ) -> Restored:
         """Return what a checkpoint holds, if it is what these parameters need.
 
         Args:
-            step: Of the checkpoint.
+            step: The step of the checkpoint.
             parameters: Name -> what trains; all of it is in the checkpoint, and nothing else.
-            data_hash: Of the training rows.
+            data_hash: The digest of the training rows.
+            form: The form of the states that the run's optimizer has after a step.
             is_scaled: Whether the run scales its loss.
 
         Raises:
@@ -255,9 +260,9 @@ class Checkpoints:
         try:
             content = _read(self.folder(step))
             _check_tensors(content.tensors, parameters)
-            for path, tensor in _tensors_in(content.optimizer):
-                _check_finite(f"{path} in {_OPTIMIZER}", tensor)
             scaling = LossScale(**content.state[_SCALING]) if is_scaled else None
+            if scaling is None or scaling.num_skipped < step:  # else no state was made
+                _check_states(content.optimizer, form)
         except _DamagedError as error:
             raise self._damaged(step, str(error)) from error
         if content.state["data_hash"] != data_hash:
@@ -381,6 +386,28 @@ def _check_tensors(
                 f" {tuple(parameter.shape)} of {parameter.dtype}"
             )
         _check_finite(f"{name} in {_TRAINED}", tensor)
+
+
+def _check_states(optimizer: dict[str, Any], form: StateForm) -> None:
+    """Check that an optimizer's states are finite, and of the kind that the run's makes.
+
+    A parameter without a gradient so far has none.
+    """
+    expected = {path.rpartition("/")[2] for path in form}
+    found = set()
+    for path, tensor in _tensors_in(optimizer):
+        _check_finite(f"{path} in {_OPTIMIZER}", tensor)
+        if form.get(path, (tensor.shape, tensor.dtype)) != (tensor.shape, tensor.dtype):
+            raise _DamagedError(f"{path} in {_OPTIMIZER} is {tuple(tensor.shape)}, {tensor.dtype}")
+        found.add(path.rpartition("/")[2])
+    if found != expected:
+        odd = ", ".join(sorted(found ^ expected))
+        raise _DamagedError(f"{_OPTIMIZER} has the states of another optimizer: {odd}")
+
+
+def state_form(optimizer: Stateful) -> StateForm:
+    """Return the shape and the type of each state that an optimizer has, by its path."""
+    return {path: (t.shape, t.dtype) for path, t in _tensors_in(optimizer.state_dict())}
 
 
 def _tensors_in(tree: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:

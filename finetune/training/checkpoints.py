@@ -91,6 +91,7 @@ def _read(session: Session, step: int) -> Restored:
         step,
         session.loop.weights,
         data_hash=session.rows.data_hash,
+        form=session.loop.state_form,
         is_scaled=session.loop.scaling is not None,
     )
 

@@ -26,6 +26,8 @@ from finetune.run.checkpoint import (
     Restored,
     Resumable,
     Saved,
+    StateForm,
+    state_form,
 )
 from finetune.training.optimizer import Update, learning_rate
 from finetune.training.ranks import Ranks
@@ -260,6 +262,7 @@ class Loop:
         self._ranks = ranks
         self._objective = objective_of
         self._adapter = adapter
+        self.state_form: StateForm = {}
         self.scaling = scaling  # a resumed run has that of its checkpoint
 
     @property
@@ -342,6 +345,7 @@ class Loop:
         num_more = int(TIMED_S / max(self._ranks.exchange(records[0].step_s)))
         for order, share in enumerate(others[:num_more], 3):
             records.append((yield from self._rehearsed(order, share)))
+        self.state_form = state_form(self.optimizer)
         undo()
         self.scaling = scaling
         self._has_begun = False

@@ -23,7 +23,7 @@ from finetune.errors import CheckpointError
 from finetune.files.manifest import MANIFEST
 from finetune.report.explain import explain
 from finetune.report.prediction import require_unchanged
-from finetune.run.checkpoint import Checkpoints
+from finetune.run.checkpoint import Checkpoints, state_form
 from finetune.run.run_dir import RunDir, require_whole_adapter
 from finetune.run.run_files import SAMPLES, read_sealed
 from offload.errors import SluiceError
@@ -73,9 +73,13 @@ class Prepared:
         self.readers |= dict.fromkeys(self.unread, self.everything)
 
     def checkpoint(self) -> Any:
+        tried, stepped = self._fresh()
+        for parameter in tried.values():
+            parameter.grad = torch.zeros_like(parameter)
+        stepped.step()
         parameters, optimizer = self._fresh()
         restored = Checkpoints(self.path / "checkpoints").read(
-            STEP, parameters, data_hash=self._data_hash
+            STEP, parameters, data_hash=self._data_hash, form=state_form(stepped)
         )
         restored.put_into(parameters, optimizer)
         return plain({**parameters, "optimizer": optimizer.state_dict()})

@@ -35,7 +35,7 @@ from finetune.recipe.recipe import (
     with_settings,
 )
 from finetune.run import checkpoint, run_files
-from finetune.run.checkpoint import FIRST, Checkpoints, LossScale
+from finetune.run.checkpoint import FIRST, Checkpoints, LossScale, state_form
 from finetune.run.probe_folder import (
     PROBE,
     ProbeFigures,
@@ -440,9 +440,12 @@ def trained(num_updates: int) -> tuple[dict[str, nn.Parameter], Optimizer]:
 
 def load(checkpoints: Checkpoints, step: int) -> tuple[dict[str, nn.Parameter], Optimizer]:
     parameters, optimizer = make()
-    restored = checkpoints.read(step, parameters, data_hash="rows")
+    restored = checkpoints.read(step, parameters, data_hash="rows", form=FORM)
     restored.put_into(parameters, optimizer)
     return parameters, optimizer
+
+
+FORM = state_form(trained(1)[1])
 
 
 @pytest.fixture
@@ -536,6 +539,47 @@ def test_tensors_that_are_not_the_runs_are_refused(what: str, checkpoints: Check
     with pytest.raises(CheckpointError) as raised:
         load(checkpoints, 4)
     assert f"step-0000004 is damaged: {what}" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        (torch.optim.SGD, {}),
+        (torch.optim.SGD, {"momentum": 0.9}),
+        (torch.optim.AdamW, {"amsgrad": True}),
+        (torch.optim.Adagrad, {}),
+    ],
+)
+def test_states_of_another_optimizer_are_refused(
+    checkpoints: Checkpoints, kind: type[Optimizer], settings: dict[str, Any]
+) -> None:
+    """Its run would go on with fresh states, or with those of another rule."""
+    parameters, _ = make()
+    other: Any = kind
+    optimizer = other(parameters.values(), lr=0.1, **settings)
+    for parameter in parameters.values():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    checkpoints.save(6, parameters, optimizer, data_hash="rows", num_kept=3)
+    with pytest.raises(CheckpointError, match="has the states of another optimizer: "):
+        load(checkpoints, 6)
+
+
+def test_states_of_another_type_are_refused(checkpoints: Checkpoints) -> None:
+    parameters, optimizer = trained(6)
+    states = optimizer.state_dict()["state"][1]
+    states["exp_avg"] = states["exp_avg"].bfloat16()
+    checkpoints.save(6, parameters, optimizer, data_hash="rows", num_kept=3)
+    with pytest.raises(CheckpointError, match=r"state/1/exp_avg in optimizer\.pt is \(5,\), torch"):
+        load(checkpoints, 6)
+
+
+def test_a_parameter_without_a_gradient_so_far_has_no_states(checkpoints: Checkpoints) -> None:
+    parameters, optimizer = make()
+    parameters["a"].grad = torch.randn(4, 3)
+    optimizer.step()
+    checkpoints.save(6, parameters, optimizer, data_hash="rows", num_kept=3)
+    assert list(load(checkpoints, 6)[1].state_dict()["state"]) == [0]
 
 
 def test_states_that_are_not_finite_are_refused(checkpoints: Checkpoints) -> None:

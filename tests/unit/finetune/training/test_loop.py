@@ -179,7 +179,7 @@ def test_a_resume_in_16_bits_continues_to_the_bit(
             checkpoints.save(2, whole.weights, whole.optimizer, data_hash="", num_kept=1)
     resumed, found = make()
     rehearse(resumed, batches(20), [batches(8)])
-    resumed.restore(checkpoints.read(2, resumed.weights, data_hash=""))
+    resumed.restore(checkpoints.read(2, resumed.weights, data_hash="", form=resumed.state_form))
     assert [resumed.step(number, batches(8)).loss for number in (2, 3)] == losses[2:]
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert all(torch.equal(resumed.weights[name], whole.weights[name]) for name in expected)
@@ -422,6 +422,7 @@ def test_move_a_resumed_run_keeps_the_scale_and_skipped_steps(tmp_path: Path) ->
             step,
             loop.weights,
             data_hash="",
+            form=loop.state_form,
             is_scaled=True,
         )
         loop.restore(found)
