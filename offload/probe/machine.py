@@ -7,6 +7,7 @@ before a run does not affect the run.
 """
 
 import ctypes
+import importlib
 import os
 import platform
 import re
@@ -37,9 +38,7 @@ from offload.plan.machine.machine import (
 from offload.probe.rates import RateBench, timed_s, typical_s
 
 LEAST_REHEARSED_BYTES, MAX_REHEARSED_BYTES = 256 * MIB, 4096 * MIB
-# What a run imports after it has measured the machine, transformers' model code and peft: 178 to
-# 186 MiB with transformers 5.23 and peft 0.21, on a CPU. The library tells whether it is there.
-RUN_LIBRARIES_BYTES, RUN_LIBRARY = 182 * MIB, "peft"
+RUN_LIBRARY = "peft"  # with what it imports, the last large one that a run needs
 NUM_CONTEXT_TRIALS, STEADY_BYTES = 3, 16 * MIB
 HOLD_CONTEXT = (
     "import sys, torch; torch.zeros(1, device='cuda'); print(flush=True); sys.stdin.read()"
@@ -55,15 +54,16 @@ def load_per_cpu() -> float | None:
 
 
 def process_bytes() -> int:
-    """Return the memory of this process once it has imported what a run needs.
+    """Import what a run needs, and return the memory of this process.
 
     What it has freed does not count, such as that of modules that were compiled when they were
     first imported: later tensors take its place.
     """
     from offload.engine.host.pagelock import trim_heap
 
+    importlib.import_module(RUN_LIBRARY)
     trim_heap()
-    return resident_bytes() + (0 if RUN_LIBRARY in sys.modules else RUN_LIBRARIES_BYTES)
+    return resident_bytes()
 
 
 def cuda_context_bytes() -> int:

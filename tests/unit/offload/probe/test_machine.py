@@ -28,7 +28,6 @@ from offload.probe.energy import (
     processor_counters,
 )
 from offload.probe.machine import (
-    RUN_LIBRARIES_BYTES,
     disk_rate,
     has_grouped_gemm,
     probe,
@@ -74,8 +73,7 @@ def test_the_probe_names_the_machine_and_its_dtype(machine: Machine) -> None:
 
 
 def test_the_context_of_a_cpu_is_this_process(machine: Machine) -> None:
-    to_come = 0 if "peft" in sys.modules else RUN_LIBRARIES_BYTES
-    assert machine.context_bytes == pytest.approx(resident_bytes() + to_come, rel=0.5)
+    assert machine.context_bytes == pytest.approx(resident_bytes(), rel=0.5)
     assert machine.context_bytes < machine.ram_bytes == machine.vram_bytes
 
 
