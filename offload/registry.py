@@ -1,0 +1,79 @@
+"""Extensions by name: a module each in a folder of ours, or an entry point of another package.
+
+An extension is a value of its kind's class. In the tree it is `EXTENSION` of a module, whose name
+is the extension's. Another package declares its own:
+
+    [project.entry-points."sluice.codecs"]
+    my_codec = "my_package.my_codec:EXTENSION"
+
+Names are known without importing any extension; one is imported when it is asked for. Modules of
+extensions are pure: they import torch inside functions, or name a module beside them that does.
+"""
+
+import importlib
+import pkgutil
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from importlib.metadata import EntryPoint, entry_points
+from typing import TypeVar
+
+from offload.errors import OffloadError
+
+Extension = TypeVar("Extension")
+
+
+class Registry(Mapping[str, Extension]):
+    """The extensions of a kind, those of the tree first.
+
+    Args:
+        kind: Plural noun; entry points are in the group `sluice.KIND`.
+        package: Dotted name of the folder in the tree.
+        type_: Class of the extensions.
+    """
+
+    def __init__(self, kind: str, package: str, type_: type[Extension]) -> None:
+        self.kind, self.package, self._type = kind, package, type_
+        self._loaded: dict[str, Extension] = {}
+
+    @cached_property
+    def _ours(self) -> tuple[str, ...]:
+        path = importlib.import_module(self.package).__path__
+        names = (module.name for module in pkgutil.iter_modules(path))
+        return tuple(name for name in names if not name.startswith("_"))
+
+    @cached_property
+    def _others(self) -> dict[str, EntryPoint]:
+        found = entry_points(group=f"sluice.{self.kind}")
+        return {point.name: point for point in found if point.name not in self._ours}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((*self._ours, *self._others))
+
+    def __len__(self) -> int:
+        return len(self._ours) + len(self._others)
+
+    def __getitem__(self, name: str) -> Extension:
+        """Return an extension, imported if it was not yet.
+
+        Raises:
+            KeyError: There is none of this name.
+            OffloadError: That of another package is not of this kind.
+        """
+        if name in self._loaded:
+            return self._loaded[name]
+        if name in self._ours:
+            module = importlib.import_module(f"{self.package}.{name}")
+            self._loaded[name] = module.EXTENSION
+        else:
+            self._loaded[name] = self._checked(self._others[name])
+        return self._loaded[name]
+
+    def _checked(self, point: EntryPoint) -> Extension:
+        extension = point.load()
+        if not isinstance(extension, self._type):
+            raise OffloadError(
+                f"{point.value} is a {type(extension).__name__}",
+                limit=f"an entry point of sluice.{self.kind} is a {self._type.__name__}",
+                hint=f"correct {point.name} in its package, or uninstall that",
+            )
+        return extension
