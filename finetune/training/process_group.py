@@ -13,7 +13,7 @@ How a failure of one rank ends all, in order of the means:
 The first word is what all show, one rank of each machine: the one that left it or the first that
 asks. A launcher ends the others of its machine as soon as one exits with an error, and would cut
 off that report, so ranks that show nothing wait `QUIET_S` before they exit. Rank 0 may have the
-store: it stays until the others know the word, for `MOMENT_S` at most.
+store: it stays until the others that live know the word, for `MOMENT_S` at most.
 
 How strangers are kept out: whoever reaches torch's store can read it and write to it, and gloo and
 NCCL connect to the addresses in it. So each value is signed, by HMAC-SHA256 of its key and itself,
@@ -70,7 +70,7 @@ T = TypeVar("T")
 JOIN_S, TIMEOUT_S = 120.0, 2 * 3600.0
 LEAST_STEP_S, STEPS = 60.0, 10
 BLOCK_BYTES, MOST_ELEMENTS = 2**20, 2**24
-QUIET_S, MOMENT_S, NOTICED_S, ANSWER_S = 5.0, 3.0, 1.0, 5.0
+QUIET_S, MOMENT_S, NOTICED_S, ANSWER_S = 12.0, 10.0, 1.0, 5.0
 _POLL_S, _POLL_FRAC, _MOST_POLL_S = 0.0002, 0.02, 0.01
 _OF_NETWORK = re.compile("gloo|pair closure|NCCL|store")
 PACKAGES = (
@@ -100,6 +100,7 @@ class ProcessGroup(Ranks):
         self.num, self.index, self.local_index = launch.num, launch.index, launch.local_index
         self._launch, self._bucket_bytes, self._bucket = launch, bucket_bytes, torch.empty(0)
         self._knowing = [f"knows/{rank}" for rank in range(self.num)]
+        self._pids: list[int] = []
         self._longest_step_s: float | None = None  # but for the first, in which layers are compiled
         self._begun_s = time.monotonic()
         with self._reaching():
@@ -153,8 +154,10 @@ class ProcessGroup(Ranks):
             else self._failure(f"rank {self.index} has failed: {what}")
         )
         if self.index == 0:
+            ended = {rank for rank, _ in enumerate(self._pids) if self._has_ended(rank)}
+            others = [key for rank, key in enumerate(self._knowing) if rank not in ended]
             with suppress(RuntimeError):
-                self._store.wait(self._knowing, timedelta(seconds=MOMENT_S))
+                self._store.wait(others, timedelta(seconds=MOMENT_S))
         if isinstance(error, Exception) and not failure.is_shown:
             with suppress(KeyboardInterrupt):  # the launcher's SIGTERM
                 time.sleep(QUIET_S)
@@ -216,7 +219,7 @@ class ProcessGroup(Ranks):
             host, port = self._launch.store
             raise FinetuneError(
                 f"rank {self.index} of {self.num} cannot reach the others at {host}:{port}:"
-                f" {str(error).splitlines()[0]}",
+                f" {str(error).partition(chr(10))[0] or 'no answer'}",
                 limit=f"all must be there within {JOIN_S:,.0f} s; the launcher's MASTER_ADDR and"
                 " MASTER_PORT lead to a port that is rank 0's or the launcher's alone",
                 hint="start the same command on each machine, with a port that is free"

@@ -121,8 +121,11 @@ class Ranks:
             self.exchange(None)
 
     @contextmanager
-    def failing_together(self) -> Iterator[None]:
+    def failing_together(self, *, is_step: bool = False) -> Iterator[None]:
         """Fail on all ranks if one fails in this context, in which no rank waits for others.
+
+        Args:
+            is_step: See `exchange`.
 
         Raises:
             RunFailedError: There are several ranks, and one has failed.
@@ -136,7 +139,7 @@ class Ranks:
             where = f"rank {self.index}"
             failure = file_error(error, where) if isinstance(error, OSError) else error
         own = None if failure is None else (failure.what, failure.limit, failure.hint)
-        for found in self.exchange(own):
+        for found in self.exchange(own, is_step=is_step):
             if found is not None:
                 raise RunFailedError(found[0], limit=found[1], hint=found[2]) from failure
 

@@ -121,7 +121,7 @@ class StepLog:
             self.loss = row[EVAL_LOSS]
             self._evaluations = self._evaluations.after(done, row[EVAL_LOSS])
         self._taken = _of_all(self.meter.taken(), ranks)
-        with ranks.failing_together():
+        with ranks.failing_together(is_step=True):
             if ranks.is_main:
                 self.writer.write(row | energy_row(self._taken, num_tokens=record.num_tokens))
         self.bar.advance(row)
@@ -140,7 +140,7 @@ class StepLog:
         """
         session, run, done = self.session, self.session.run, self.num_steps
         output, evaluations = run.recipe.output, self._evaluations
-        signals = run.ranks.exchange(received[0] if received else 0)
+        signals = run.ranks.exchange(received[0] if received else 0, is_step=True)
         signal = max(signals) or None
         best = evaluations.best_step if output.best_checkpoint else None
         if self._is_complete:
@@ -174,5 +174,6 @@ class StepLog:
 
 def _of_all(taken: Taken, ranks: Ranks) -> list[Taken]:
     """Return what all ranks have taken, in rank order."""
-    every = ranks.exchange((taken.window_s, dict(taken.joules), dict(taken.missing)))
-    return [Taken(window_s=window_s, joules=own, missing=why) for window_s, own, why in every]
+    own = (taken.window_s, dict(taken.joules), dict(taken.missing))
+    every = ranks.exchange(own, is_step=True)
+    return [Taken(window_s=window_s, joules=joules, missing=why) for window_s, joules, why in every]
