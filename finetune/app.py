@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Sequence
+from importlib.metadata import entry_points
 
 import typer
 
@@ -49,6 +50,8 @@ app = typer.Typer(
 app.add_typer(recipes_app, name="recipes")
 for command in COMMANDS:
     app.command()(command)
+for point in entry_points(group="sluice.commands"):  # functions of other packages, as ours are
+    app.command(point.name)(point.load())
 
 
 def main(argv: Sequence[str] | None = None) -> None:
