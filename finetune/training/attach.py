@@ -58,7 +58,9 @@ def on_engine(
         SluiceError: The model cannot be loaded, or a step does not fit.
     """
     runs, plan = [one.run for one in prepared], shared.choice.plan
-    first, ranks, kind = runs[0], runs[0].ranks, kind_of(runs[0].recipe)
+    first, ranks = runs[0], runs[0].ranks
+    # of several runs some may have a probe; that kind trains the others as adapters too
+    kind = kind_of(next((r.recipe for r in runs if r.recipe.train.takes_features), first.recipe))
     loaded = load_base(first, plan)
     model = kind.load(loaded, runs)
     if first.recipe.train.neftune_alpha is not None:

@@ -918,7 +918,7 @@ def test_a_signal_before_the_first_step_to_one_of_two_ranks_is_named_by_the_othe
     ranks[1].wait_for(lambda: (tmp_path / "run" / "run.lock").exists())
     assert ranks[1].end(signal.SIGTERM) == 143, ranks[1].shown
     assert ranks[0].end() == 1
-    assert "error (rank 0): rank 1 was stopped before a step had ended" in ranks[0].shown
+    assert "error (rank 0): rank 1 has failed: Interrupted: SIGTERM" in ranks[0].shown
 
 
 def test_resume_and_overwrite_exclude_each_other(write_recipe, machine_file, capsys) -> None:
