@@ -576,12 +576,6 @@ def _expert_targets(model: PreTrainedModel, adapter: AdapterSection) -> tuple[st
             limit="only mixture-of-experts models have them",
             hint="`adapter.experts: false`",
         )
-    if experts and adapter.dropout:
-        raise ConfigError(
-            f"adapter.dropout: {adapter.dropout} with adapter.experts: true",
-            limit="adapters on fused experts have no dropout",
-            hint="`adapter.dropout: 0.0`",
-        )
     return experts
 
 

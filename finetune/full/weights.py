@@ -52,10 +52,11 @@ def choose_weights(model: "PreTrainedModel", what: Literal["all"] | Sequence[str
         if found is None:
             found = {name for name in named if fnmatchcase(name, pattern)}
         if not found:
+            near = [nearest(pattern, named) if one == pattern else one for one in patterns]
             raise ConfigError(
                 f"train.what: {pattern} matches no weight of a {type(model).__name__}",
                 limit=f"patterns match whole names, such as {next(iter(named))}",
-                hint=f"`train.what: [{nearest(pattern, named)}]`, or `train.what: all`",
+                hint=f"`train.what: [{', '.join(near)}]`, or `train.what: all`",
             )
         chosen |= found
     for parameter in model.parameters():
@@ -123,7 +124,8 @@ def counted(section: ModelSection, what: tuple[str, ...]) -> WholeWeights:
         raise ConfigError(
             f"train.what: {', '.join(what)} chooses no weight of a layer",
             limit="layers are what is streamed; weights around them alone need no streaming",
-            hint="add a pattern such as `model.layers.*`, or `adapter.modules_to_save`",
+            hint=f"`train.what: [{', '.join((*what, 'last_1_layer'))}]`, or an adapter with"
+            " `adapter.modules_to_save`",
         )
     return WholeWeights(layers=layers, outer=tuple((n, size) for n, size in outer.items() if size))
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 from finetune.errors import ConfigError
 from finetune.planning.request import full_request, has_router_loss, request_for
+from finetune.recipe.capabilities import NEVER_ENCODED, STREAMED
 from finetune.recipe.recipe import Recipe, with_settings
-from finetune.recipe.rules import NEVER_ENCODED, streamed_instead
 from offload.plan.facts.codec import CodecName
 from offload.plan.facts.facts import ModelFacts
 from offload.plan.facts.workload import why_head_on_device, why_on_device
@@ -220,7 +220,7 @@ def chooser(recipe: Recipe) -> Callable[[ModelFacts, Machine, Sequence[PlanReque
             "train.parallel: fsdp2, and the model's config asks for a router loss",
             limit="it counts the tokens of the whole step, and here each micro-batch passes through"
             " the model by itself",
-            hint=f"`train.router_loss_coef: 0`, or {streamed_instead(recipe.train)}",
+            hint=f"`train.router_loss_coef: 0`, or {STREAMED}",
         )
     return choose_sharded
 

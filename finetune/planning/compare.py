@@ -11,9 +11,9 @@ from finetune.errors import ConfigError
 from finetune.planning.candidates import chosen_plan, fits, nearest_request
 from finetune.planning.request import with_backend
 from finetune.planning.subject import Subject
+from finetune.recipe.capabilities import broken_rules
 from finetune.recipe.load import shipped_shapes
 from finetune.recipe.recipe import Recipe, with_seq_len, with_settings
-from finetune.recipe.rules import broken_rules
 from finetune.report.format import shown_break_even, shown_gib, table_of
 from offload.errors import DoesNotFitError
 from offload.plan.facts.codec import CodecName

@@ -12,8 +12,8 @@ from typing import Any, Literal
 from finetune.errors import ConfigError
 from finetune.planning.candidates import choose, chooser, fits, full_requests, in_forms
 from finetune.planning.ranks import LAUNCHED, require_ranks_for
+from finetune.recipe.capabilities import broken_with
 from finetune.recipe.recipe import Recipe, with_settings
-from finetune.recipe.rules import broken_sharded_rules
 from finetune.report.format import shown_gib, shown_time
 from offload.errors import DoesNotFitError, SluiceError
 from offload.plan.facts.facts import ModelFacts
@@ -269,11 +269,10 @@ def _streamed(
 
 
 def _sharded(recipe: Recipe, facts: ModelFacts, machine: Machine, *, num_ranks: int) -> Way:
-    breach = next(broken_sharded_rules(recipe), None)
+    breach = next(broken_with(recipe, "train.parallel"), None)
     if breach is not None:
         why = f"as {breach.what.partition(' and train.parallel')[0]}: {breach.limit}"
-        broken = ConfigError(breach.what, limit=breach.limit, hint=breach.hint)
-        return Way(name=FSDP2, choice=None, why_not=why, error=broken)
+        return Way(name=FSDP2, choice=None, why_not=why, error=breach.error)
     try:
         choose_sharded = chooser(recipe)
     except ConfigError as error:

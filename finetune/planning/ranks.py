@@ -1,6 +1,10 @@
 """Whether a step can be shared: by processes of a launcher, or by GPUs that are planned for."""
 
+from collections.abc import Callable
+from typing import Any
+
 from finetune.errors import ConfigError
+from finetune.recipe.capabilities import OF_PROCESSES, OF_SHARED_WEIGHTS, PROCESSES, require
 from finetune.recipe.sections import TrainSection
 from offload.plan.machine.machine import Machine
 
@@ -53,7 +57,7 @@ def require_shares(train: TrainSection, *, num_ranks: int, setting: str = LAUNCH
         raise ConfigError(
             f"train.shares: {list(shares)}, with {num_ranks} process{'es' * (num_ranks > 1)}",
             limit="it has a number for each of several processes",
-            hint=f"`{setting} {max(2, len(shares))}`, or `train.shares: auto`",
+            hint=f"`train.shares: auto`, or `{setting} {max(2, len(shares))}`",
         )
 
 
@@ -68,25 +72,8 @@ def require_ranks_for(train: TrainSection, *, num_ranks: int, setting: str = LAU
     Raises:
         ConfigError: There are several, or one that is to share the model.
     """
-    if train.is_sharded:
-        if num_ranks == 1:
-            raise ConfigError(
-                "train.parallel: fsdp2, with one process",
-                limit="each process holds a part of the model, so there are two at least",
-                hint=f"`{setting} 2`, or `train.parallel: stream`",
-            )
-        return
-    if train.takes_features and num_ranks > 1:
-        own, fix = f"train.probe_steps: {train.probe_steps}", "train.probe_steps: null"
-        if train.is_head_alone:
-            own, fix = "train.what: head", "train.what: adapter"
-        raise ConfigError(
-            f"{own}, with {num_ranks} processes",
-            limit="features are computed and kept by one process",
-            hint=f"`{setting} 1`, or `{fix}`",
-        )
-    if train.parallel == "stream":
-        require_sharded(train, num_ranks=num_ranks, setting=setting)
+    weights = OF_SHARED_WEIGHTS if train.parallel == "stream" else ()
+    require((*OF_PROCESSES, *weights), _reader(train, num_ranks), option=setting)
 
 
 def require_sharded(train: TrainSection, *, num_ranks: int, setting: str = LAUNCHED) -> None:
@@ -100,15 +87,12 @@ def require_sharded(train: TrainSection, *, num_ranks: int, setting: str = LAUNC
     Raises:
         ConfigError: There are several, and the model is not sharded.
     """
-    if num_ranks == 1 or not train.is_full or train.is_sharded:
-        return
-    what = train.what if isinstance(train.what, str) else list(train.what)
-    raise ConfigError(
-        f"train.what: {what} and train.parallel: {train.parallel}, with {num_ranks} processes",
-        limit="weights of the model that train over several GPUs are sharded; one process alone"
-        " streams and updates them",
-        hint=f"`train.parallel: fsdp2`, or `{setting} 1`",
-    )
+    require(OF_SHARED_WEIGHTS, _reader(train, num_ranks), option=setting)
+
+
+def _reader(train: TrainSection, num_ranks: int) -> Callable[[str], Any]:
+    values = {PROCESSES: num_ranks, **{f"train.{name}": value for name, value in train}}
+    return values.__getitem__
 
 
 def require_gpus(train: TrainSection, machine: Machine, *, num_gpus: int, setting: str) -> None:

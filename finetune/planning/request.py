@@ -10,6 +10,7 @@ from finetune.adapter.targets import chosen_targets
 from finetune.errors import ConfigError
 from finetune.model.config import read_config
 from finetune.planning.ranks import require_sharded
+from finetune.recipe.capabilities import DEVICE, MLPS, MODEL, OF_MODEL, require, setting
 from finetune.recipe.load import is_shipped
 from finetune.recipe.recipe import Recipe
 from finetune.recipe.sections import AdapterSection, ModelSection, ObjectiveSection, OffloadSection
@@ -172,7 +173,7 @@ def with_backend(recipe: Recipe, facts: ModelFacts, machine: Machine) -> Machine
     Raises:
         ConfigError: See `with_configured_backend`.
     """
-    configured = with_configured_backend(recipe.model, facts, machine)
+    configured = with_configured_backend(recipe, facts, machine)
     is_open = configured is machine and machine.experts_implementation.value == "triton"
     if not (is_open and facts.has_experts and recipe.train.is_full):
         return configured
@@ -180,33 +181,17 @@ def with_backend(recipe: Recipe, facts: ModelFacts, machine: Machine) -> Machine
     return replace(machine, experts_implementation=way)
 
 
-def with_configured_backend(model: ModelSection, facts: ModelFacts, machine: Machine) -> Machine:
+def with_configured_backend(recipe: Recipe, facts: ModelFacts, machine: Machine) -> Machine:
     """Return the machine with the recipe's expert backend; unchanged if that is auto.
 
     Raises:
         ConfigError: The model has no experts, or the device does not support the backend, or not
             the layers' kernels.
     """
-    if model.kernels == "fused" and machine.device == "cpu":
-        raise ConfigError(
-            f"model.layer_kernels: fused, but {machine.name} is a CPU",
-            limit="fused operators are Triton's, which run on CUDA",
-            hint="`model.layer_kernels: auto`",
-        )
-    way = model.experts_implementation
+    _require_model(recipe, facts, device=machine.device)
+    way = recipe.model.experts_implementation
     if way == "auto":
         return machine
-    if not facts.has_experts:
-        raise ConfigError(
-            f"model.experts_implementation: {way}, but a {facts.model_type} model has no experts",
-            hint="`model.experts_implementation: auto`",
-        )
-    if way == "triton" and machine.device == "cpu":
-        raise ConfigError(
-            f"model.experts_implementation: triton, but {machine.name} is a CPU",
-            limit="Triton's kernels run on CUDA",
-            hint="`model.experts_implementation: auto`",
-        )
     return replace(
         machine, experts_implementation=Implementation(value=way, source="as the recipe says")
     )
@@ -356,22 +341,7 @@ def _request(
             limit=f"it was made for at most {facts.max_position_embeddings} positions",
             hint=f"`train.seq_len: {facts.max_position_embeddings - num}`",
         )
-    if recipe.train.router_loss_coef is not None and not facts.has_experts:
-        raise ConfigError(
-            f"train.router_loss_coef: {recipe.train.router_loss_coef:g}, but a {facts.model_type}"
-            " model has no router",
-            limit="only a mixture of experts has a router loss",
-            hint="`train.router_loss_coef: null`",
-        )
-    if typical.mlp_chunk_tokens is not None and not any(
-        x.group in TILED_GROUPS for layer in facts.layers for x in layer.linears
-    ):
-        raise ConfigError(
-            f"offload.mlp_chunk: {typical.mlp_chunk_tokens}, but every MLP of this"
-            f" {facts.model_type} model is a mixture of experts",
-            limit="routed experts are not computed in chunks of tokens",
-            hint="`offload.mlp_chunk: auto`",
-        )
+    _require_model(recipe, facts, device="")
     _require_places(recipe.offload, facts, typical, num_ranks=num_ranks)
     has_backward = not recipe.train.is_head_alone
     return PlanRequest(
@@ -402,6 +372,21 @@ def _request(
             element_bytes=2 if recipe.train.reduce_dtype == "bf16" else FP32_BYTES,
         ),
     )
+
+
+def _require_model(recipe: Recipe, facts: ModelFacts, *, device: str) -> None:
+    """Check that a recipe goes with the model, and with the device if that is known.
+
+    Raises:
+        ConfigError: It does not.
+    """
+    has_tiles = any(x.group in TILED_GROUPS for layer in facts.layers for x in layer.linears)
+    given = {
+        DEVICE: device,
+        MODEL: "a mixture of experts" if facts.has_experts else "dense",
+        MLPS: "dense" if has_tiles else "a mixture of experts",
+    }
+    require(OF_MODEL, lambda name: given[name] if name in given else setting(recipe, name))
 
 
 def _require_places(

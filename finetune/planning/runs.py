@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from finetune.errors import ConfigError
 from finetune.planning.candidates import chosen_plan, shared_requests
 from finetune.planning.subject import Subject, subject_of
+from finetune.recipe.capabilities import require_shared
 from finetune.recipe.grid import named_variants, values_of
 from finetune.recipe.recipe import Recipe
-from finetune.recipe.shared_rules import require_shared
 from offload.errors import OffloadError
 from offload.plan.machine.machine import Machine
 from offload.plan.plan import Plan

@@ -17,6 +17,7 @@ from finetune.files.atomic import expanded
 from finetune.model.config import cached_file, has_weights, is_hub_reachable
 from finetune.planning.candidates import full_requests
 from finetune.planning.request import facts_of
+from finetune.recipe.capabilities import RIVALS
 from finetune.recipe.load import (
     Draft,
     Place,
@@ -30,7 +31,6 @@ from finetune.recipe.load import (
     shipped_shapes,
 )
 from finetune.recipe.recipe import Recipe, shipped_recipes, whole_units
-from finetune.recipe.rules import RIVALS
 from offload.plan.facts.facts import ModelFacts
 from offload.plan.request import PlanRequest
 

@@ -32,6 +32,7 @@ from pydantic import BaseModel, Field, ValidationError
 from finetune.errors import ConfigError
 from finetune.files.atomic import JsonFile, expanded
 from finetune.files.manifest import has_yaml_seal
+from finetune.recipe.capabilities import RIVALS, Breach
 from finetune.recipe.recipe import (
     Recipe,
     describe,
@@ -49,7 +50,6 @@ from finetune.recipe.recipe import (
     shown,
     written,
 )
-from finetune.recipe.rules import RIVALS, Breach
 from finetune.recipe.sections import MixSource
 
 # ---------------------------------------------------------------------------------------------

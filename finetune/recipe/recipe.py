@@ -2,7 +2,7 @@
 
 A recipe is YAML in eight sections; their fields are in `finetune.recipe.sections`. This module
 treats recipes as values: their canonical text, their hash, the difference of two, their JSON
-schema, and where the shipped ones are. Rules between fields are in `finetune.recipe.rules`;
+schema, and where the shipped ones are. Rules between fields are in `finetune.recipe.capabilities`;
 `finetune.recipe.load` reads files, with line numbers.
 """
 
@@ -20,7 +20,7 @@ from pydantic import model_validator
 from pydantic_core import PydanticCustomError
 
 from finetune.errors import ConfigError
-from finetune.recipe.rules import broken_rules
+from finetune.recipe.capabilities import broken_rules
 from finetune.recipe.sections import HEADS, Settings
 from offload.plan.facts.trainable import SCORE
 
@@ -108,13 +108,6 @@ def _flat(recipe: Recipe) -> dict[str, Any]:
         for section, fields in recipe.model_dump(mode="json").items()
         for field, value in fields.items()
     }
-
-
-def setting(recipe: Recipe, path: str) -> object:
-    """Return the value of a setting, by its dotted path."""
-    section, _, field = path.partition(".")
-    value: object = getattr(getattr(recipe, section), field)
-    return value
 
 
 def with_settings(recipe: Recipe, values: Mapping[str, object]) -> Recipe:

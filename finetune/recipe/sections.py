@@ -2,7 +2,7 @@
 
 Defaults are only here: all lower layers take run settings as required arguments, because a default
 written twice is a default with two values. A field's own limits are next to it; rules that read
-several fields are in `finetune.recipe.rules`.
+several fields are in `finetune.recipe.capabilities`.
 """
 
 import math

@@ -19,13 +19,13 @@ from finetune.files.manifest import (
     is_sealed_yaml,
     sealed_yaml,
 )
+from finetune.recipe.capabilities import setting
 from finetune.recipe.load import RUN_CHECKPOINTS, RUN_METRICS, RUN_RECIPE, load_recipe
 from finetune.recipe.recipe import (
     Recipe,
     differences,
     is_longer,
     resolved_yaml,
-    setting,
     with_settings,
 )
 from finetune.recipe.sections import TrainSection

@@ -16,11 +16,10 @@ from rich.text import Text
 from finetune.errors import ApartError, CheckpointError, ConfigError, TrialDoesNotFitError
 from finetune.files.atomic import JsonFile, write_atomically
 from finetune.files.manifest import sealed_json
+from finetune.recipe.capabilities import broken_with, require_shared
 from finetune.recipe.load import load_recipe
 from finetune.recipe.recipe import Recipe, differences, resolved_yaml
-from finetune.recipe.rules import broken_embedding_rules, broken_head_rules
 from finetune.recipe.sections import OffloadSection
-from finetune.recipe.shared_rules import require_shared
 from finetune.report.compare_pages import SweptRun, sweep_page
 from finetune.report.format import compact_table
 from finetune.report.screen import Screen
@@ -517,9 +516,9 @@ def _settled(recipe: Recipe, update: Mapping[str, object]) -> Recipe:
 
     made, own = updated(update), recipe.offload
     is_pair = made.offload.embeddings == made.offload.head == "host"  # which may be one weight
-    if is_out := any(broken_embedding_rules(made)):
+    if is_out := any(broken_with(made, "offload.embeddings")):
         update = {**update, "embeddings": own.embeddings}
-    if any(broken_head_rules(made)) or (is_out and is_pair):
+    if any(broken_with(made, "offload.head")) or (is_out and is_pair):
         update = {**update, "head": own.head}
     return updated(update)
 

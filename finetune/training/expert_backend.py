@@ -53,7 +53,7 @@ def resolve_expert_backend(
         ConfigError: The backend of the recipe or the file cannot compute this model here.
         CheckpointError: The backend that the run began with cannot, or is not recorded.
     """
-    configured = with_configured_backend(recipe.model, facts, machine)
+    configured = with_configured_backend(recipe, facts, machine)
     if not facts.has_experts:
         return machine
     begun = resumed.experts_implementation() if resumed is not None else None

@@ -14,8 +14,8 @@ from finetune.files.adapter import read_adapter_config, require_adapter_files
 from finetune.model.config import has_weights, is_hub_reachable
 from finetune.model.load import set_router_loss
 from finetune.planning.candidates import choose, full_requests
+from finetune.recipe.capabilities import broken_length_rules
 from finetune.recipe.recipe import Recipe
-from finetune.recipe.rules import broken_length_rules
 from finetune.recipe.sections import OffloadSection
 from finetune.report.format import shown_gib, shown_time
 from finetune.run.run_dir import RunDir
@@ -120,7 +120,7 @@ def require_within_run(recipe: Recipe, *, num_steps: int) -> None:
     """
     breach = next(broken_length_rules(recipe, num_steps=num_steps), None)
     if breach is not None:
-        raise ConfigError(breach.what, limit=breach.limit, hint=breach.hint)
+        raise breach.error
 
 
 def require_last_step(steps: Steps, *, num_ranks: int) -> None:

@@ -550,7 +550,7 @@ def _shard(cards: _Cards) -> Option:
 
 
 def _is_offered(request: PlanRequest) -> bool:
-    """Return whether a run could be sharded; `finetune.recipe.rules` says why not."""
+    """Return whether a run could be sharded; `finetune.recipe.capabilities` says why not."""
     typical, spec = request.typical, request.typical.adapter
     is_lora = not (spec.experts or spec.is_dora or spec.modules or spec.method)
     return is_lora and typical.optimizer in ("adamw", "sgd") and not typical.has_router_loss

@@ -167,7 +167,7 @@ def planned(
     machine = named_machine(case.card, ram_bytes=ram_gib * GIB)
     if is_before:
         machine = as_sold(machine)
-    here = with_configured_backend(subject.recipe.model, subject.facts, machine)
+    here = with_configured_backend(subject.recipe, subject.facts, machine)
     requests = [
         replace(
             request,

@@ -194,7 +194,6 @@ def test_an_adapter_is_written_for_vllm(finished: Path, tmp_path: Path, capsys) 
     [
         (["adapter.modules_to_save=[gate]"], "adapter.modules_to_save names 'gate'"),
         (["adapter.rank_pattern={k: 3}"], "adapter.rank_pattern names 'k', which has no adapter"),
-        (["adapter.dora=true"], "adapter.dora is true and adapter.experts is true"),
     ],
 )
 def test_what_can_have_no_effect_is_refused_before_anything_is_loaded(

@@ -767,18 +767,6 @@ def test_a_run_stops_early_and_is_not_made_longer(
     assert f"train.steps is raised to 50, and {run_dir} has stopped early" in err
 
 
-def test_settings_that_the_number_of_steps_leaves_without_effect_are_refused(
-    write_recipe, machine_file, capsys
-) -> None:
-    recipe = write_recipe(
-        train={"steps": None, "epochs": 0.5, "early_stopping_patience": 3},
-        output={"eval_every": 1},
-    )
-    assert run("finetune", recipe, "--machine", machine_file) == 1
-    shown = " ".join(capsys.readouterr().err.split())
-    assert "eval_every is 1 and train.epochs: 0.5 are 3 steps" in shown
-
-
 # ------------------------------------------------------------------------------------------ signals
 
 

@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 
 from finetune.adapter.linear_lora import compute_beside
 from finetune.adapter.lora import add_lora, load_adapter, save_adapter
-from finetune.errors import ConfigError
 from offload.engine.tracing.tracer import LiveBytes, Tracer
 from offload.errors import UnsupportedModelError
 from tests.builders import adapter
@@ -393,9 +392,3 @@ def test_another_implementation_of_experts_is_refused_before_and_after() -> None
     model.get_base_model().set_experts_implementation("batched_mm")
     with pytest.raises(TypeError, match="lora"):
         model(input_ids=torch.arange(3, 8).unsqueeze(0))
-
-
-def test_dropout_on_experts_is_refused() -> None:
-    section = adapter(dropout=0.1, targets="attention", experts=True)
-    with pytest.raises(ConfigError, match=r"adapters on fused experts have no dropout"):
-        add_lora(tiny_model("qwen3_moe"), section, seed=0)

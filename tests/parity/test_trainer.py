@@ -463,28 +463,6 @@ def test_a_step_without_labels_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
-@pytest.mark.thorough
-def test_a_batch_with_something_else_is_refused(tmp_path: Path) -> None:
-    def collated(given: Any) -> dict[str, torch.Tensor]:
-        return collate(given) | {"weights": torch.ones(len(given))}
-
-    ours = made(SluiceTrainer, tmp_path, data_collator=collated)
-    with pytest.raises(DataError, match="a batch has `weights`"):
-        ours.train()
-
-
-@pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
-@pytest.mark.thorough
-def test_a_batch_without_labels_is_refused(tmp_path: Path) -> None:
-    def collated(given: Any) -> dict[str, torch.Tensor]:
-        return {name: value for name, value in collate(given).items() if name != "labels"}
-
-    ours = made(SluiceTrainer, tmp_path, data_collator=collated)
-    with pytest.raises(DataError, match="a batch has no `labels`, only input_ids, attention_mask"):
-        ours.train()
-
-
-@pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
 def test_a_model_without_an_adapter_is_refused(tmp_path: Path) -> None:
     base: Any = MODELS["llama"]()
     with pytest.raises(ConfigError, match=r"the model is a LlamaForCausalLM; .* adapter of peft's"):
@@ -602,23 +580,6 @@ def test_a_run_resumes_to_the_bit(tmp_path: Path) -> None:
     assert all(
         torch.equal(value, ends[1][name]) for name, value in ends[0].items() if value.requires_grad
     )
-
-
-@pytest.mark.skipif(find_spec("trl") is None, reason="trl is not installed")
-@pytest.mark.filterwarnings("ignore")
-def test_a_mixtures_router_loss_is_refused_with_the_setting_that_leaves_it_out(
-    tmp_path: Path,
-) -> None:
-    with pytest.raises(ConfigError, match="output_router_logits: true") as caught:
-        trained(tmp_path, "texts", is_streamed=True, model="qwen3_moe")
-    assert "router_aux_loss_coef=0.0" in caught.value.hint
-
-
-@pytest.mark.skipif(find_spec("trl") is None, reason="trl is not installed")
-@pytest.mark.filterwarnings("ignore")
-def test_the_loss_of_dynamic_fine_tuning_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is given loss_type=dft"):
-        trained(tmp_path, "texts", is_streamed=True, model="llama", loss_type="dft")
 
 
 @pytest.mark.skipif(find_spec("trl") is None, reason="trl is not installed")

@@ -37,7 +37,7 @@ from offload.errors import DoesNotFitError, SluiceError
 from offload.plan import Machine, Plan
 from offload.plan.machine.cards import CARDS
 from offload.plan.machine.machine import GIB, Dtype, named_machine
-from tests.tools import clusters
+from tests.tools import clusters, compatibility
 
 ROOT = Path(__file__).parents[2]
 
@@ -390,12 +390,37 @@ def _cell(made: Plan, marks: Sequence[str]) -> str:
 Part = Callable[[], str]
 
 
+def pairs() -> str:
+    """Return a table for each section of what does not go with its settings."""
+    head = ("not possible", "with", "why", "instead")
+    return "\n".join(
+        f"### {f'With `{section}`' if section else 'At all'}\n\n{_cells(head, rows)}"
+        for section, rows in compatibility.pairs().items()
+    )
+
+
+def placed() -> str:
+    """Return the table of what does not go with a model, a device or a number of processes."""
+    return _cells(("not possible", "with", "why", "instead"), compatibility.placed())
+
+
+def numbers() -> str:
+    """Return the table of numbers that have to add up."""
+    return _cells(("setting", "with", "why", "instead"), compatibility.numbers())
+
+
+def runs() -> str:
+    """Return the table of what runs that train together cannot have."""
+    return _cells(("not possible", "why", "instead"), compatibility.runs())
+
+
 def refusals() -> str:
     """Return the settings of a Trainer that are refused, each with the reason and the fix."""
-    from finetune.integrations.trainer import OF_ARGUMENTS, OF_SFT
+    return _cells(("setting", "why", "instead"), compatibility.trainer())
 
-    rows = [[f"`{one.name}`", cell(one.why), cell(one.fix)] for one in (*OF_ARGUMENTS, *OF_SFT)]
-    return table(("setting", "why", "instead"), rows)
+
+def _cells(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return table(head, [[cell(text) for text in row] for row in rows])
 
 
 def launches() -> str:
@@ -434,6 +459,12 @@ PARTS: Mapping[str, Mapping[str, Part]] = {
     "docs/guides/trainer.md": {"refusals": refusals},
     "docs/guides/several-gpus.md": {"clusters": clusters_table},
     "docs/reference/recipe.md": {"settings": settings, "shipped": shipped},
+    "docs/reference/compatibility.md": {
+        "pairs": pairs,
+        "numbers": numbers,
+        "placed": placed,
+        "runs": runs,
+    },
     "docs/reference/cli.md": {"commands": commands},
     "docs/reference/errors.md": {"errors": errors},
     "docs/reference/machine-file.md": {"cards": cards},

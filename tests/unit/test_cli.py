@@ -128,15 +128,6 @@ def test_an_empty_data_set_is_refused(tmp_path: Path, capsys) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_sequences_longer_than_the_model_allows_are_refused(tmp_path: Path, capsys) -> None:
-    words = ("train.seq_len=100000", f"output.dir={tmp_path / 'run'}")
-    assert run("plan", "quickstart", *words, "--machine", "rtx4090") == 1
-    err = capsys.readouterr().err
-    assert "train.seq_len: 100000 for a qwen3_moe model" in err
-    assert "at most" in err
-    assert "hint: `train.seq_len:" in err
-
-
 @pytest.mark.parametrize("value", ["inf", "nan", "1e300", "-1"])
 @pytest.mark.parametrize(
     "words",
@@ -650,12 +641,3 @@ def test_random_layers_are_not_sent_to_a_disk(capsys) -> None:
     words = ("plan", "gsm8k_lora", "--machine", "rtx3060", "--ram", "1")
     assert run(*words) == 3
     assert "offload.tier" not in capsys.readouterr().err
-
-
-def test_an_mlp_in_chunks_is_refused_where_every_mlp_is_a_mixture(capsys) -> None:
-    setting = "offload.mlp_chunk=512"
-    assert run("plan", "qwen30b_lora_5090", "--machine", "rtx5090", setting) == 1
-    error = capsys.readouterr().err
-    assert "offload.mlp_chunk: 512, but every MLP of this qwen3_moe model is a mixture" in error
-    assert "hint: `offload.mlp_chunk: auto`" in error
-    assert run("plan", "qwen3_8b_lora_3060", "--machine", "rtx3060", setting) == 0

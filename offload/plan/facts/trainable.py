@@ -175,7 +175,8 @@ def adapter_parameters(facts: ModelFacts, spec: AdapterSpec) -> int:
                 raise UnsupportedModelError(
                     f"adapter.{field} names '{name}', which has no adapter",
                     limit=f"adapters are on {', '.join(adapted)}",
-                    hint=f"`adapter.{field}: {{{nearest(name, adapted)}: ...}}`",
+                    hint=f"leave {name} out of `adapter.{field}`, or name"
+                    f" {nearest(name, adapted)} in its place",
                 )
     return sum(adapter_tensor_sizes(facts, spec))
 

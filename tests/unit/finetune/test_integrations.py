@@ -15,8 +15,6 @@ import offload
 from finetune.errors import ConfigError, DataError
 from finetune.integrations import trainer
 from finetune.integrations.trainer import (
-    OF_ARGUMENTS,
-    OF_SFT,
     SluiceTrainer,
     StepBatches,
     Streaming,
@@ -26,6 +24,7 @@ from finetune.integrations.trainer import (
     require_arguments,
     require_own_methods,
 )
+from finetune.recipe.capabilities import OF_ARGUMENTS
 from offload.errors import DoesNotFitError
 from offload.plan.machine.machine import GIB, MIB, Machine, named_machine
 from tests.parity.steps import MODELS, NUM_LAYERS, tiny
@@ -261,18 +260,18 @@ def arguments(folder: Path, **changes: Any) -> Any:
 
 
 def test_each_refusal_has_a_case() -> None:
-    assert [one.name for one in (*OF_ARGUMENTS, *OF_SFT)] == list(CASES)
+    assert [one.field for one in OF_ARGUMENTS] == list(CASES)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_setting_that_cannot_hold_is_refused_by_name_with_its_fix(
     tmp_path: Path, name: str
 ) -> None:
-    refusal = next(one for one in (*OF_ARGUMENTS, *OF_SFT) if one.name == name)
+    refusal = next(one for one in OF_ARGUMENTS if one.field == name)
     with pytest.raises(ConfigError, match=f"is given {name}=") as caught:
         require_arguments(MODEL, arguments(tmp_path, **{name: CASES[name]}), {})
-    assert caught.value.limit == f"{name}: {refusal.why}"
-    assert caught.value.hint == refusal.fix
+    assert caught.value.limit == f"{name}: {refusal.limit}"
+    assert caught.value.hint == refusal.hint
 
 
 @pytest.mark.parametrize("optim", ["adalomo", "galore_adamw_layerwise", "apollo_adamw_layerwise"])
@@ -343,15 +342,15 @@ def test_a_router_loss_in_the_config_is_refused(tmp_path: Path) -> None:
     model = tiny("qwen3_moe")
     config: Any = model.config
     config.output_router_logits = True
-    with pytest.raises(ConfigError, match="output_router_logits: true"):
+    with pytest.raises(ConfigError, match="output_router_logits=True"):
         SluiceTrainer(model, arguments(tmp_path), streaming=Streaming(num_slots=2))
 
 
 @pytest.mark.parametrize(
     ("variable", "value", "match"),
     [
-        ("ACCELERATE_MIXED_PRECISION", "bf16", "mixed_precision bf16"),
-        ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR", "dynamo_backend inductor"),
+        ("ACCELERATE_MIXED_PRECISION", "bf16", "mixed_precision=bf16"),
+        ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR", "dynamo_backend=inductor"),
     ],
 )
 def test_what_accelerate_is_set_up_with_is_refused(
@@ -405,19 +404,27 @@ def test_boundaries_of_a_flattened_sequence_become_lengths_of_rows() -> None:
     assert batch["row_lens"].tolist() == [3, 4, 3]
 
 
+FLATTENED = "a flattened batch with `cu_seq_lens_q` has "
+
+
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"labels": IDS}, "a label at the first token of a row"),
-        ({"position_ids": None}, "no `position_ids` that begin at 0 in each row"),
-        ({"position_ids": torch.arange(10).unsqueeze(0)}, "no `position_ids` that begin at 0"),
-        ({"attention_mask": torch.ones_like(IDS)}, "an `attention_mask`"),
+        ({"labels": IDS}, f"{FLATTENED}a label at the first token of a row"),
+        ({"position_ids": None}, f"{FLATTENED}no `position_ids` that begin at 0 in each row"),
+        (
+            {"position_ids": torch.arange(10).unsqueeze(0)},
+            f"{FLATTENED}no `position_ids` that begin at 0",
+        ),
+        ({"attention_mask": torch.ones_like(IDS)}, f"{FLATTENED}an `attention_mask`"),
+        ({"weights": torch.ones(1)}, "a batch has `weights`"),
+        ({"labels": None}, "a batch has no `labels`, only input_ids, position_ids"),
     ],
 )
-def test_a_flattened_sequence_that_means_something_else_is_refused(
+def test_a_batch_that_is_not_computed_with_is_refused(
     changes: dict[str, Any], problem: str
 ) -> None:
-    with pytest.raises(DataError, match=f"a flattened batch with `cu_seq_lens_q` has {problem}"):
+    with pytest.raises(DataError, match=problem):
         micro_batch(FLAT | changes)
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from finetune.errors import ConfigError, FinetuneError, RunFailedError
+from finetune.recipe.capabilities import require_shared
 from finetune.recipe.grid import values_of
 from finetune.recipe.load import load_recipe
-from finetune.recipe.shared_rules import require_shared
 from finetune.sweep import together
 from finetune.sweep.plan_wave import with_common_places
 from finetune.sweep.sweep import _with_begun

@@ -32,9 +32,9 @@ from finetune.planning.compare import (
 from finetune.planning.request import facts_of, full_request
 from finetune.planning.subject import model_subject, wanted_model
 from finetune.planning.suggestion import Target, first_settings, suggest
+from finetune.recipe.capabilities import broken_rules
 from finetune.recipe.load import load_recipe, load_shape
 from finetune.recipe.recipe import Recipe, resolved_yaml, with_settings
-from finetune.recipe.rules import broken_rules
 from finetune.run.run_dir import RunDir, as_begun
 from finetune.training.prepare import with_chosen
 from offload.errors import DoesNotFitError
@@ -116,8 +116,7 @@ def test_a_plan_of_gpus_says_whose_memory_it_is(capsys) -> None:
 @pytest.mark.parametrize(
     ("words", "match"),
     [
-        (("train.tokens_per_step=2048",), "a step of 1 micro-batches for 2 processes"),
-        (("train.what=all",), "train.what: all and train.parallel: stream, with 2 processes"),
+        (("train.what=all",), "train.what is all and the number of processes is 2"),
         (("--what-if",), "--gpus 2 with --what-if"),
     ],
 )
@@ -475,17 +474,6 @@ def test_the_plainest_request_stands_first() -> None:
     assert len(set(keys)) == len(keys) == layers + rounds
 
 
-def test_auto_needs_the_tokens_of_a_step() -> None:
-    values = recipe_values(train__micro_batch_size="auto")
-    with pytest.raises(ValueError, match=r"is auto and train\.grad_accum_steps is 4"):
-        Recipe.model_validate(values)
-    values = recipe_values(
-        train__micro_batch_size="auto", train__grad_accum_steps=None, train__tokens_per_step=700
-    )
-    with pytest.raises(ValueError, match=r"it must be a multiple of 512 \(seq_len\)"):
-        Recipe.model_validate(values)
-
-
 def test_a_router_loss_of_each_micro_batch_does_not_leave_the_cut_open(tmp_path) -> None:
     config = tmp_path / "config.json"
     shape = load_shape("tiny-qwen3-moe")
@@ -585,11 +573,6 @@ def test_a_resumed_run_keeps_its_tiles(tmp_path: Path) -> None:
     run.recipe_file.write_text(resolved_yaml(with_settings(recipe(), {"offload.mlp_chunk": 512})))
     assert as_begun(recipe(), run.begun()).offload.mlp_chunk == 512
     assert as_begun(recipe(offload__mlp_chunk=64), run.begun()).offload.mlp_chunk == 64
-
-
-def test_tiles_of_compiled_layers_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"offload\.mlp_chunk is 64 and train\.compile is true"):
-        recipe(offload__mlp_chunk=64, train__compile=True)
 
 
 def test_parts_of_a_model_whose_config_asks_for_a_router_loss_are_refused(tmp_path) -> None:

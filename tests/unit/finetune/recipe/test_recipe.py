@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, get_args
 
@@ -12,6 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
+from finetune.adapter.methods import refuse_virtual
+from finetune.errors import ConfigError
 from finetune.model.config import read_config
 from finetune.recipe.load import load_shape, published_ids, shape_of_id, shipped_shapes
 from finetune.recipe.recipe import (
@@ -23,9 +26,9 @@ from finetune.recipe.recipe import (
     resolved_yaml,
     shipped_recipes,
 )
-from finetune.recipe.rules import broken_rules
 from finetune.recipe.sections import (
     LOSSES,
+    AdapterSection,
     DataSection,
     LossName,
     Method,
@@ -159,156 +162,6 @@ def test_a_value_on_its_limit_is_accepted(setting: str, value: object) -> None:
     section, _, field = setting.partition("__")
     seen = getattr(getattr(make_recipe(**{setting: value}), section), field)
     assert seen == (tuple(value) if isinstance(value, list) else value)
-
-
-@pytest.mark.parametrize(
-    ("changes", "text"),
-    [
-        ({"model__path": None}, "neither model.path nor model.config is set"),
-        ({"model__config": "tiny-qwen3"}, "model.config is tiny-qwen3 and model.path is Qwen/"),
-        (
-            {"model__path": None, "model__config": "tiny-qwen3"},
-            "model.init is pretrained; a config has no weights",
-        ),
-        (
-            {"output__card_system": True},
-            "output.card_system is true and there is no system prompt",
-        ),
-        ({"adapter__targets": []}, "adapter.targets is empty and adapter.experts is false"),
-        (
-            {"adapter__dora": True, "adapter__experts": True},
-            "adapter.dora is true and adapter.experts is true; DoRA is for linear layers",
-        ),
-        (
-            {"adapter__targets": ["q_proj", "v_proj"], "adapter__modules_to_save": ["v_proj"]},
-            "adapter.modules_to_save and adapter.targets both name v_proj",
-        ),
-        (
-            {"offload__codec": "bf16_packed", "model__dtype": "float32"},
-            "offload.codec is bf16_packed and model.dtype is float32; it packs bfloat16 weights",
-        ),
-        (
-            {"adapter__modules_to_save": ["norms", "o_proj"], "offload__codec": "nf4"},
-            "adapter.modules_to_save is o_proj and offload.codec is nf4",
-        ),
-        (
-            {"data__eval_frac": 0.1, "data__eval_path": "e.jsonl"},
-            "data.eval_frac is 0.1 and data.eval_path is e.jsonl",
-        ),
-        (
-            {
-                "data__path": None,
-                "data__mix": [{"path": "a.jsonl"}, {"path": "a.jsonl", "weight": 2}],
-                "data__eval_frac": 0.1,
-            },
-            "data.eval_frac is 0.1 and data.mix names a.jsonl twice",
-        ),
-        (
-            {"train__tokens_per_step": 2048},
-            "train.tokens_per_step is 2048 and train.grad_accum_steps is 4",
-        ),
-        (
-            {"train__grad_accum_steps": None},
-            "neither train.grad_accum_steps nor train.tokens_per_step is set",
-        ),
-        ({"train__epochs": 2}, "train.epochs is 2.0 and train.steps is 10"),
-        ({"train__steps": None}, "neither train.steps nor train.epochs is set"),
-        ({"train__warmup_steps": 10}, "train.warmup_steps is 10 and train.steps is 10"),
-        ({"train__warmup_ratio": 0.95}, "train.warmup_ratio is 0.95 and train.steps is 10"),
-        (
-            {"train__warmup_ratio": 0.1, "train__warmup_steps": 2},
-            "train.warmup_ratio is 0.1 and train.warmup_steps is 2",
-        ),
-        ({"train__num_cycles": 3}, "train.num_cycles is 3 and train.schedule is cosine"),
-        (
-            {"train__schedule": "cosine_with_restarts"},
-            "train.num_cycles is not set and train.schedule is cosine_with_restarts",
-        ),
-        (
-            {"train__schedule": "cosine_with_restarts", "train__num_cycles": 6},
-            "train.num_cycles is 6 and 10 steps follow the warm-up, as train.steps is 10",
-        ),
-        (
-            {"train__early_stopping_patience": 2},
-            "train.early_stopping_patience is 2 and output.eval_every is not set",
-        ),
-        (
-            {"train__early_stopping_min_delta": 0.5},
-            "train.early_stopping_min_delta is 0.5 and train.early_stopping_patience is not set",
-        ),
-        (
-            {
-                "train__early_stopping_patience": 2,
-                "output__eval_every": 4,
-                "data__eval_frac": 0.1,
-            },
-            "train.early_stopping_patience is 2, output.eval_every is 4 and train.steps is 10; the"
-            " run could stop early after step 12 at the soonest",
-        ),
-        (
-            {"output__best_checkpoint": "keep"},
-            "output.best_checkpoint is keep and output.eval_every is not set",
-        ),
-        (
-            {"output__best_checkpoint": "use", "output__eval_every": 11, "data__eval_frac": 0.1},
-            "output.best_checkpoint is use, output.eval_every is 11 and train.steps is 10",
-        ),
-        (
-            {"train__gradient_checkpointing": False, "offload__kept_graphs": 3},
-            "offload.kept_graphs is 3 and train.gradient_checkpointing is false",
-        ),
-        ({"output__eval_every": 5}, "output.eval_every is 5 and no rows are held out"),
-        ({"report__samples": 3}, "report.samples is 3 and no rows are held out"),
-        ({"report__currency": "EUR"}, "report.currency is EUR and there is no price"),
-        ({"report__profile": 11}, "report.profile is 11 and train.steps is 10"),
-        (
-            {"model__experts_implementation": "triton", "offload__device": "cpu"},
-            "model.experts_implementation is triton and offload.device is cpu",
-        ),
-    ],
-)
-def test_a_broken_rule_between_fields_names_the_values(changes: dict[str, Any], text: str) -> None:
-    with pytest.raises(ValidationError) as caught:
-        make_recipe(**changes)
-    (error,) = caught.value.errors()
-    assert error["type"] == "rules"
-    assert text in error["msg"]
-    (breach,) = error["ctx"]["breaches"]
-    assert breach.limit
-    assert breach.hint
-
-
-@pytest.mark.parametrize(
-    ("tokens_per_step", "hint"),
-    [
-        (1500, "`train.tokens_per_step: 1024` or `train.tokens_per_step: 2048`"),
-        (1000, "`train.tokens_per_step: 1024`"),
-    ],
-)
-def test_tokens_per_step_that_is_no_multiple_is_given_the_nearest(
-    tokens_per_step: int, hint: str
-) -> None:
-    with pytest.raises(ValidationError) as caught:
-        make_recipe(
-            train__tokens_per_step=tokens_per_step,
-            train__grad_accum_steps=None,
-            train__micro_batch_size=2,
-        )
-    (breach,) = caught.value.errors()[0]["ctx"]["breaches"]
-    assert breach.what == f"train.tokens_per_step is {tokens_per_step}"
-    assert breach.limit == "it must be a multiple of 1024 (micro_batch_size 2 x seq_len 512)"
-    assert breach.hint == hint
-
-
-def test_all_broken_rules_are_found_together() -> None:
-    with pytest.raises(ValidationError) as caught:
-        make_recipe(train__epochs=1, report__samples=3, model__path=None)
-    fields = [breach.field for breach in caught.value.errors()[0]["ctx"]["breaches"]]
-    assert fields == ["model", "train.epochs", "report.samples"]
-
-
-def test_a_valid_recipe_breaks_no_rule() -> None:
-    assert list(broken_rules(make_recipe())) == []
 
 
 @given(
@@ -590,6 +443,56 @@ def test_what_a_step_needs_is_read_off_the_section() -> None:
     assert not dpo.is_ranking
     assert ObjectiveSection(method="grpo", importance_sampling_mode="ratio").takes_sampler
     assert not ObjectiveSection(method="grpo").takes_sampler
+
+
+def classified(**train: Any) -> Recipe:
+    """Return a recipe of a new head."""
+    content: dict[str, dict[str, Any]] = {
+        "model": PLAIN["model"] | {"num_classes": 2},
+        "objective": {"method": "classify"},
+        "data": PLAIN["data"] | {"too_long": "drop"},
+        "train": PLAIN["train"] | train,
+    }
+    return Recipe.model_validate(PLAIN | content)
+
+
+def test_steps_of_a_probe_have_the_rows_of_the_run_and_a_rate_of_their_own() -> None:
+    train = classified(probe_steps=9, probe_lr=0.1, warmup_steps=2, lr=1e-3).train
+    changed = {"steps": 9, "lr": 0.1, "warmup_steps": 0}
+    assert train.of_probe == train.model_copy(update=changed)
+    plain = classified(probe_steps=9, lr=1e-3).train.of_probe
+    assert plain is not None
+    assert plain.lr == 1e-3
+
+
+def test_a_recipe_of_a_head_alone_has_the_head_and_no_adapter() -> None:
+    recipe = classified(what="head")
+    assert recipe.adapter.targets == ()
+    assert recipe.adapter.modules_to_save == ("score",)
+    assert recipe.model.head == "classes"
+    assert not recipe.train.is_full
+
+
+# --------------------------------------------------------------------------------- virtual tokens
+
+
+METHODS = get_args(AdapterSection.model_fields["method"].annotation)
+
+
+@pytest.mark.parametrize("method", ["prompt", "p_tuning", "prefix", "prefix_mlp", "lora"])
+def test_virtual_tokens_are_in_front_of_rows_or_of_each_layers_keys(method: str) -> None:
+    values = {"method": method} | ({} if method == "lora" else {"num_virtual_tokens": 8})
+    adapter = Recipe.model_validate(PLAIN | {"adapter": values}).adapter
+    assert adapter.num_in_front == (0 if method == "lora" else 8)
+    assert adapter.num_in_rows == (8 if method in ("prompt", "p_tuning") else 0)
+
+
+@pytest.mark.parametrize("method", [*METHODS, "PREFIX_TUNING", "P_TUNING", "LORA"])
+def test_virtual_tokens_are_refused_where_rows_have_none(method: str) -> None:
+    words = {"prompt", "p_tuning", "prefix", "prefix_mlp", "PREFIX_TUNING", "P_TUNING"}
+    refused = pytest.raises(ConfigError, match=f"an adapter of the method {method}, and rows")
+    with refused if method in words else nullcontext():
+        refuse_virtual(method)
 
 
 # ------------------------------------------------------------------------------------------ shipped

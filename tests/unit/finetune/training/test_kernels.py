@@ -14,7 +14,7 @@ from rich.console import Console
 
 from finetune.errors import CheckpointError, ConfigError
 from finetune.model.facts import facts_of as facts_of_built
-from finetune.planning.request import facts_of, full_request, with_configured_backend
+from finetune.planning.request import facts_of, full_request
 from finetune.recipe.load import load_shape
 from finetune.recipe.recipe import Recipe, with_settings
 from finetune.report.screen import Screen
@@ -150,19 +150,11 @@ def test_a_model_without_experts_has_nothing_to_settle(tmp_path: Path) -> None:
 def test_a_setting_of_a_model_without_experts_is_refused() -> None:
     dense = recipe_for("tiny-qwen3", "grouped_mm", adapter={})
     message = (
-        r"model\.experts_implementation: grouped_mm, but a qwen3 model has no experts"
+        r"model\.experts_implementation is grouped_mm and the model is dense; it has no experts"
         r"\n\nhint: `model\.experts_implementation: auto`"
     )
     with pytest.raises(ConfigError, match=message):
         settle(dense, HOST, CPU)
-    with pytest.raises(ConfigError, match=message):
-        with_configured_backend(dense.model, facts_of(dense.model), CARD)
-
-
-def test_triton_on_a_cpu_is_refused_in_a_plan_too() -> None:
-    recipe = recipe_for(way="triton")
-    with pytest.raises(ConfigError, match="but a processor is a CPU; Triton's kernels run on CUDA"):
-        with_configured_backend(recipe.model, facts_of(recipe.model), HOST)
 
 
 def test_a_setting_that_cannot_compute_the_model_is_refused_with_the_reason(
@@ -338,27 +330,6 @@ def test_a_cpu_computes_by_the_models_code() -> None:
     assert settled_layer_kernels(recipe_for_layer(), CPU, screen) == "plain"
     with pytest.raises(ConfigError, match=r"fused, but cpu has no CUDA"):
         settled_layer_kernels(recipe_for_layer("fused"), CPU, screen)
-    host = replace(named_machine("rtx3090"), name="a processor", device="cpu")
-    recipe = recipe_for_layer("fused")
-    with pytest.raises(ConfigError, match="fused, but a processor is a CPU"):
-        with_configured_backend(recipe.model, facts_of(recipe.model), host)
-
-
-@pytest.mark.parametrize(
-    ("sections", "other"),
-    [
-        ({"offload": {"device": "cpu"}}, "offload.device is cpu"),
-        (
-            {"train": {"seq_len": 32, "grad_accum_steps": 2, "steps": 1, "compile": True}},
-            "train.compile is true",
-        ),
-    ],
-)
-def test_fused_with_a_cpu_or_with_compiled_layers_is_refused_by_name(
-    sections: dict[str, Any], other: str
-) -> None:
-    with pytest.raises(ValueError, match=f"model.layer_kernels is fused and {other}"):
-        recipe_for_layer("fused", **sections)
 
 
 def test_the_plan_takes_the_setting_and_compiled_layers_as_such() -> None:

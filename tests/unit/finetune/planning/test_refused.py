@@ -1,0 +1,159 @@
+"""What a recipe cannot be planned with: a model, a device or a number of processes."""
+
+from dataclasses import replace
+
+import pytest
+
+from finetune.errors import ConfigError
+from finetune.planning.candidates import full_requests
+from finetune.planning.ranks import GPUS, require_gpus
+from finetune.planning.request import with_backend
+from finetune.planning.subject import subject_of
+from finetune.recipe.capabilities import OF_MODEL, OF_PROCESSES, OF_SHARED_WEIGHTS
+from offload.plan.machine.machine import named_machine
+
+PROBED = "objective.method=classify model.num_classes=2 data.too_long=drop"
+STEP = "train.seq_len=64 train.tokens_per_step=192"
+
+# A model, settings, GPUs of a card (0: a CPU), what is wrong, and what to write instead.
+CASES = (
+    (
+        "qwen3-8b",
+        "model.layer_kernels=fused",
+        0,
+        "model.layer_kernels is fused and the device is cpu",
+        "`model.layer_kernels: auto`",
+    ),
+    (
+        "tiny-qwen3-moe",
+        "model.experts_implementation=triton",
+        0,
+        "model.experts_implementation is triton and the device is cpu",
+        "`model.experts_implementation: auto`",
+    ),
+    (
+        "qwen3-8b",
+        "model.experts_implementation=grouped_mm",
+        1,
+        "model.experts_implementation is grouped_mm and the model is dense",
+        "`model.experts_implementation: auto`",
+    ),
+    (
+        "qwen3-8b",
+        "train.router_loss_coef=0.01",
+        1,
+        "train.router_loss_coef is 0.01 and the model is dense",
+        "`train.router_loss_coef: null`",
+    ),
+    (
+        "qwen3-30b-a3b",
+        "offload.mlp_chunk=512",
+        1,
+        "offload.mlp_chunk is 512 and each MLP is a mixture of experts",
+        "`offload.mlp_chunk: auto`",
+    ),
+    (
+        "qwen3-8b",
+        "offload.kept_graphs=99",
+        1,
+        "offload.kept_graphs: 99 for a model of 36 layers",
+        "`offload.kept_graphs: all`",
+    ),
+    (
+        "tiny-qwen3",
+        "train.seq_len=100000",
+        1,
+        "train.seq_len: 100000 for a qwen3 model",
+        "`train.seq_len: 40960`",
+    ),
+    (
+        "qwen3-8b",
+        "train.parallel=fsdp2",
+        1,
+        "train.parallel is fsdp2 and the number of processes is 1",
+        "`--gpus 2`, or `train.parallel: stream`",
+    ),
+    (
+        "qwen3-8b",
+        f"{PROBED} train.probe_steps=9",
+        2,
+        "train.probe_steps is 9 and the number of processes is 2",
+        "`--gpus 1`, or `train.probe_steps: null`",
+    ),
+    (
+        "qwen3-8b",
+        f"{PROBED} train.what=head",
+        2,
+        "train.what is head and the number of processes is 2",
+        "`--gpus 1`, or `train.what: adapter`",
+    ),
+    *(
+        (
+            "qwen3-8b",
+            f"train.what={what} train.parallel={parallel}",
+            2,
+            f"train.what is {shown} and the number of processes is 2",
+            "`train.parallel: fsdp2`, or `--gpus 1`",
+        )
+        for what, shown, parallel in (
+            ("all", "all", "stream"),
+            ("[model.layers.*]", "model.layers.*", "stream"),
+        )
+    ),
+    (
+        "qwen3-8b",
+        STEP,
+        4,
+        "a step of 3 micro-batches for 4 processes",
+        "`train.tokens_per_step: 256`, or `--gpus 3`",
+    ),
+    (
+        "qwen3-8b",
+        "train.shares=[3,1]",
+        1,
+        "train.shares: [3, 1], with 1 process",
+        "`train.shares: auto`, or `--gpus 2`",
+    ),
+)
+
+
+def plan_for(model: str, words: str, num_gpus: int) -> None:
+    """Go as far as the requests of a plan."""
+    subject = subject_of(model, words.split())
+    card = named_machine("rtx4090", dtype=subject.recipe.model.dtype)
+    machine = card if num_gpus else replace(card, device="cpu")
+    num = max(1, num_gpus)
+    require_gpus(subject.recipe.train, machine, num_gpus=num, setting=GPUS)
+    with_backend(subject.recipe, subject.facts, machine)
+    full_requests(subject.recipe, subject.facts, num_ranks=num)
+
+
+@pytest.mark.parametrize(("model", "words", "num_gpus", "what", "hint"), CASES)
+def test_what_a_plan_cannot_have_is_named_with_its_fix(
+    model: str, words: str, num_gpus: int, what: str, hint: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan_for(model, words, num_gpus)
+    assert (caught.value.what, caught.value.hint.replace("--num_processes", GPUS)) == (what, hint)
+    assert caught.value.limit
+
+
+@pytest.mark.parametrize(
+    ("model", "words", "num_gpus"),
+    [
+        ("qwen3-8b", "offload.mlp_chunk=512", 1),
+        ("qwen3-8b", STEP, 3),
+        ("qwen3-8b", "train.what=all", 1),
+        ("qwen3-8b", "train.what=all train.parallel=fsdp2", 2),
+        ("qwen3-8b", "train.parallel=fsdp2", 2),
+        ("tiny-qwen3-moe", "train.router_loss_coef=0.01", 0),
+    ],
+)
+def test_what_a_plan_can_have_is_taken(model: str, words: str, num_gpus: int) -> None:
+    plan_for(model, words, num_gpus)
+
+
+def test_each_row_has_a_case() -> None:
+    whats = [what for *_, what, _ in CASES]
+    for row in (*OF_MODEL, *OF_PROCESSES, *OF_SHARED_WEIGHTS):
+        assert any(w.startswith(row.field) and f" and {row.other} is " in w for w in whats), row
