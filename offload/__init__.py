@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     from offload.engine.engine import Engine
     from offload.engine.host.store import Backing
-    from offload.plan.facts.codec import CodecName
 
 __all__ = [
     "CodecError",
@@ -48,7 +47,7 @@ def attach(  # noqa: PLR0913 - the door to all of it
     model: "nn.Module",
     *,
     num_slots: int,
-    codec: "CodecName" = "native",
+    codec: str = "native",
     tier: Literal["ram", "disk"] = "ram",
     device: str = "cuda",
     stash: Literal["device", "host"] = "device",
@@ -75,9 +74,9 @@ def attach(  # noqa: PLR0913 - the door to all of it
         model: A Hugging Face causal language model on the host, or a peft model around one.
         num_slots: Layers that are on the device at a time, at least 2. As many as there are
             layers means resident.
-        codec: How the layers' matrices are stored off the device: "native", unchanged; "bf16",
-            "fp16", "fp8", "int8" or "nf4", rounded to that; "bf16_packed", bf16 in three quarters
-            of the bytes. They are decoded once per visit. Trained weights are never encoded.
+        codec: How the layers' matrices are stored off the device, by the names that
+            `offload.codec` of a recipe has: "native" is unchanged. Others are decoded once per
+            visit. Trained weights are never encoded.
         tier: Where the layers are stored: in host memory, or in a file.
         device: Where to compute, "cuda", "cuda:1" or "cpu".
         stash: Where layer inputs are kept for the backward: on the device, or most on the host.

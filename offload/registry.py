@@ -27,17 +27,21 @@ class Registry(Mapping[str, Extension]):
 
     Args:
         kind: Plural noun; entry points are in the group `sluice.KIND`.
-        package: Dotted name of the folder in the tree.
+        ours: Those of the tree: the dotted name of their folder, or a table.
         type_: Class of the extensions.
     """
 
-    def __init__(self, kind: str, package: str, type_: type[Extension]) -> None:
-        self.kind, self.package, self._type = kind, package, type_
-        self._loaded: dict[str, Extension] = {}
+    def __init__(
+        self, kind: str, ours: str | Mapping[str, Extension], type_: type[Extension]
+    ) -> None:
+        self.kind, self._package, self._type = kind, ours, type_
+        self._loaded: dict[str, Extension] = {} if isinstance(ours, str) else {**ours}
 
     @cached_property
     def _ours(self) -> tuple[str, ...]:
-        path = importlib.import_module(self.package).__path__
+        if not isinstance(self._package, str):
+            return tuple(self._package)
+        path = importlib.import_module(self._package).__path__
         names = (module.name for module in pkgutil.iter_modules(path))
         return tuple(name for name in names if not name.startswith("_"))
 
@@ -62,7 +66,7 @@ class Registry(Mapping[str, Extension]):
         if name in self._loaded:
             return self._loaded[name]
         if name in self._ours:
-            module = importlib.import_module(f"{self.package}.{name}")
+            module = importlib.import_module(f"{self._package}.{name}")
             self._loaded[name] = module.EXTENSION
         else:
             self._loaded[name] = self._checked(self._others[name])

@@ -5,7 +5,6 @@ from typing import Literal
 
 from finetune.recipe.load import load_shape
 from offload.plan.facts.facts import AdapterSpec, ModelFacts, WholeWeights, model_facts
-from offload.plan.facts.optimizer import Optimizer
 from offload.plan.facts.trainable import all_weights
 from offload.plan.facts.workload import Workload
 from offload.plan.machine.machine import GIB, named_machine
@@ -18,7 +17,7 @@ def facts_of(name: str) -> ModelFacts:
 
 
 def workload(
-    whole: WholeWeights, *, dtype_bytes: Literal[2, 4] = 2, optimizer: Optimizer = "adamw"
+    whole: WholeWeights, *, dtype_bytes: Literal[2, 4] = 2, optimizer: str = "adamw"
 ) -> Workload:
     return Workload(
         micro_batch_size=1,
@@ -38,7 +37,7 @@ def planned(
     ram_gib: int,
     whole: WholeWeights | None = None,
     num_slots: int | None = None,
-    optimizer: Optimizer = "adamw",
+    optimizer: str = "adamw",
 ) -> Plan:
     facts = facts_of(name)
     load = workload(whole or all_weights(facts), optimizer=optimizer)

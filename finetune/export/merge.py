@@ -32,9 +32,9 @@ from finetune.model.empty import empty_published
 from finetune.recipe.load import load_shape, published_shape
 from finetune.report.format import shown_gib
 from finetune.run.run_dir import RunDir
-from offload.engine.codecs.codec import codec_named
+from offload.engine.codec import form_named
 from offload.engine.host.pagelock import aligned_empty
-from offload.plan.facts.codec import CodecName
+from offload.plan.facts.codec import NATIVE
 from offload.plan.facts.workload import to_pages
 
 # ---------------------------------------------------------------------------------------------
@@ -485,7 +485,7 @@ def base_and_tokenizer(run_dir: Path) -> tuple[Path, Path]:
 
 
 def _rounding(
-    codec: CodecName, dtype: torch.dtype, base: Path, changed: Sequence[str]
+    codec: str, dtype: torch.dtype, base: Path, changed: Sequence[str]
 ) -> tuple[str, float] | None:
     """Return by how much a codec changes a weight, relative to its norm; None if it does not.
 
@@ -498,13 +498,13 @@ def _rounding(
     """
     weights = BaseWeights(base)
     matrices = [n for n in changed if re.search(r"\.\d+\.", n) and len(weights.specs[n].shape) > 1]
-    if codec == "native" or not matrices:
+    if codec == NATIVE or not matrices:
         return None
     name = max(matrices, key=lambda n: weights.specs[n].num_bytes)
     num_rows, *row = weights.specs[name].shape
     num_rows = min(num_rows, max(1, _SAMPLE_ELEMENTS // math.prod(row)))
     values = weights.read(name, 0, num_rows).to(dtype)
-    form = codec_named(codec)
+    form = form_named(codec)
     num_bytes = form.num_bytes(values.shape, dtype)
     encoded = aligned_empty(to_pages(num_bytes))[:num_bytes]
     form.encode(values, encoded)

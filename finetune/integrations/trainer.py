@@ -38,9 +38,8 @@ from offload import attach
 from offload.engine.batch import IGNORED, ROW_LENS, Batch
 from offload.engine.engine import Engine, EngineOptions
 from offload.engine.passes.scoring import TokenScores
-from offload.plan.facts.codec import CodecName
 from offload.plan.facts.facts import AdapterSpec, ModelFacts
-from offload.plan.facts.optimizer import Optimizer
+from offload.plan.facts.optimizer import DEFAULT, optimizers_that
 from offload.plan.facts.workload import WeightPlace, Workload
 from offload.plan.machine.machine import Machine
 from offload.plan.plan import Plan
@@ -53,14 +52,6 @@ from offload.probe.machine import PROBE_S, probe
 # `SluiceTrainer(model, args, streaming=Streaming.of(plan_steps(model, args, seq_len=2048)), ...)`
 
 _SLOTS = "`Streaming(num_slots=...)` without a plan"
-_STATES: dict[str, Optimizer] = {
-    "adafactor": "adafactor",
-    "adamw_8bit": "adamw_8bit",
-    "adamw_bnb_8bit": "adamw_8bit",
-    "lion_32bit": "lion",
-    "paged_adamw_8bit": "paged_adamw_8bit",
-    "sgd": "sgd",
-}
 
 
 def plan_steps(
@@ -68,7 +59,7 @@ def plan_steps(
     args: TrainingArguments,
     *,
     seq_len: int,
-    codec: CodecName = "native",
+    codec: str = "native",
     compute_dtype: Literal["float32", "auto"] = "float32",
     machine: Machine | None = None,
 ) -> Plan:
@@ -95,6 +86,7 @@ def plan_steps(
         device = "cuda" if args.device.type == "cuda" else "cpu"
         machine = probe(device=device, seconds=PROBE_S, dtype=str(dtype).removeprefix("torch."))
     num_rows = args.per_device_train_batch_size
+    optim = str(getattr(args.optim, "value", args.optim))
     workload = Workload(
         micro_batch_size=num_rows,
         seq_len=seq_len,
@@ -104,7 +96,7 @@ def plan_steps(
             _adapter_spec(model, facts),
             is_in_base_dtype=compute_dtype == "auto" and _has_plain_branches(model),
         ),
-        optimizer=_STATES.get(str(getattr(args.optim, "value", args.optim)), "adamw"),
+        optimizer=next(iter(optimizers_that(lambda one: optim in one.aliases)), DEFAULT),
         dtype_bytes=dtype.itemsize,
         codec=codec,
     )
@@ -331,7 +323,7 @@ class Streaming:
     """
 
     num_slots: int
-    codec: CodecName = "native"
+    codec: str = "native"
     stash: Literal["device", "host"] = "device"
     head_chunk_tokens: int = HEAD_CHUNK_TOKENS
     kept_graphs: int = 0

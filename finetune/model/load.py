@@ -18,7 +18,7 @@ from offload.engine.host.slab import Record, Slab
 from offload.engine.host.store import Backing, Store
 from offload.engine.model.hooks import CaptureWeights, OnPut
 from offload.engine.model.layers import LayeredModel, find_towers
-from offload.plan.facts.codec import CodecName
+from offload.plan.facts.codec import NATIVE
 from offload.plan.machine.machine import ExpertsImplementation, Tier
 
 _UNSEEN = (
@@ -45,7 +45,7 @@ class Loaded:
 def load_model(
     section: ModelSection,
     *,
-    codec: CodecName,
+    codec: str,
     device: str,
     seed: int,
     tier: Tier,
@@ -72,7 +72,7 @@ def load_model(
     """
     if section.init == "random":
         loaded = Loaded(model=_random_model(section, seed), backing=None)
-    elif tier == "disk" or codec != "native":
+    elif tier == "disk" or codec != NATIVE:
         store, notes = layer_store(section, codec, device, on_put)
         loaded = Loaded(model=_around(store, section), backing=store, notes=notes)
         if tier == "ram":

@@ -28,14 +28,13 @@ from finetune.recipe.sections import ModelSection
 from offload.engine.host.store import Store, StoreWriter, require_store, sole_builder, unusable
 from offload.engine.model.hooks import CaptureWeights, OnPut
 from offload.errors import StoreError
-from offload.plan.facts.codec import CodecName
 
 _NUM_THREADS = 4
 
 Contents = Mapping[str, str]  # name of a file -> hash of all of it
 
 
-def store_path(model: str, dtype: str, codec: CodecName) -> Path:
+def store_path(model: str, dtype: str, codec: str) -> Path:
     """Return the file of a model's store; another model, dtype or codec has another file."""
     path = str(Path(model).resolve()) if Path(model).is_dir() else model
     key = hashlib.sha256("\n".join((path, dtype, codec)).encode()).hexdigest()[:12]
@@ -43,7 +42,7 @@ def store_path(model: str, dtype: str, codec: CodecName) -> Path:
     return stores_dir() / f"{name}-{dtype}-{codec}-{key}.store"
 
 
-def identity(contents: Contents, dtype: str, codec: CodecName) -> dict[str, Any]:
+def identity(contents: Contents, dtype: str, codec: str) -> dict[str, Any]:
     """Return what a store depends on: when any of it changes, the store is built anew."""
     return {
         "contents": dict(contents),
@@ -53,7 +52,7 @@ def identity(contents: Contents, dtype: str, codec: CodecName) -> dict[str, Any]
     }
 
 
-def weights_digest(section: ModelSection, codec: CodecName) -> str:
+def weights_digest(section: ModelSection, codec: str) -> str:
     """Return a digest of all that a model is made from.
 
     Files are read only if they have changed since they were last read.
@@ -75,7 +74,7 @@ def weights_digest(section: ModelSection, codec: CodecName) -> str:
 
 def layer_store(
     section: ModelSection,
-    codec: CodecName,
+    codec: str,
     device: str,
     on_put: OnPut,
 ) -> tuple[Store, tuple[str, ...]]:
@@ -111,9 +110,7 @@ def layer_store(
             return Store(file, identity=identity(contents, dtype, codec)), (note,)
 
 
-def _open_store(
-    path: str, dtype: str, codec: CodecName, file: Path
-) -> tuple[Store, tuple[str, ...]]:
+def _open_store(path: str, dtype: str, codec: str, file: Path) -> tuple[Store, tuple[str, ...]]:
     """Open a store, after checking that the weights are still those that it was made from.
 
     Raises:
@@ -133,7 +130,7 @@ def _open_store(
 
 
 def _build_store(
-    path: str, dtype: str, codec: CodecName, file: Path, device: str, on_put: OnPut
+    path: str, dtype: str, codec: str, file: Path, device: str, on_put: OnPut
 ) -> Contents:
     """Write a store; return the contents of the files that it was made from."""
     make_writer = partial(StoreWriter, file, encoding_device=torch.device(device))

@@ -18,7 +18,7 @@ from finetune.errors import ConfigError
 from finetune.planning.request import full_request, has_router_loss, request_for
 from finetune.recipe.capabilities import NEVER_ENCODED, STREAMED
 from finetune.recipe.recipe import Recipe, with_settings
-from offload.plan.facts.codec import CodecName
+from offload.plan.facts.codec import NATIVE, codecs_that
 from offload.plan.facts.facts import ModelFacts
 from offload.plan.facts.workload import why_head_on_device, why_on_device
 from offload.plan.fit import fits as has_plan
@@ -118,7 +118,6 @@ def goal_named(name: str) -> Goal:
 
 
 HEAD_CHUNKS = (HEAD_CHUNK_TOKENS, 256, FEWEST_CHUNK_TOKENS)  # what `auto` may take
-SUGGESTED_ROUNDING: tuple[CodecName, ...] = ("int8", "nf4")
 
 
 def with_each_size(recipe: Recipe, *, num_ranks: int) -> tuple[Recipe, ...]:
@@ -203,7 +202,7 @@ def choose(facts: ModelFacts, machine: Machine, requests: Sequence[PlanRequest])
     adapter = requests[0].typical.adapter
     may_round = machine.device == "cuda" and adapter.whole is None
     may_round &= set(adapter.modules) <= set(NEVER_ENCODED)
-    rounding = SUGGESTED_ROUNDING if may_round else ()
+    rounding = codecs_that(lambda codec: codec.is_suggested) if may_round else ()
     return search(facts, machine, _resort(facts, machine, requests), rounding=rounding)
 
 
@@ -386,10 +385,12 @@ def _ways(recipes: Sequence[Recipe], cut: Sequence[PlanRequest]) -> list[PlanReq
     return [*ways, *(replace(x, order=Order.MICRO_BATCH_MAJOR) for x in ways if may_go_round(x))]
 
 
-def _codecs(recipe: Recipe) -> tuple[CodecName, ...]:
+def _codecs(recipe: Recipe) -> tuple[str, ...]:
     """Return the forms that layers may wait in; the forms of `auto` are lossless."""
     if recipe.offload.codec != "auto":
         return (recipe.offload.codec,)
-    is_packable = recipe.model.dtype == "bfloat16" and not recipe.train.is_full
-    is_packable &= set(recipe.adapter.modules_to_save) <= set(NEVER_ENCODED)
-    return ("native", "bf16_packed") if is_packable else ("native",)
+    is_encodable = set(recipe.adapter.modules_to_save) <= set(NEVER_ENCODED)
+    if recipe.train.is_full or not is_encodable:
+        return (NATIVE,)
+    dtype = recipe.model.dtype
+    return NATIVE, *codecs_that(lambda codec: codec.is_automatic and dtype in codec.dtypes)

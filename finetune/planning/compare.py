@@ -16,15 +16,13 @@ from finetune.recipe.load import shipped_shapes
 from finetune.recipe.recipe import Recipe, with_seq_len, with_settings
 from finetune.report.format import shown_break_even, shown_gib, table_of
 from offload.errors import DoesNotFitError
-from offload.plan.facts.codec import CodecName
+from offload.plan.facts.codec import NATIVE, codecs_that
 from offload.plan.facts.workload import WeightPlace
 from offload.plan.fit import MemoryNeeds
 from offload.plan.machine.cards import CARDS
-from offload.plan.machine.machine import CARD_NAMES, GIB, Dtype, Machine, Tier
+from offload.plan.machine.machine import GIB, Dtype, Machine, Tier
 from offload.plan.what_if import plan_anyway
 
-Codec = Literal["auto"] | CodecName
-COMPARED: tuple[Codec, ...] = ("fp8", "nf4")  # in addition to the exact form
 TOY_PREFIX = "tiny-"  # shapes to try the program with
 SHORTEST_SEQ_LEN = 512
 LENGTH_STEP = 1024
@@ -62,7 +60,7 @@ class Comparison:
 
     model: str
     machine: str
-    codec: CodecName
+    codec: str
     tier: Tier
     stash: Literal["device", "host"]
     embeddings: WeightPlace
@@ -145,8 +143,8 @@ def trained_models(model: str | None) -> list[str]:
 def _forms(recipe: Recipe) -> list[Recipe]:
     """Return the recipe with its layers in each form that is compared, where its rules allow it."""
     asked = recipe.offload.codec
-    exact: Codec = "auto" if asked == "auto" else "native"
-    codecs: tuple[Codec, ...] = (exact, *COMPARED, asked)
+    exact = "auto" if asked == "auto" else NATIVE
+    codecs = (exact, *codecs_that(lambda codec: codec.option), asked)
     forms = (with_settings(recipe, {"offload.codec": codec}) for codec in dict.fromkeys(codecs))
     return [form for form in forms if not any(broken_rules(form))]
 
@@ -242,7 +240,7 @@ def machine_names(names: str, *, dtype: Dtype) -> list[str]:
     """Return the names of a list with commas; for `all`, of all known cards with that dtype."""
     if names != "all":
         return [name.strip() for name in names.split(",")]
-    return [name for name in CARD_NAMES if dtype == "float32" or CARDS[name].has_bf16]
+    return [name for name in CARDS if dtype == "float32" or CARDS[name].has_bf16]
 
 
 def budgeted(machine: Machine, *, vram_gib: float | None) -> Machine:
@@ -280,15 +278,15 @@ def slowest_card(vram_gib: float | None) -> str:
             limit="what fits depends on the memory of the card",
             hint="`sluice fit --vram 12 --ram 64`, or `--machine rtx3060`",
         )
-    desk = [name for name in CARD_NAMES if CARDS[name].line != "server"]
+    desk = [name for name in CARDS if CARDS[name].line != "server"]
     large = [name for name in desk if CARDS[name].memory_gib >= vram_gib]
     if large:
         return min(large, key=lambda name: (CARDS[name].memory_gib, CARDS[name].half_tflops))
     most = max(desk, key=lambda name: CARDS[name].memory_gib)
-    servers = [name for name in CARD_NAMES if CARDS[name].memory_gib >= vram_gib]
+    servers = [name for name in CARDS if CARDS[name].memory_gib >= vram_gib]
     limit = f"{most} has {CARDS[most].memory_gib:g} GiB"
     if not servers:
-        most = max(CARD_NAMES, key=lambda name: CARDS[name].memory_gib)
+        most = max(CARDS, key=lambda name: CARDS[name].memory_gib)
         limit = f"{most} has {CARDS[most].memory_gib:g} GiB"
     raise ConfigError(
         f"--vram {vram_gib:g} is more than any known {'desktop ' if servers else ''}card has",

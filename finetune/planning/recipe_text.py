@@ -9,11 +9,11 @@ from typing import Any
 from finetune.planning.suggestion import SOME_ROWS, Form, Suggestion
 from finetune.report.format import shown_break_even, shown_time
 from finetune.report.summary import SOURCES
+from offload.plan.facts.codec import CODECS, NATIVE
 from offload.plan.machine.machine import GIB
 
 EPOCH_TOKENS = 10_000_000
 _METHODS = {"lora": "LoRA"}
-_WORDS = {"native": "exact", "bf16_packed": "exact, packed"}
 _COMMENTS = {
     "model.init": "a shape without weights: to try the program with",
     "adapter.rank": "columns of A, rows of B",
@@ -107,7 +107,8 @@ def form_words(form: Form) -> str:
     """Return the form of the layers and where they wait."""
     codec = form.plan.request.typical.codec
     place = "disk" if form.plan.request.is_on_disk else "RAM"
-    return f"{_WORDS.get(codec, codec)} from {place}"
+    exact = "exact, packed" if CODECS[codec].is_automatic else codec
+    return f"{'exact' if codec == NATIVE else exact} from {place}"
 
 
 def reasons(suggestion: Suggestion) -> Iterator[str]:

@@ -10,7 +10,16 @@ from finetune.adapter.targets import chosen_targets
 from finetune.errors import ConfigError
 from finetune.model.config import read_config
 from finetune.planning.ranks import require_sharded
-from finetune.recipe.capabilities import DEVICE, MLPS, MODEL, OF_MODEL, require, setting
+from finetune.recipe.capabilities import (
+    DEVICE,
+    MLPS,
+    MODEL,
+    OF_MODEL,
+    PLACED,
+    WEIGHTS,
+    require,
+    setting,
+)
 from finetune.recipe.load import is_shipped
 from finetune.recipe.recipe import Recipe
 from finetune.recipe.sections import AdapterSection, ModelSection, ObjectiveSection, OffloadSection
@@ -341,8 +350,7 @@ def _request(
             limit=f"it was made for at most {facts.max_position_embeddings} positions",
             hint=f"`train.seq_len: {facts.max_position_embeddings - num}`",
         )
-    _require_model(recipe, facts, device="")
-    _require_places(recipe.offload, facts, typical, num_ranks=num_ranks)
+    _require_model(recipe, facts, adapter=typical.adapter)
     has_backward = not recipe.train.is_head_alone
     return PlanRequest(
         typical=typical,
@@ -374,56 +382,27 @@ def _request(
     )
 
 
-def _require_model(recipe: Recipe, facts: ModelFacts, *, device: str) -> None:
-    """Check that a recipe goes with the model, and with the device if that is known.
+def _require_model(
+    recipe: Recipe, facts: ModelFacts, *, device: str = "", adapter: AdapterSpec | None = None
+) -> None:
+    """Check that a recipe goes with the model, and with the device or what trains if it is known.
 
     Raises:
         ConfigError: It does not.
     """
     has_tiles = any(x.group in TILED_GROUPS for layer in facts.layers for x in layer.linears)
+    whys = [adapter and why(facts, adapter) for why in (why_on_device, why_head_on_device)]
     given = {
         DEVICE: device,
         MODEL: "a mixture of experts" if facts.has_experts else "dense",
         MLPS: "dense" if has_tiles else "a mixture of experts",
+        WEIGHTS: 1 if facts.tie_word_embeddings else 2,
+        **{
+            name: why and f"for the device alone: {why}"
+            for name, why in zip(PLACED.values(), whys, strict=True)
+        },
     }
     require(OF_MODEL, lambda name: given[name] if name in given else setting(recipe, name))
-
-
-def _require_places(
-    offload: OffloadSection, facts: ModelFacts, typical: Workload, *, num_ranks: int
-) -> None:
-    """Check that embedding and head may be where a recipe has them.
-
-    Raises:
-        ConfigError: One may not be in host memory, or both have one weight and only one is there.
-    """
-    places = {"embeddings": offload.embeddings, "head": offload.head}
-    moved = [name for name, place in places.items() if place == "host"]
-    fixes = {name: f"`offload.{name}: device`" for name in moved}
-    if facts.tie_word_embeddings:
-        fixes = dict.fromkeys(moved, " with ".join(fixes.values()))
-    if "embeddings" in moved and (why := why_on_device(facts, typical.adapter)):
-        raise ConfigError(
-            f"offload.embeddings: host for this {facts.model_type} model: {why}",
-            limit="an embedding in host memory is frozen",
-            hint=fixes["embeddings"],
-        )
-    why = why_head_on_device(facts, typical.adapter)
-    if "head" in moved and why:
-        raise ConfigError(
-            f"offload.head: host for this {facts.model_type} model: {why}",
-            limit="a head in host memory is frozen",
-            hint=fixes["head"],
-        )
-    if facts.tie_word_embeddings and typical.embeddings != typical.head:
-        (here,) = moved
-        other = "head" if here == "embeddings" else "embeddings"
-        raise ConfigError(
-            f"offload.{here}: host with offload.{other}: device for this {facts.model_type} model:"
-            " they are one weight",
-            limit="one weight is in one place",
-            hint=f"`offload.{other}: host`, or `offload.{here}: device`",
-        )
 
 
 def _objective_cost(objective: ObjectiveSection) -> ObjectiveCost | None:

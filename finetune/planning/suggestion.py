@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 from finetune.errors import ConfigError
 from finetune.planning.candidates import Goal, chosen_plan, fits, nearest_request
-from finetune.planning.compare import Codec, fitting_lengths, slowest_card
+from finetune.planning.compare import fitting_lengths, slowest_card
 from finetune.planning.ranks import GPUS, require_gpus
 from finetune.planning.request import facts_of, with_backend
 from finetune.planning.subject import Subject, WantedModel
@@ -23,7 +23,7 @@ from finetune.recipe.load import Draft, Place, apply_overrides, recipe_from
 from finetune.recipe.recipe import Recipe, whole_units, with_settings
 from finetune.report.format import shown_gib
 from offload.errors import DoesNotFitError
-from offload.plan.facts.codec import ROUNDING
+from offload.plan.facts.codec import CODECS, codecs_that
 from offload.plan.machine.cards import CARDS
 from offload.plan.machine.machine import GIB, Machine, named_machine
 from offload.plan.plan import Plan
@@ -32,7 +32,6 @@ from offload.plan.what_if import plan_anyway
 Tier = Literal["auto", "disk"]
 Settings = dict[str, dict[str, Any]]
 _Size = TypeVar("_Size")
-CODECS: tuple[Codec, ...] = ("auto", *sorted(ROUNDING, key=lambda codec: ROUNDING[codec]))
 TOKENS_PER_STEP, SEQ_LEN = 16_384, 2_048
 SOME_ROWS = "yahma/alpaca-cleaned"
 LORA_LR, FULL_LR = 2e-4, 1e-5
@@ -85,7 +84,7 @@ class Form:
     @property
     def rounding(self) -> float:
         """How far the codec rounds each weight, as a share of it (RMS)."""
-        return ROUNDING.get(self.plan.request.typical.codec, 0.0)
+        return CODECS[self.plan.request.typical.codec].rounding
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -242,10 +241,11 @@ class _Base:
             for placed in (_placed(free, codec, tier) for tier in reversed(tiers))
         )
 
-    def _open(self) -> dict[Codec, list[Tier]]:
+    def _open(self) -> dict[str, list[Tier]]:
         """Return the codecs that the settings leave open and the rules allow, and their tiers."""
         asked = self.settings.get("offload", {})
-        codecs = CODECS if "codec" not in asked else (self.subject.recipe.offload.codec,)
+        codecs = ["auto", *codecs_that(lambda codec: codec.rounding)]
+        codecs = [self.subject.recipe.offload.codec] if "codec" in asked else codecs
         tiers: tuple[Tier, ...] = ("auto",) if "tier" in asked else get_args(Tier)
         allowed = {
             codec: [
@@ -255,7 +255,7 @@ class _Base:
         }
         return {codec: some for codec, some in allowed.items() if some}
 
-    def _form(self, machine: Machine, codec: Codec, tier: Tier, goal: Goal) -> Form:
+    def _form(self, machine: Machine, codec: str, tier: Tier, goal: Goal) -> Form:
         recipe, settings = _placed(self.subject.recipe, codec, tier), self.settings
         here = with_backend(recipe, self.subject.facts, machine)
         changes: dict[str, Any] = {} if codec == "auto" else {"codec": codec}
@@ -277,7 +277,7 @@ class _Base:
         return Form(settings=settings, recipe=recipe, plan=made, short=short)
 
 
-def _placed(recipe: Recipe, codec: Codec, tier: Tier) -> Recipe:
+def _placed(recipe: Recipe, codec: str, tier: Tier) -> Recipe:
     disk = {"offload.tier": tier} if tier == "disk" else {}
     return with_settings(recipe, {"offload.codec": codec, **disk})
 

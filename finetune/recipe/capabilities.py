@@ -27,7 +27,8 @@ from finetune.recipe.sections import (
     formats_of,
     read_settings,
 )
-from offload.plan.facts.optimizer import HOST_ONLY
+from offload.plan.facts.codec import CODECS, FLOATS, NATIVE, codecs_that
+from offload.plan.facts.optimizer import DEFAULT, OPTIMIZERS, optimizers_that
 from offload.plan.facts.trainable import EMBEDDING, HEAD, SCORE
 
 # ---------------------------------------------------------------------------------------------
@@ -195,7 +196,7 @@ def _with(
 
 # What may be trained whole whatever the codec: these are on the device as published.
 NEVER_ENCODED = ("norms", "router", EMBEDDING, HEAD, SCORE)
-OPTIMIZERS = ("adamw", "sgd")
+_BY_PARTS = optimizers_that(lambda one: one.moments is not None)
 """Optimizers of `train.parallel: fsdp2`."""
 STREAMED = "`train.parallel: stream`, with one process if weights of the model train"
 
@@ -406,30 +407,32 @@ PAIRS: tuple[Row, ...] = (
         Row("adapter.modules_to_save", naming(HEAD), "a head in host memory is frozen"),
         instead="`offload.head: device`",
     ),
-    *_with(
-        "model.dtype",
-        but("bfloat16"),
+    *(
         Row(
             "offload.codec",
-            only("bf16_packed"),
-            "it packs bfloat16 weights, without loss",
-            "native",
-        ),
-        instead="`model.dtype: bfloat16`",
+            only(name),
+            f"it takes weights in {' or '.join(CODECS[name].dtypes)}",
+            NATIVE,
+            other="model.dtype",
+            others=but(*CODECS[name].dtypes),
+            instead=f"`model.dtype: {CODECS[name].dtypes[0]}`",
+        )
+        for name in codecs_that(lambda codec: codec.dtypes not in ((), FLOATS))
     ),
     *_with(
         "model.dtype",
         only("float16"),
         Row(
             "offload.codec",
-            only("bf16", "fp16"),
+            only(*codecs_that(lambda codec: codec.same_as)),
             "weights of 16 bits take as many bytes in it",
-            hint="`offload.codec: native`, or `int8`, `fp8` or `nf4`",
+            hint=f"`offload.codec: {NATIVE}`, or one of "
+            + ", ".join(f"`{name}`" for name in codecs_that(lambda codec: codec.rounding)),
         ),
     ),
     *_with(
         "offload.codec",
-        but("auto", "native"),
+        but("auto", NATIVE),
         Row(
             "adapter.modules_to_save",
             beyond(*NEVER_ENCODED),
@@ -494,11 +497,14 @@ PAIRS: tuple[Row, ...] = (
     *_with(
         "offload.device",
         only("cpu"),
-        Row(
-            "train.optimizer",
-            only("paged_adamw_8bit"),
-            "states are paged between a CUDA device and the host",
-            "adamw_8bit",
+        *(
+            Row(
+                "train.optimizer",
+                only(name),
+                "states are paged between a CUDA device and the host",
+                OPTIMIZERS[name].instead,
+            )
+            for name in optimizers_that(lambda one: one.min_paged is not None)
         ),
     ),
     *_with(
@@ -565,9 +571,9 @@ PAIRS: tuple[Row, ...] = (
                 "train.optimizer",
                 only(name),
                 "it updates weights of the model in RAM; an adapter's states are few bytes",
-                name.removesuffix("_bf16"),
+                OPTIMIZERS[name].instead,
             )
-            for name in HOST_ONLY
+            for name in optimizers_that(lambda one: one.made_by is None)
         ),
         instead="`train.what: all`",
     ),
@@ -576,7 +582,7 @@ PAIRS: tuple[Row, ...] = (
         FULL,
         Row(
             "offload.codec",
-            but("auto", "native"),
+            but("auto", NATIVE),
             "weights that train are updated in the form that they compute in",
             "native",
         ),
@@ -586,11 +592,14 @@ PAIRS: tuple[Row, ...] = (
             "weights that train are updated in memory: a disk would be written in every step",
             "ram",
         ),
-        Row(
-            "train.optimizer",
-            only("paged_adamw_8bit"),
-            "states of weights that train are in RAM already",
-            "adamw_8bit",
+        *(
+            Row(
+                "train.optimizer",
+                only(name),
+                "it updates tensors on the device, and weights that train are updated in RAM",
+                OPTIMIZERS[name].instead,
+            )
+            for name in optimizers_that(lambda one: one.update is None)
         ),
         Row("train.compile", ON, "layers are compiled for frozen weights", "false"),
         Row(
@@ -842,10 +851,10 @@ PAIRS: tuple[Row, ...] = (
         ),
         Row(
             "train.optimizer",
-            but(*OPTIMIZERS),
+            but(*_BY_PARTS),
             "each process updates its part of a tensor, element by element: "
-            + " or ".join(OPTIMIZERS),
-            "adamw",
+            + " or ".join(_BY_PARTS),
+            DEFAULT,
         ),
         Row(
             "train.shares",
@@ -865,7 +874,7 @@ PAIRS: tuple[Row, ...] = (
         Row("model.experts_implementation", only("triton"), _OWN_CODE, "grouped_mm"),
         Row(
             "offload.codec",
-            but("auto", "native"),
+            but("auto", NATIVE),
             "parts of layers are gathered in the form that they compute in",
             "native",
         ),
@@ -936,37 +945,16 @@ class Numbers:
 
     @property
     def nearest(self) -> str:
-        """The nearest multiples."""
+        """The settings of `train.tokens_per_step` that are whole micro-batches, in words."""
         most = MAX_MICRO_BATCHES * self.unit
         below = min(self.tokens, most) // self.unit * self.unit
         both = (tokens for tokens in (below, below + self.unit) if 0 < tokens <= most)
         return ", or ".join(f"`train.tokens_per_step: {tokens}`" for tokens in both)
 
     @property
-    def warmup(self) -> int:
-        """Steps over which the learning rate rises."""
-        return self.train.num_warmup_steps(self.num_steps)
-
-    @property
-    def shorter_warmup(self) -> int:
-        """A twentieth of the steps."""
-        return self.num_steps // 20
-
-    @property
     def falling(self) -> int:
         """Steps after the warm-up."""
-        return self.num_steps - self.warmup
-
-    @property
-    def shorter_ratio(self) -> str:
-        """A part of the steps in which a warm-up ends."""
-        return "0.05" if self.num_steps > 1 else "null"
-
-    @property
-    def fewer_cycles(self) -> str:
-        """The most cycles that have two steps each after the warm-up."""
-        most, without = self.falling // 2, "`train.schedule: cosine` with `train.num_cycles: null`"
-        return f"`train.num_cycles: {most}`" if most > 1 else without
+        return self.num_steps - self.train.num_warmup_steps(self.num_steps)
 
     @property
     def every(self) -> int:
@@ -974,20 +962,9 @@ class Numbers:
         return self.recipe.output.eval_every or 0
 
     @property
-    def patience(self) -> int:
-        """Evaluations before a run can stop early; 0 if it never does."""
+    def num_until_stop(self) -> int:
+        """Evaluations after which a run can stop early; 0 if it never does."""
         return (self.train.early_stopping_patience or -1) + 1
-
-    @property
-    def soonest(self) -> int:
-        """First step after which a run can stop early."""
-        return self.every * self.patience
-
-    @property
-    def sooner(self) -> str:
-        """The most steps between evaluations with which a run can stop early."""
-        most, never = (self.num_steps - 1) // self.patience, "`train.early_stopping_patience: null`"
-        return f"`output.eval_every: {most}` or less" if most else never
 
     @property
     def twice(self) -> str:
@@ -996,139 +973,172 @@ class Numbers:
         return next((path for path in paths if paths.count(path) > 1), "")
 
     @property
-    def both_ways(self) -> str:
-        """Modules that train whole and with an adapter."""
-        return ", ".join(
-            name for name in self.recipe.adapter.modules_to_save if name in self._listed
-        )
-
-    @property
-    def one_way(self) -> str:
-        """The targets that do not train whole."""
-        whole = self.recipe.adapter.modules_to_save
-        left = ", ".join(name for name in self._listed if name not in whole)
-        return f"`adapter.targets: [{left}]`"
-
-    @property
-    def _listed(self) -> tuple[str, ...]:
+    def listed(self) -> tuple[str, ...]:
+        """Targets that are listed one by one."""
         targets = self.recipe.adapter.targets
         return () if isinstance(targets, str) else targets
+
+    @property
+    def both_ways(self) -> list[str]:
+        """Modules that train whole and with an adapter."""
+        return [name for name in self.recipe.adapter.modules_to_save if name in self.listed]
 
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """Numbers of a recipe that do not add up.
-
-    The texts name numbers and settings in braces: `n` is `Numbers`, others are sections.
-    """
+    """Numbers of a recipe that do not add up."""
 
     field: str
     reads: tuple[str, ...]
-    is_broken: Callable[[Numbers], object]
-    what: str
     limit: str
-    hint: str
+    """What is asked, in words of the documentation."""
+    fix: str
+    """What the field can be, likewise."""
+    is_broken: Callable[[Numbers], object]
+    texts: Callable[[Numbers], tuple[str, str, str]]
+    """What is wrong, what is asked and what to write, with the numbers."""
 
     def breach(self, numbers: Numbers) -> Breach:
         """Return the breach by a recipe that breaks the row."""
-        recipe = numbers.recipe
-        sections = {name: getattr(recipe, name) for name in type(recipe).model_fields}
-        texts = (self.what, self.limit, self.hint)
-        what, limit, hint = (text.format(n=numbers, **sections) for text in texts)
+        what, limit, hint = self.texts(numbers)
         return Breach(field=self.field, what=what, limit=limit, hint=hint, reads=self.reads)
 
 
 _STEP = ("train.micro_batch_size", "train.seq_len")
 _STEPS = ("train.steps",)
 _EVALUATIONS = ("train.steps", "output.eval_every")
-_WARM_UP = "the warm-up has to end within the run: it has fewer than {n.num_steps} steps"
+_WARM_UP = "the warm-up has to end within the run"
 
 SUMS = (
     Sum(
         "train.tokens_per_step",
         _STEP,
+        f"a step can have {MAX_MICRO_BATCHES:,} micro-batches",
+        "the most that it can have",
         lambda n: n.tokens > MAX_MICRO_BATCHES * n.unit,
-        "train.tokens_per_step is {n.tokens}",
-        f"a step can have {MAX_MICRO_BATCHES:,} micro-batches, and one has {{n.unit}} tokens",
-        "{n.nearest}",
+        lambda n: (
+            f"train.tokens_per_step is {n.tokens}",
+            f"a step can have {MAX_MICRO_BATCHES:,} micro-batches, and one has {n.unit} tokens",
+            n.nearest,
+        ),
     ),
     Sum(
         "train.tokens_per_step",
         _STEP,
+        "it must be a multiple of micro_batch_size x seq_len",
+        "the nearest multiple",
         lambda n: n.tokens <= MAX_MICRO_BATCHES * n.unit and n.tokens % n.unit,
-        "train.tokens_per_step is {n.tokens}",
-        "it must be a multiple of {n.unit} (micro_batch_size {train.micro_batch_size} x seq_len"
-        " {train.seq_len})",
-        "{n.nearest}",
+        lambda n: (
+            f"train.tokens_per_step is {n.tokens}",
+            f"it must be a multiple of {n.unit} (micro_batch_size {n.train.micro_batch_size} x"
+            f" seq_len {n.train.seq_len})",
+            n.nearest,
+        ),
     ),
     Sum(
         "data.eval_frac",
         ("data.mix",),
-        lambda n: n.recipe.data.eval_frac and n.twice,
-        "data.eval_frac is {data.eval_frac} and data.mix names {n.twice} twice",
-        "a row that is held out of one source would be trained in the other",
+        "a row that is held out of a source would be trained in another with the same path",
         "name it once with the sum of the weights, or hold out a file by `data.eval_path`",
+        lambda n: n.recipe.data.eval_frac and n.twice,
+        lambda n: (
+            f"data.eval_frac is {n.recipe.data.eval_frac} and data.mix names {n.twice} twice",
+            "a row that is held out of one source would be trained in the other",
+            "name it once with the sum of the weights, or hold out a file by `data.eval_path`",
+        ),
     ),
     Sum(
         "adapter.modules_to_save",
         ("adapter.targets",),
-        lambda n: n.both_ways,
-        "adapter.modules_to_save and adapter.targets both name {n.both_ways}",
         "a module is trained whole or has an adapter",
-        "{n.one_way}",
+        "`adapter.targets` without it",
+        lambda n: n.both_ways,
+        lambda n: (
+            f"adapter.modules_to_save and adapter.targets both name {', '.join(n.both_ways)}",
+            "a module is trained whole or has an adapter",
+            f"`adapter.targets: [{', '.join(t for t in n.listed if t not in n.both_ways)}]`",
+        ),
     ),
 )
 LENGTHS = (
     Sum(
         "train.warmup_steps",
         _STEPS,
-        lambda n: n.train.warmup_ratio is None and n.warmup >= n.num_steps,
-        "train.warmup_steps is {train.warmup_steps} and {n.length}",
         _WARM_UP,
-        "`train.warmup_steps: {n.shorter_warmup}`",
+        "a twentieth of the steps",
+        lambda n: n.train.warmup_ratio is None and n.falling <= 0,
+        lambda n: (
+            f"train.warmup_steps is {n.train.warmup_steps} and {n.length}",
+            f"{_WARM_UP}: at most {n.num_steps - 1} steps",
+            f"`train.warmup_steps: {n.num_steps // 20}`",
+        ),
     ),
     Sum(
         "train.warmup_ratio",
         _STEPS,
-        lambda n: n.train.warmup_ratio is not None and n.warmup >= n.num_steps,
-        "train.warmup_ratio is {train.warmup_ratio} and {n.length}",
         _WARM_UP,
-        "`train.warmup_ratio: {n.shorter_ratio}`",
+        "`train.warmup_ratio: 0.05`",
+        lambda n: n.train.warmup_ratio is not None and n.falling <= 0,
+        lambda n: (
+            f"train.warmup_ratio is {n.train.warmup_ratio} and {n.length}",
+            f"{_WARM_UP}: at most {n.num_steps - 1} steps",
+            f"`train.warmup_ratio: {'0.05' if n.num_steps > 1 else 'null'}`",
+        ),
     ),
     Sum(
         "train.num_cycles",
         (*_STEPS, "train.warmup_steps", "train.warmup_ratio"),
-        lambda n: n.warmup < n.num_steps and n.falling < 2 * (n.train.num_cycles or 0),
-        "train.num_cycles is {train.num_cycles} and {n.falling} steps follow the warm-up, as"
-        " {n.length}",
         "each cycle needs two steps, or the learning rate never falls in it",
-        "{n.fewer_cycles}",
+        "half of the steps after the warm-up",
+        lambda n: 0 < n.falling < 2 * (n.train.num_cycles or 0),
+        lambda n: (
+            f"train.num_cycles is {n.train.num_cycles} and {n.falling} steps follow the warm-up, as"
+            f" {n.length}",
+            "each cycle needs two steps, or the learning rate never falls in it",
+            f"`train.num_cycles: {n.falling // 2}`"
+            if n.falling >= 4
+            else "`train.schedule: cosine` with `train.num_cycles: null`",
+        ),
     ),
     Sum(
         "output.best_checkpoint",
         _EVALUATIONS,
-        lambda n: n.recipe.output.best_checkpoint and n.every > n.num_steps,
-        "output.best_checkpoint is {output.best_checkpoint}, output.eval_every is {n.every} and"
-        " {n.length}",
         "there is no best step where no loss on held-out rows is taken",
-        "`output.eval_every: {n.num_steps}` or less",
+        "`output.eval_every` of at most the steps",
+        lambda n: n.recipe.output.best_checkpoint and n.every > n.num_steps,
+        lambda n: (
+            f"output.best_checkpoint is {n.recipe.output.best_checkpoint}, output.eval_every is"
+            f" {n.every} and {n.length}",
+            "there is no best step where no loss on held-out rows is taken",
+            f"`output.eval_every: {n.num_steps}` or less",
+        ),
     ),
     Sum(
         "train.early_stopping_patience",
         _EVALUATIONS,
-        lambda n: n.soonest >= n.num_steps and n.soonest,
-        "train.early_stopping_patience is {train.early_stopping_patience}, output.eval_every is"
-        " {n.every} and {n.length}",
-        "the run could stop early after step {n.soonest} at the soonest",
-        "{n.sooner}",
+        "a run can stop early before its last step",
+        "a shorter `output.eval_every`",
+        lambda n: 0 < n.num_steps <= n.every * n.num_until_stop,
+        lambda n: (
+            f"train.early_stopping_patience is {n.train.early_stopping_patience},"
+            f" output.eval_every is {n.every} and {n.length}",
+            f"the run could stop early after step {n.every * n.num_until_stop} at the soonest",
+            f"`output.eval_every: {(n.num_steps - 1) // n.num_until_stop}` or less"
+            if n.num_steps > n.num_until_stop
+            else "`train.early_stopping_patience: null`",
+        ),
     ),
     Sum(
         "report.profile",
         _STEPS,
+        "the recorded step must be one of the run",
+        "the last step",
         lambda n: (n.recipe.report.profile or 0) > n.num_steps,
-        "report.profile is {report.profile} and {n.length}",
-        "the recorded step must be one of 1 to {n.num_steps}",
-        "`report.profile: {n.num_steps}`",
+        lambda n: (
+            f"report.profile is {n.recipe.report.profile} and {n.length}",
+            f"the recorded step must be one of 1 to {n.num_steps}",
+            f"`report.profile: {n.num_steps}`",
+        ),
     ),
 )
 
@@ -1153,7 +1163,10 @@ def broken_length_rules(recipe: Settings, *, num_steps: int) -> Iterator[Breach]
 # A setting with the model, the device or the number of processes
 
 DEVICE, MODEL, PROCESSES = "the device", "the model", "the number of processes"
-MLPS = "each MLP"
+MLPS, WEIGHTS = "each MLP", "the number of weights of embedding and head"
+PLACED = {"offload.embeddings": "the embedding", "offload.head": "the head"}
+"""What may have to be on the device, by the setting of its place."""
+_BOTH = " with ".join(f"`{field}: device`" for field in PLACED)
 
 OF_MODEL = (
     *_with(DEVICE, only("cpu"), *_ON_CUDA),
@@ -1177,6 +1190,31 @@ OF_MODEL = (
             "routed experts are not computed in chunks of tokens",
             "auto",
         ),
+    ),
+    *(
+        Row(
+            field,
+            only("host"),
+            "what waits in host memory is frozen",
+            hint=hint,
+            other=what,
+            also=((WEIGHTS, only(number)),),
+        )
+        for field, what in PLACED.items()
+        for number, hint in ((1, _BOTH), (2, f"`{field}: device`"))
+    ),
+    *(
+        Row(
+            field,
+            only("host"),
+            "one weight is in one place",
+            hint=f"`{other}: host`",
+            other=other,
+            others=only("device"),
+            instead=f"`{field}: device`",
+            also=((WEIGHTS, only(1)),),
+        )
+        for field, other in (tuple(PLACED), tuple(PLACED)[::-1])
     ),
 )
 

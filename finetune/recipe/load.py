@@ -51,6 +51,7 @@ from finetune.recipe.recipe import (
     written,
 )
 from finetune.recipe.sections import MixSource
+from offload.plan.facts.codec import CODECS
 
 # ---------------------------------------------------------------------------------------------
 # A recipe before it is checked: values, and where each was written.
@@ -529,15 +530,7 @@ RENAMED: Mapping[str, str] = {
 
 # Word -> the setting that replaces it, with its value.
 REPLACED: Mapping[str, tuple[str, str]] = {
-    "load_in_4bit": ("offload.codec", "nf4"),
-    "quantize_base": ("offload.codec", "nf4"),
-    "qlora": ("offload.codec", "nf4"),
-    "quantization_bit": ("offload.codec", "nf4"),
-    "quantization_config": ("offload.codec", "nf4"),
-    "bnb_4bit_quant_type": ("offload.codec", "nf4"),
-    "bnb_4bit_use_double_quant": ("offload.codec", "nf4"),
-    "load_in_8bit": ("offload.codec", "int8"),
-    "load_in_fp8": ("offload.codec", "fp8"),
+    **{alias: ("offload.codec", name) for name in CODECS for alias in CODECS[name].aliases},
     "bf16": ("model.dtype", "bfloat16"),
     "pure_bf16": ("model.dtype", "bfloat16"),
     "bnb_4bit_compute_dtype": ("model.dtype", "bfloat16"),

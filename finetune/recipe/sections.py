@@ -11,12 +11,35 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetPydanticSchema,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import core_schema
 
-from offload.plan.facts.codec import CodecName
-from offload.plan.facts.optimizer import Optimizer
+from offload.plan.facts.codec import CODECS, NATIVE
+from offload.plan.facts.optimizer import DEFAULT, OPTIMIZERS
 from offload.plan.facts.workload import FusedPart
 from offload.plan.machine.machine import GIB, Dtype, ExpertsImplementation, Tier
+from offload.registry import Registry
+
+
+def name_in(registry: Registry[Any]) -> GetPydanticSchema:
+    """Return what makes a field take the names of extensions, as a `Literal` of them would."""
+    return GetPydanticSchema(lambda *_: core_schema.literal_schema([*registry]))
+
+
+def listed(registry: Registry[Any]) -> str:
+    """Describe each extension after its name."""
+    return "; ".join(f"`{name}` {extension.doc}" for name, extension in registry.items())
+
+
+CodecName = Annotated[str, name_in(CODECS)]
+OptimizerName = Annotated[str, name_in(OPTIMIZERS)]
 
 # Lists arrive as lists from YAML and are kept as tuples, which are immutable.
 Names = Annotated[tuple[str, ...], Field(strict=False)]
@@ -622,9 +645,8 @@ class OffloadSection(Section):
     )
     codec: Literal["auto"] | CodecName = Field(
         default="auto",
-        description="Form in which the layers' matrices wait: `native` is `model.dtype`,"
-        " `bf16_packed` the same in 3/4 of bf16's bytes, `nf4` about 4 bits; `auto` takes the"
-        " faster of the first two, which round nothing.",
+        description=f"Form in which the layers' matrices wait: {listed(CODECS)}. `auto` takes the"
+        " faster of those that leave weights in `model.dtype` as they are.",
     )
     num_slots: Literal["auto", "all"] | Annotated[int, Field(ge=2)] = Field(
         default="auto",
@@ -679,9 +701,9 @@ class OffloadSection(Section):
     )
 
     @property
-    def layer_codec(self) -> CodecName:
+    def layer_codec(self) -> str:
         """The codec of layers while they wait; `auto` is lossless."""
-        return "native" if self.codec == "auto" else self.codec
+        return NATIVE if self.codec == "auto" else self.codec
 
     @property
     def load_tier(self) -> Tier:
@@ -961,18 +983,16 @@ class TrainSection(Section):
         description="Peak learning rate of `train.probe_steps`; null takes `train.lr`.",
         examples=[1e-3],
     )
-    optimizer: Optimizer = Field(
-        default="adamw",
-        description="`adamw_8bit` keeps its state in 8 bits (bitsandbytes), `paged_adamw_8bit` in"
-        " host memory too where the card is full; `adafactor` keeps sums of rows and columns,"
-        " `lion` one moment, `sgd` nothing; `adamw_bf16` and `lion_bf16`, of weights of the model"
-        " alone, keep the mean of gradients in bf16.",
+    optimizer: OptimizerName = Field(
+        default=DEFAULT,
+        description=f"What updates the weights: {listed(OPTIMIZERS)}.",
     )
     lr: float = Field(
         default=2e-4,
         gt=0,
         le=1,
-        description="Peak learning rate: about how far a step moves each weight, but with `sgd`.",
+        description="Peak learning rate: about how far a step moves each weight, if the optimizer"
+        " scales steps.",
     )
     weight_decay: float = Field(
         default=0.0,

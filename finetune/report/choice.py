@@ -21,7 +21,7 @@ from finetune.report.format import (
     table_of,
 )
 from finetune.report.plan import outputs_json
-from offload.plan.facts.codec import ROUNDING
+from offload.plan.facts.codec import CODECS
 from offload.plan.facts.facts import WeightInventory
 from offload.plan.fit import Shortage
 from offload.plan.machine.machine import Machine, Node, Rate
@@ -178,7 +178,7 @@ def choice_json(choice: Choice) -> dict[str, Any]:
             | {
                 "change": what_if.change,
                 "tokens_per_s": what_if.tokens_per_s,
-                "weight_rounding": ROUNDING.get(what_if.best.request.typical.codec, 0.0),
+                "weight_rounding": CODECS[what_if.best.request.typical.codec].rounding,
             }
             for what_if in choice.what_ifs
         ],
@@ -334,5 +334,5 @@ def _change(what_if: WhatIf, choice: Choice) -> str:
         size = f"`train.micro_batch_size: {then.typical.micro_batch_size}`"
         is_same = then.tokens_per_step == choice.plan.tokens_per_step
         return size if is_same else f"{size}, {then.tokens_per_step:,} tokens per step"
-    rounding = ROUNDING[what_if.change]
+    rounding = CODECS[what_if.change].rounding
     return f"offload.codec: {what_if.change}, which rounds each weight, by {rounding:.1%} RMS"

@@ -46,7 +46,7 @@ from finetune.report.plan import (
     probe_line,
     sharded_line,
 )
-from offload.plan.facts.codec import ROUNDING
+from offload.plan.facts.codec import CODECS, NATIVE
 from offload.plan.facts.workload import FusedPart
 from offload.plan.feature_pass import feature_pass
 from offload.plan.memory.memory import MemoryTerm, total_bytes
@@ -222,8 +222,8 @@ def _layers_line(plan: Plan) -> str:
     if plan.request.is_sharded:
         return sharded_line(plan)
     codec = plan.request.typical.codec
-    rounding = f", each weight rounded by {ROUNDING[codec]:.1%} RMS" if codec in ROUNDING else ""
-    form = "" if codec == "native" else f" in {codec}{rounding}"
+    rounding = f", each weight rounded by {CODECS[codec].rounding:.1%} RMS"
+    form = "" if codec == NATIVE else f" in {codec}{rounding if CODECS[codec].rounding else ''}"
     size = shown_gib(sum(cost.weight_bytes for cost in plan.costs.layers))
     staged = f", through {NUM_STAGING} page-locked buffers" if schedule.is_staged else ""
     slots = f"slots for {plan.num_slots} of {num_layers}"

@@ -21,7 +21,6 @@ from finetune.scoring.contenders import Contender, widest_spec
 from finetune.scoring.rows import Line, LineScore
 from finetune.training import preflight
 from offload.engine.engine import Engine, EngineOptions
-from offload.plan.facts.codec import CodecName
 from offload.plan.facts.workload import WeightPlace, Workload
 from offload.plan.machine.machine import ExpertsImplementation, Machine
 from offload.plan.request import PlanRequest
@@ -145,7 +144,7 @@ class Attaching:
 
     recipe: Recipe
     device: str
-    codec: CodecName
+    codec: str
     num_slots: int
     head_chunk_tokens: int
     experts_implementation: ExpertsImplementation | None

@@ -30,16 +30,15 @@ from finetune.planning.request import facts_of, with_backend
 from finetune.planning.subject import HUB_ID, NO_ROWS, Subject
 from finetune.recipe.load import Draft, find_shape, published_ids, recipe_from, shipped_shapes
 from finetune.recipe.recipe import Recipe, whole_units
-from finetune.recipe.sections import Method, Section
+from finetune.recipe.sections import CodecName, Method, Section
 from finetune.report import pages
 from finetune.report.gantt import gantt_svg
 from finetune.report.plan import memory_limits, plan_json
 from finetune.report.what_if import what_if_json
 from offload.errors import SluiceError
-from offload.plan.facts.codec import CodecName
 from offload.plan.facts.facts import ModelFacts
 from offload.plan.fit import MemoryNeeds
-from offload.plan.machine.machine import CARD_NAMES, GIB, Machine, named_machine
+from offload.plan.machine.machine import GIB, Machine, named_machine
 from offload.plan.memory.memory import MemoryTerm
 from offload.plan.plan import Plan
 from offload.plan.refusal import refusal
@@ -188,8 +187,8 @@ def machine(setup: Setup, *, here: Machine | None) -> Machine:
         here: This machine, as it was measured; None where it cannot be.
 
     Raises:
-        ConfigError: It is no known card, or this machine is not known.
-        MachineError: The card does not compute in bfloat16.
+        ConfigError: This machine is not known.
+        MachineError: It is no known card, or does not compute in bfloat16.
     """
     if setup.is_here:
         if here is None:
@@ -198,12 +197,6 @@ def machine(setup: Setup, *, here: Machine | None) -> Machine:
                 hint="`sluice studio`, which measures it, or take a named card",
             )
         return here
-    if setup.card not in CARD_NAMES:
-        raise ConfigError(
-            f"{setup.card} is no known card",
-            limit=f"known are {', '.join(CARD_NAMES)}",
-            hint="take one of the list",
-        )
     link = setup.link_gb_per_s
     return named_machine(
         setup.card,

@@ -28,7 +28,7 @@ from finetune.run.run_lock import holder
 from finetune.studio.answer import CONFIG, COUNTED_BY_PEFT, HERE, Trained
 from finetune.studio.guard import inside
 from offload.errors import SluiceError
-from offload.plan.facts.codec import CodecName
+from offload.plan.facts.codec import CODECS
 from offload.plan.machine.cards import CARDS
 
 OWN = ("studio.css", "studio.js", "plan.js", "runs.js", "worker.js")
@@ -89,7 +89,7 @@ def plan_page(*, is_static: bool) -> str:
                 _slider("seq_len", "sequence length, tokens", SEQ_LENS, chosen=2048),
                 _slider("tokens_per_step", "tokens per step", STEPS, chosen=16384),
                 _select("micro_batch_size", "sequences per forward", _named(SIZES, {})),
-                _select("codec", "layers wait as", _named(("auto", *get_args(CodecName)), {})),
+                _select("codec", "layers wait as", _named(("auto", *CODECS), {})),
             ),
             _group(
                 "Data and prices",

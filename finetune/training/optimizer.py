@@ -4,6 +4,7 @@ import hashlib
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pkgutil import resolve_name
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -14,7 +15,7 @@ from finetune.recipe.sections import TrainSection
 from finetune.run.checkpoint import Restored, Resumable, Saved
 from finetune.training.ranks import Ranks
 from offload.engine.passes.part import Reducer
-from offload.plan.facts.optimizer import Optimizer
+from offload.plan.facts.optimizer import OPTIMIZERS
 from offload.plan.schedule.schedule import Reduced
 
 # ---------------------------------------------------------------------------------------------
@@ -57,6 +58,7 @@ class RoundedWeights:
         held: The tensors, by name.
         copies: Their fp32 copies, which have gradients but no values outside of `updated`.
         num_updates: The number of updates so far.
+        seed: What random numbers depend on, in addition to that and the tensors' names.
     """
 
     def __init__(self, held: Mapping[str, nn.Parameter], *, seed: int) -> None:
@@ -64,19 +66,10 @@ class RoundedWeights:
         self.held = dict(held)
         self.copies: dict[str, nn.Parameter] = {}
         self.num_updates = 0
-        self._seed = seed
+        self.seed = seed
         for name, tensor in held.items():
             self.copies[name] = nn.Parameter(torch.empty_like(tensor, dtype=torch.float32))
             _empty(self.copies[name])
-
-    @property
-    def state(self) -> dict[str, int]:
-        """What the next update's random numbers depend on, in addition to the tensors' names."""
-        return {"seed": self._seed, "num_updates": self.num_updates}
-
-    @state.setter
-    def state(self, state: Mapping[str, int]) -> None:
-        self._seed, self.num_updates = state["seed"], state["num_updates"]
 
     @contextmanager
     def updated(self) -> Iterator[None]:
@@ -92,7 +85,7 @@ class RoundedWeights:
         self.num_updates += 1
 
     def _seed_of(self, name: str) -> int:
-        text = f"{self._seed} {self.num_updates} {name}"
+        text = f"{self.seed} {self.num_updates} {name}"
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") >> 1  # torch's generators take 63 bits
 
@@ -106,12 +99,14 @@ class RoundedOptimizer:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's states and settings, and those of the rounding."""
-        return {**self._optimizer.state_dict(), _STATE: self._weights.state}
+        weights = {"seed": self._weights.seed, "num_updates": self._weights.num_updates}
+        return {**self._optimizer.state_dict(), _STATE: weights}
 
     def load_state_dict(self, content: dict[str, Any]) -> None:
         """Take what `state_dict` returned."""
         self._optimizer.load_state_dict({k: v for k, v in content.items() if k != _STATE})
-        self._weights.state = content[_STATE]
+        state = content[_STATE]
+        self._weights.seed, self._weights.num_updates = state["seed"], state["num_updates"]
 
 
 def _empty(tensor: torch.Tensor) -> None:
@@ -450,7 +445,7 @@ class _HandOver:
 def make_optimizer(
     weights: Mapping[str, nn.Parameter],
     *,
-    name: Optimizer,
+    name: str,
     lr: float,
     weight_decay: float,
     loraplus_ratio: float | None,
@@ -459,16 +454,6 @@ def make_optimizer(
 
     Tensors of one dimension do not decay: norms and biases as in transformers' Trainer, and DoRA's
     magnitudes, for which 0 is no neutral value either.
-
-    `adamw_8bit` is bitsandbytes' blockwise 8-bit AdamW: 2 bytes of state per weight in place of
-    8, but for tensors of fewer than 4,096 elements, whose state stays in 32 bits. If paged, the
-    driver moves the states of large tensors to the host while the device is full.
-
-    torch's Adafactor takes steps relative to a tensor's own size, at least to `eps[1]`. LoRA's B
-    starts at zero, and with the usual 1e-3 it would not move; with 1 the rate is the root mean
-    square of a step, as it is about in AdamW. (Tensors that are larger than 1 take larger steps.)
-
-    Lion is bitsandbytes' with a state in fp32, SGD is torch's without momentum.
 
     Source: arXiv:2402.12354 section 4: B learns faster than A, all else at the rate of A. (peft
     0.21's `create_loraplus_optimizer` takes tensors of one dimension with B. Here these are norms
@@ -483,22 +468,10 @@ def make_optimizer(
     ]
     groups[-1]["weight_decay"] = 0.0
     groups = [group for group in groups if group["params"]]
-    if name == "adamw":
-        return torch.optim.AdamW(groups, lr=lr, weight_decay=weight_decay)
-    if name == "adafactor":
-        return torch.optim.Adafactor(groups, lr=lr, eps=(None, 1.0), weight_decay=weight_decay)
-    if name == "sgd":
-        return torch.optim.SGD(groups, lr=lr, weight_decay=weight_decay)
-    from bitsandbytes.optim.adamw import AdamW8bit, PagedAdamW8bit
-    from bitsandbytes.optim.lion import Lion
-
-    optimizer: torch.optim.Optimizer
-    if name == "lion":
-        optimizer = Lion(groups, lr=lr, weight_decay=weight_decay)
-        return optimizer
-    kind = PagedAdamW8bit if name == "paged_adamw_8bit" else AdamW8bit
-    optimizer = kind(groups, lr=lr, weight_decay=weight_decay)
-    return optimizer
+    found = OPTIMIZERS[name]
+    assert found.made_by is not None, "a rule of recipes"
+    kind: type[torch.optim.Optimizer] = resolve_name(found.made_by)
+    return kind(groups, lr=lr, weight_decay=weight_decay, **found.options)  # type: ignore[call-arg]
 
 
 def is_b_matrix(name: str) -> bool:

@@ -61,7 +61,6 @@ from offload.engine.slots import Slots
 from offload.engine.streams import Device, open_device
 from offload.engine.trials import TrialSize
 from offload.errors import OffloadError
-from offload.plan.facts.codec import CodecName
 from offload.plan.facts.facts import WeightInventory
 from offload.plan.facts.workload import FusedPart, WeightPlace
 from offload.plan.machine.machine import Tier
@@ -108,7 +107,7 @@ class EngineOptions:
     """
 
     num_slots: int
-    codec: CodecName
+    codec: str
     tier: Tier
     store_dir: Path | None
     stash: Literal["device", "host"]

@@ -4,7 +4,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from offload.errors import DoesNotFitError
-from offload.plan.facts.codec import EXACT_CODECS, ROUNDING, CodecName
+from offload.plan.facts.codec import CODECS, NATIVE, codecs_that
+from offload.plan.facts.optimizer import optimizers_that
 from offload.plan.facts.trainable import EMBEDDING, HEAD, NORMS, ROUTER, SCORE
 from offload.plan.facts.workload import head_bytes, why_head_on_device, why_on_device
 from offload.plan.fit import DEVICE, RAM, MemoryNeeds, Shortage
@@ -22,6 +23,8 @@ from offload.plan.memory.memory import (
     SHRINKS,
     SLOTS,
     SMALLER_CHUNK,
+    SMALLER_HOST_STATES,
+    SMALLER_STATES,
     SMALLER_TILES,
     TIED_IN_RAM,
     MemoryTerm,
@@ -38,8 +41,6 @@ from offload.plan.schedule.schedule import MIN_SLOTS, Order
 
 MIN_HINTED_SEQ_LEN = 128
 NUM_NAMED_TERMS, NAMED_FRAC = 3, 0.05  # of a memory that is too small
-PACKED: CodecName = "bf16_packed"
-ROUNDED: CodecName = "nf4"
 
 
 def refusal(needs: MemoryNeeds) -> DoesNotFitError:
@@ -95,7 +96,7 @@ def _effective(term: MemoryTerm, needs: MemoryNeeds) -> list[str]:
     has_no_effect = {
         MICRO_BATCH: largest.micro_batch_size == 1,
         FEWER_SLOTS: request.num_slots in (None, MIN_SLOTS),
-        ROUNDED_LAYERS: largest.codec not in EXACT_CODECS or not _is_frozen(request),
+        ROUNDED_LAYERS: not CODECS[largest.codec].is_exact or not _is_frozen(request),
         ON_DISK: not request.may_be_on_disk or not _is_frozen(request),
         RANK: not _is_frozen(request),
         FEWER_TARGETS: not _is_frozen(request),
@@ -106,7 +107,19 @@ def _effective(term: MemoryTerm, needs: MemoryNeeds) -> list[str]:
         SMALLER_TILES: (largest.mlp_chunk_tokens or 0) <= MLP_CHUNKS[-1],
         SMALLER_CHUNK: largest.head_chunk_tokens <= FEWEST_CHUNK_TOKENS,
     }
-    return [words for words in SHRINKS.get(term.name, ()) if not has_no_effect.get(words)]
+    others = {
+        ROUNDED_LAYERS: f"`offload.codec: {codecs_that(lambda codec: codec.is_suggested)[-1]}`",
+        SMALLER_STATES: _optimizers("device"),
+        SMALLER_HOST_STATES: _optimizers("RAM"),
+    }
+    found = (words for words in SHRINKS.get(term.name, ()) if not has_no_effect.get(words))
+    return [others.get(words, words) for words in found]
+
+
+def _optimizers(place: str) -> str:
+    """Name the optimizers with small states in a place, as values of a setting."""
+    found = optimizers_that(lambda optimizer: place in optimizer.is_small_in)
+    return f"`train.optimizer: {'`, or `'.join(found)}`"
 
 
 def _movable(needs: MemoryNeeds) -> tuple[bool, bool]:
@@ -166,7 +179,7 @@ def _changes(
     on disk. Rounded weights come next, then shorter sequences. `moved` are those with more weights
     around the layers in RAM.
     """
-    exact = [("", request), *_coded(request, PACKED), *moved]
+    exact = [("", request), *_packed(request), *moved]
     for words, coded in exact:
         yield from _either_stash(words, coded)
     for num, shared in over_fewer_ranks(request).items():
@@ -176,7 +189,7 @@ def _changes(
     for words, placed in stored:
         yield from _either_stash(words, placed)
     yield from _all_cut(stored)
-    rounded = _coded(request, ROUNDED)
+    rounded = _coded(request, codecs_that(lambda codec: codec.is_suggested)[-1:])
     for words, coded in rounded:
         yield from _either_stash(words, coded)
     yield from _all_cut(rounded)
@@ -197,18 +210,27 @@ def _tokens(request: PlanRequest) -> str:
     return f"`train.tokens_per_step: {request.num_micro_batches * request.largest.num_tokens}`"
 
 
-def _coded(request: PlanRequest, codec: CodecName) -> list[tuple[str, PlanRequest]]:
-    """Return the request with another codec, if this run can use it and has no similar one."""
+def _packed(request: PlanRequest) -> list[tuple[str, PlanRequest]]:
+    """Return the request in each exact form that takes fewer bytes than the weights' own."""
+    is_plain = (request.largest.codec, request.largest.dtype_bytes) == (NATIVE, 2)
+    return _coded(request, codecs_that(lambda codec: codec.is_automatic) if is_plain else [])
+
+
+def _coded(request: PlanRequest, codecs: Sequence[str]) -> list[tuple[str, PlanRequest]]:
+    """Return the request with other codecs, if this run can use them and rounds nothing yet."""
     largest = request.largest
     is_encodable = set(largest.adapter.modules) <= {NORMS, ROUTER, EMBEDDING, HEAD, SCORE}
-    is_encodable &= largest.adapter.whole is None
-    is_packed_twice = codec == PACKED and (largest.codec, largest.dtype_bytes) != ("native", 2)
-    if not is_encodable or largest.codec not in EXACT_CODECS or is_packed_twice:
+    if not is_encodable or largest.adapter.whole or not CODECS[largest.codec].is_exact:
         return []
-    words = f"`offload.codec: {codec}`"
-    if codec in ROUNDING:
-        words += f" (rounds each weight, by {ROUNDING[codec]:.1%} of their size)"
-    return [(words, with_workload(request, codec=codec))]
+    errors = {name: CODECS[name].rounding for name in codecs}
+    return [
+        (
+            f"`offload.codec: {name}`"
+            + (f" (rounds each weight, by {error:.1%} of their size)" if error else ""),
+            with_workload(request, codec=name),
+        )
+        for name, error in errors.items()
+    ]
 
 
 def _on_disk(

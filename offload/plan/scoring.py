@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from offload.errors import DoesNotFitError
-from offload.plan.facts.codec import decode_workspace_bytes
+from offload.plan.facts.codec import CODECS
 from offload.plan.facts.facts import ModelFacts
 from offload.plan.facts.workload import Workload, embedding_bytes, head_bytes
 from offload.plan.machine.machine import GIB, Machine
@@ -251,7 +251,7 @@ class _Draft:
         }
         if load.is_encoded:
             sizes["decoded layer"] = max(layer_weight_bytes(facts, dtype_bytes=load.dtype_bytes))
-            sizes["decode workspace"] = decode_workspace_bytes(load.codec)
+            sizes["decode workspace"] = CODECS[load.codec].workspace_bytes
         sizes[FRAGMENTATION] = int(FRAGMENTATION_FRAC * sum(sizes.values()))
         sizes |= {CUBLAS: CUBLAS_BYTES if is_cuda else 0, CONTEXT: self.machine.context_bytes}
         return tuple(MemoryTerm(name=name, num_bytes=size) for name, size in sizes.items() if size)

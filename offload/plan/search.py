@@ -23,9 +23,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
 
-from offload.plan.facts.codec import CodecName
 from offload.plan.facts.facts import ModelFacts
 from offload.plan.fit import MemoryNeeds, Shortage
 from offload.plan.machine.machine import GIB, Machine
@@ -42,7 +40,6 @@ from offload.plan.schedule.schedule import Residency
 from offload.plan.split import SAME_FRAC, Split, bound_of, draft_step_s
 from offload.plan.time.costs import Costs
 
-Change = Literal["memory", "link", "tokens", "fewer_tokens", "micro_batch"] | CodecName
 NUM_REJECTED = 3
 NO_SLOWER = ("memory", "link")  # changes that cannot make the chosen plan slower
 ROUNDING_ERROR_FRAC = 1e-9  # between a bound and a simulated time that equals it
@@ -120,7 +117,7 @@ class WhatIf:
             nothing fits.
     """
 
-    change: Change
+    change: str
     best: Candidate
     tokens_per_s: float | None
 
@@ -139,7 +136,7 @@ class Choice:
     plan: Plan
     chosen: Candidate
     candidates: tuple[Candidate, ...]
-    rounding: tuple[CodecName, ...]
+    rounding: tuple[str, ...]
 
     @cached_property
     def rejected(self) -> tuple[Candidate, ...]:
@@ -159,7 +156,7 @@ def search(
     machine: Machine,
     requests: Sequence[PlanRequest],
     *,
-    rounding: Sequence[CodecName],
+    rounding: Sequence[str],
 ) -> Choice:
     """Choose among requests that give the same training result.
 
@@ -269,13 +266,13 @@ def _rejected(candidates: Sequence[Candidate], chosen: Candidate) -> tuple[Candi
 
 
 def _what_ifs(
-    candidates: Sequence[Candidate], chosen: Candidate, rounding: Sequence[CodecName]
+    candidates: Sequence[Candidate], chosen: Candidate, rounding: Sequence[str]
 ) -> Iterator[WhatIf]:
     facts, machine = chosen.needs.facts, chosen.needs.machine
     request = chosen.request
     tokens = request.tokens_per_step
 
-    def what_if(change: Change, others: Iterable[Candidate], *, num_tokens: int = tokens) -> WhatIf:
+    def what_if(change: str, others: Iterable[Candidate], *, num_tokens: int = tokens) -> WhatIf:
         found = list(others)
         least_s = min((c.bound_s for c in found if not c.shortages), default=math.inf)
         if change in NO_SLOWER and chosen.least_s * (1 - SAME_FRAC) <= least_s < math.inf:

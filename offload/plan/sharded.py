@@ -16,9 +16,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from offload.errors import DoesNotFitError
+from offload.plan.facts.codec import NATIVE
 from offload.plan.facts.facts import ModelFacts
 from offload.plan.facts.linears import FP32_BYTES
-from offload.plan.facts.optimizer import HOST_STATE_BYTES
+from offload.plan.facts.optimizer import OPTIMIZERS
 from offload.plan.facts.trainable import (
     EMBEDDING,
     adapter_parameters,
@@ -50,7 +51,6 @@ from offload.plan.schedule.schedule import Residency
 from offload.plan.schedule.sharded import ShardedSizes, sharded_schedule
 from offload.plan.search import Candidate, Choice
 from offload.plan.time.costs import Costs
-from offload.plan.time.optimizer import BYTES_PER_WEIGHT
 
 # Of a collective of tensors, without words between processes; until it is measured.
 COLLECTIVE_LATENCY_S = 5e-5
@@ -70,7 +70,7 @@ def as_sharded(request: PlanRequest) -> PlanRequest:
     def plain(one: Workload) -> Workload:
         return replace(
             one,
-            codec="native",
+            codec=NATIVE,
             layer_code="plain",
             leaves_out=False,
             mlp_chunk_tokens=None,
@@ -187,7 +187,7 @@ def _costs(facts: ModelFacts, machine: Machine, request: PlanRequest) -> Costs:
     costs, spec = costs_of(facts, machine, request), request.typical.adapter
     update_s = costs.optimizer_s
     if spec.whole is not None:
-        num_bytes = BYTES_PER_WEIGHT[request.typical.optimizer] * spec.whole.num_parameters
+        num_bytes = OPTIMIZERS[request.typical.optimizer].update_bytes * spec.whole.num_parameters
         update_s = num_bytes / machine.memory_bytes_per_s.value
     latency = network_of(machine, request).latency_s
     return replace(
@@ -218,7 +218,7 @@ def _device_terms(
     states = sum(term.num_bytes for term in needs.always if term.name == STATES)
     if spec.whole is not None:
         weights += all_trained * (FP32_BYTES - b)  # fp32 masters, of which b bytes are gathered
-        states = int(HOST_STATE_BYTES[workload.optimizer] * all_trained)
+        states = int(OPTIMIZERS[workload.optimizer].bytes_per_weight * all_trained)
     parts = {
         SHARDS: weights,
         ADAPTERS: FP32_BYTES * adapter_parameters(facts, spec),
@@ -315,7 +315,7 @@ def _host_terms(
     if whole is None:
         return terms
     # the main rank gathers masters and states to write them; in bf16 it then splits the masters
-    each = HOST_STATE_BYTES[workload.optimizer] + FP32_BYTES
+    each = OPTIMIZERS[workload.optimizer].bytes_per_weight + FP32_BYTES
     each += FP32_BYTES if workload.dtype_bytes < FP32_BYTES else 0
     num_bytes = int(each * whole.num_parameters)
     return (*terms, MemoryTerm(name=CHECKPOINT, num_bytes=num_bytes))

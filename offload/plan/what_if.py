@@ -18,10 +18,15 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from offload.errors import DoesNotFitError
-from offload.plan.facts.codec import CodecName
+from offload.plan.facts.codec import CODECS, NATIVE, codecs_that
 from offload.plan.facts.facts import LayerFacts, ModelFacts
 from offload.plan.facts.linears import FP32_BYTES, SoftmaxAttention
-from offload.plan.facts.optimizer import Optimizer, state_bytes
+from offload.plan.facts.optimizer import (
+    DEFAULT,
+    OPTIMIZERS,
+    optimizers_that,
+    state_bytes,
+)
 from offload.plan.facts.trainable import (
     trained_parameters,
     trained_tensor_shapes,
@@ -44,7 +49,6 @@ from offload.plan.request import PlanRequest, over_cards, with_workload
 from offload.plan.schedule.schedule import MIN_SLOTS
 from offload.plan.sharded import as_sharded, sharded_plan, shortages
 from offload.plan.time.costs import LayerCost, frozen_products, recomputed_products
-from offload.plan.time.optimizer import BYTES_PER_WEIGHT
 from offload.plan.time.pointwise import pointwise_work
 from offload.plan.time.pricer import Pricer
 from offload.plan.time.roofline import (
@@ -210,7 +214,7 @@ def full_training_terms(
         MemoryTerm(name="weights", num_bytes=dtype_bytes * num_parameters),
         MemoryTerm(name="fp32 copy", num_bytes=master),
         MemoryTerm(name="gradients", num_bytes=dtype_bytes * num_parameters),
-        MemoryTerm(name="optimizer states", num_bytes=state_bytes([(num_parameters,)], "adamw")),
+        MemoryTerm(name="optimizer states", num_bytes=state_bytes([(num_parameters,)], DEFAULT)),
         MemoryTerm(name="activations", num_bytes=activation_bytes),
         MemoryTerm(name=CONTEXT, num_bytes=context_bytes),
     )
@@ -309,7 +313,7 @@ def offload_optimizer(plan: Plan) -> Option:
         figures=Figures(
             step_s=now.step_s - plan.costs.optimizer_s + update_s,
             vram_bytes=now.vram_bytes - _with_fragments(states_bytes),
-            ram_bytes=now.ram_bytes + state_bytes(shapes, "adamw") + 2 * copy_bytes,
+            ram_bytes=now.ram_bytes + state_bytes(shapes, DEFAULT) + 2 * copy_bytes,
             link_bytes=now.link_bytes + 2 * copy_bytes,
         ),
     )
@@ -394,7 +398,7 @@ def train_all(plan: Plan) -> Option:
     layers_s = step_at_prices(
         resident, lambda layer, cost: replace(cost, backward_s=cost.backward_s + products_s[layer])
     )
-    update_bytes = BYTES_PER_WEIGHT["adamw"] * facts.num_parameters
+    update_bytes = OPTIMIZERS[DEFAULT].update_bytes * facts.num_parameters
     terms = full_training_terms(
         num_parameters=facts.num_parameters,
         dtype_bytes=typical.dtype_bytes,
@@ -553,7 +557,8 @@ def _is_offered(request: PlanRequest) -> bool:
     """Return whether a run could be sharded; `finetune.recipe.capabilities` says why not."""
     typical, spec = request.typical, request.typical.adapter
     is_lora = not (spec.experts or spec.is_dora or spec.modules or spec.method)
-    return is_lora and typical.optimizer in ("adamw", "sgd") and not typical.has_router_loss
+    may_cut = OPTIMIZERS[typical.optimizer].moments is not None
+    return is_lora and may_cut and not typical.has_router_loss
 
 
 def _split(cards: _Cards) -> Option:
@@ -737,10 +742,7 @@ def what_if(plan: Plan, *, num_cards: int) -> OtherWays:
             _offload_weights(plan),
             *_elsewhere(plan),
             offload_optimizer(plan),
-            _codec(plan, "fp8 weights", "fp8", "arXiv:2209.05433"),
-            _codec(plan, "4-bit weights", "nf4", "arXiv:2305.14314"),
-            _optimizer(plan, "8-bit optimizer", "adamw_8bit", "arXiv:2110.02861"),
-            _optimizer(plan, "factored optimizer", "adafactor", "arXiv:1804.04235"),
+            *_extensions(plan),
             one_kernel_each(plan),
             unfused_attention(plan),
             train_all(plan),
@@ -811,27 +813,24 @@ def _elsewhere(plan: Plan) -> Iterator[Option]:
         )
 
 
-def _codec(plan: Plan, name: str, codec: CodecName, source: str) -> Option:
-    held, is_done = _held(plan), plan.request.typical.codec == codec
-    wanted: CodecName = "native" if is_done else codec
-    return replanned(
-        name,
-        f"`offload.codec: {wanted}`",
-        source,
-        plan=plan,
-        request=with_workload(held, codec=wanted),
-        is_in_plan=is_done,
-    )
-
-
-def _optimizer(plan: Plan, name: str, optimizer: Optimizer, source: str) -> Option:
-    held, is_done = _held(plan), plan.request.typical.optimizer == optimizer
-    wanted: Optimizer = "adamw" if is_done else optimizer
-    return replanned(
-        name,
-        f"`train.optimizer: {wanted}`",
-        source,
-        plan=plan,
-        request=with_workload(held, optimizer=wanted),
-        is_in_plan=is_done,
-    )
+def _extensions(plan: Plan) -> Iterator[Option]:
+    """Price codecs and optimizers that are compared, or the default in place of the plan's."""
+    options = {
+        **{("codec", NATIVE, n): CODECS[n].option for n in codecs_that(lambda one: one.option)},
+        **{
+            ("optimizer", DEFAULT, n): OPTIMIZERS[n].option
+            for n in optimizers_that(lambda one: one.option)
+        },
+    }
+    for (kind, default, name), option in options.items():
+        is_done = getattr(plan.request.typical, kind) == name
+        wanted = default if is_done else name
+        assert option is not None, "only such are compared"
+        yield replanned(
+            option[0],
+            f"`{'offload' if kind == 'codec' else 'train'}.{kind}: {wanted}`",
+            option[1],
+            plan=plan,
+            request=with_workload(_held(plan), **{kind: wanted}),
+            is_in_plan=is_done,
+        )

@@ -25,8 +25,8 @@ from rich.console import Console
 from rich.table import Table
 from transformers import Qwen3Config, Qwen3Model
 
-from offload.engine.codecs.codec import Codec, codec_named
-from offload.plan.facts.codec import CODEC_NAMES
+from offload.engine.codec import Form, form_named
+from offload.plan.facts.codec import CODECS
 from tests.bench.record import git, median
 
 MICRO_BATCHES = (1, 2, 4)
@@ -40,7 +40,7 @@ SHAPES = {
 class Written:
     """A layer's matrices in one form, and where they are decoded to."""
 
-    codec: Codec
+    codec: Form
     encoded: list[torch.Tensor]
     decoded: list[torch.Tensor]
 
@@ -77,7 +77,7 @@ class Bench:
         torch.set_default_dtype(torch.float32)
         layer = self._model.layers[0].parameters()
         self.matrices = [weight.detach() for weight in layer if weight.ndim > 1]
-        self.written = {name: self._write(codec_named(name)) for name in CODEC_NAMES}
+        self.written = {name: self._write(form_named(name)) for name in CODECS}
         self._copies = [torch.empty_like(matrix) for matrix in self.matrices]
 
     @property
@@ -130,7 +130,7 @@ class Bench:
         )
         return Qwen3Model(config)
 
-    def _write(self, codec: Codec) -> Written:
+    def _write(self, codec: Form) -> Written:
         sizes = [codec.num_bytes(matrix.shape, matrix.dtype) for matrix in self.matrices]
         return Written(
             codec=codec,

@@ -6,15 +6,14 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from offload.engine.codecs.codec import NATIVE, codec_named
+from offload.engine.codec import NATIVE, form_named
 from offload.engine.model.encoding import Encoding
 from offload.engine.model.layers import LayeredModel
-from offload.plan.facts.codec import CodecName
 
 M = TypeVar("M", bound=nn.Module)
 
 
-def matrices(model: nn.Module, codec: CodecName) -> dict[str, nn.Parameter]:
+def matrices(model: nn.Module, codec: str) -> dict[str, nn.Parameter]:
     """Return the weights of a model's layers that a codec writes, by name."""
     layered = LayeredModel(model)
     encoding = Encoding(layered, codec)
@@ -28,11 +27,11 @@ def matrices(model: nn.Module, codec: CodecName) -> dict[str, nn.Parameter]:
     }
 
 
-def rounded(model: M, codec: CodecName) -> M:
+def rounded(model: M, codec: str) -> M:
     """Return a copy whose weights are what the codec makes of them."""
     model = copy.deepcopy(model)
     for parameter in matrices(model, codec).values():
-        values, form = parameter.data, codec_named(codec)
+        values, form = parameter.data, form_named(codec)
         written = torch.empty(form.num_bytes(values.shape, values.dtype), dtype=torch.uint8)
         form.encode(values, written)
         form.decode(written, values)

@@ -10,7 +10,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -26,13 +26,13 @@ from transformers import (
 )
 
 import offload
-from offload.engine.codecs.codec import codec_named
+from offload.engine.codec import form_named
 from offload.engine.engine import Engine
 from offload.engine.host.numa import place_near
 from offload.engine.host.pagelock import LockMode, aligned_empty, open_locker, page_lock
 from offload.engine.memory_meter import torch_pinned_bytes
 from offload.engine.streams import CudaDevice, Event, copy_on_host
-from offload.plan.facts.codec import CodecName
+from offload.plan.facts.codec import CODECS
 from offload.plan.facts.workload import WeightPlace
 from offload.plan.schedule.op import Kind, Lane
 from offload.plan.schedule.schedule import Order
@@ -464,7 +464,7 @@ def test_a_head_on_the_host_changes_no_bit_and_leaves_the_card() -> None:
 
 
 ENCODED_NUM_LAYERS = 6
-CODECS = [name for name in get_args(CodecName) if name not in ("native", "bf16")]
+ENCODED = [name for name in CODECS if name not in ("native", "bf16")]
 
 
 @pytest.fixture
@@ -474,9 +474,9 @@ def deterministic_encoded() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-def rounded_on_card(model: PeftModel, codec: CodecName) -> PeftModel:
+def rounded_on_card(model: PeftModel, codec: str) -> PeftModel:
     """Return a copy whose weights were written and read back on the card."""
-    model, form = copy.deepcopy(model), codec_named(codec)
+    model, form = copy.deepcopy(model), form_named(codec)
     for parameter in matrices(model, codec).values():
         values = parameter.data.cuda()
         num_bytes = form.num_bytes(values.shape, values.dtype)
@@ -487,7 +487,7 @@ def rounded_on_card(model: PeftModel, codec: CodecName) -> PeftModel:
     return model
 
 
-def stepped(model: PeftModel, codec: CodecName, *, num_slots: int) -> Found:
+def stepped(model: PeftModel, codec: str, *, num_slots: int) -> Found:
     model = copy.deepcopy(model)
     engine = offload.attach(model, num_slots=num_slots, codec=codec, device="cuda")
     try:
@@ -501,9 +501,9 @@ def stepped(model: PeftModel, codec: CodecName, *, num_slots: int) -> Found:
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("deterministic_encoded")
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("codec", ENCODED)
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
-def test_move_encoded_layers_compute_as_resident_rounded_ones(name: str, codec: CodecName) -> None:
+def test_move_encoded_layers_compute_as_resident_rounded_ones(name: str, codec: str) -> None:
     model = tiny_on_card(name, torch.bfloat16, models=MID_MODELS)
     expected = stepped(rounded_on_card(model, codec), "native", num_slots=ENCODED_NUM_LAYERS)
     assert_equal(stepped(model, codec, num_slots=2), expected)
@@ -512,10 +512,10 @@ def test_move_encoded_layers_compute_as_resident_rounded_ones(name: str, codec: 
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("deterministic_encoded")
-@pytest.mark.parametrize("codec", CODECS)
-def test_a_card_reads_what_was_written_on_the_host_as_the_host_does(codec: CodecName) -> None:
+@pytest.mark.parametrize("codec", ENCODED)
+def test_a_card_reads_what_was_written_on_the_host_as_the_host_does(codec: str) -> None:
     torch.manual_seed(0)
-    values, form = torch.randn(3, 130, 64, dtype=torch.bfloat16), codec_named(codec)
+    values, form = torch.randn(3, 130, 64, dtype=torch.bfloat16), form_named(codec)
     written = torch.empty(form.num_bytes(values.shape, values.dtype), dtype=torch.uint8)
     form.encode(values, written)
     on_host, on_card = torch.empty_like(values), torch.empty_like(values, device="cuda")
@@ -526,8 +526,8 @@ def test_a_card_reads_what_was_written_on_the_host_as_the_host_does(codec: Codec
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("deterministic_encoded")
-@pytest.mark.parametrize("codec", CODECS)
-def test_the_host_does_not_wait_for_decoding(codec: CodecName) -> None:
+@pytest.mark.parametrize("codec", ENCODED)
+def test_the_host_does_not_wait_for_decoding(codec: str) -> None:
     engine = offload.attach(
         tiny_on_card("qwen3", torch.bfloat16, models=MID_MODELS),
         num_slots=2,
@@ -681,7 +681,7 @@ def attached(
     device: FakeCudaDevice,
     *,
     num_staging: int,
-    codec: CodecName = "native",
+    codec: str = "native",
     embeddings: WeightPlace = "device",
     head: WeightPlace = "device",
     trained_weights: Literal["device", "host"] = "device",

@@ -22,7 +22,6 @@ from offload.engine.batch import Batch
 from offload.engine.engine import Engine, EngineOptions
 from offload.engine.model.layers import LayeredModel
 from offload.engine.visit_cache import VISIT_CACHE
-from offload.plan.facts.codec import CodecName
 from tests.counted import Counted
 from tests.parity.architectures import Gradients, gradients, plain, rel_error, streamed, truth
 from tests.parity.architectures import micro_batches as padded_batches
@@ -153,7 +152,7 @@ def test_move_however_fused_layers_are_run_no_bit_differs(
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.usefixtures("_quiet")
 @pytest.mark.parametrize("codec", mostly_slow(["native", "int8"], "int8"))
-def test_move_all_together_no_bit_differs(codec: CodecName) -> None:
+def test_move_all_together_no_bit_differs(codec: str) -> None:
     """Fused parts, MLPs in tiles, attention outputs kept and sent, graphs kept, inputs stashed."""
     model = in_dtype("qwen3", torch.bfloat16, dropout=0.0)
     tiles = replace(FUSED, mlp_chunk_tokens=5, codec=codec)

@@ -46,7 +46,6 @@ from offload.engine.passes.scoring import SwitchedModel
 from offload.engine.results import PassState
 from offload.engine.streams import CpuDevice
 from offload.errors import OffloadError
-from offload.plan.facts.codec import CodecName
 from offload.plan.schedule.op import Lane
 from offload.plan.schedule.schedule import (
     Order,
@@ -666,7 +665,7 @@ class Setting:
 
     stash: Place
     trained_weights: Place
-    codec: CodecName = "native"
+    codec: str = "native"
     piece_bytes: int = 2**26
 
 

@@ -1,6 +1,5 @@
 """The tables of what goes together, from the rows that refuse it."""
 
-import re
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
@@ -16,15 +15,11 @@ from finetune.recipe.capabilities import (
     OF_TRAINER,
     PAIRS,
     SUMS,
-    Numbers,
     Row,
-    Sum,
     Values,
 )
 
 Rows = Sequence[Sequence[str]]
-PLACE = re.compile(r"{[\w.]+}")
-WHOLE = re.compile(r"{n\.(\w+)}")
 
 
 def pairs() -> dict[str, Rows]:
@@ -61,21 +56,11 @@ def instead(row: Row) -> str:
 
 
 def numbers() -> Rows:
-    """Return what is asked of numbers; those that follow from a recipe are N."""
+    """Return what is asked of numbers."""
     return [
-        [
-            f"`{row.field}`",
-            ", ".join(f"`{name}`" for name in row.reads),
-            PLACE.sub("N", row.limit),
-            _way(row),
-        ]
+        [f"`{row.field}`", ", ".join(f"`{name}`" for name in row.reads), row.limit, row.fix]
         for row in (*SUMS, *LENGTHS)
     ]
-
-
-def _way(row: Sum) -> str:
-    whole = WHOLE.fullmatch(row.hint)
-    return PLACE.sub("N", row.hint) if whole is None else str(getattr(Numbers, whole[1]).__doc__)
 
 
 def runs() -> Rows:

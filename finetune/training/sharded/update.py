@@ -6,7 +6,7 @@ it: they are gathered one by one, and only the main rank keeps them.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,17 +14,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from finetune.full.optimizer import LOW, MEAN, RULES, SQUARE, joined, split_into
+from finetune.full.optimizer import LOW, joined, split_into
 from finetune.recipe.sections import TrainSection
 from finetune.run.checkpoint import Restored, Resumable, Saved
 from finetune.training.optimizer import clip, make_optimizer, update
 from finetune.training.ranks import Ranks
-
-# Of optimizers of weights: names of their states in a checkpoint -> in torch's optimizer.
-MOMENTS: Mapping[str, Mapping[str, str]] = {
-    "adamw": {MEAN: "exp_avg", SQUARE: "exp_avg_sq"},
-    "sgd": {},
-}
+from offload.plan.facts.optimizer import OPTIMIZERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +192,8 @@ class ShardedFullUpdate(ShardedUpdate):
         """
         super().__init__(trained, train=train, loraplus_ratio=None, ranks=ranks)
         self._dtype = dtype
-        self._rule = RULES[train.optimizer]
+        self._rule = OPTIMIZERS[train.optimizer]
+        self._moments = self._rule.moments or {}
         self._num_updates = 0
 
     @property
@@ -242,7 +238,7 @@ class ShardedFullUpdate(ShardedUpdate):
             states = {
                 (name, key): self._whole(self._optimizer.state[p][of_torch])
                 for name, p in self._trained.items()
-                for key, of_torch in MOMENTS[self._train.optimizer].items()
+                for key, of_torch in self._moments.items()
             }
         if not self._ranks.is_main:
             return Saved(weights={}, optimizer=self.optimizer)
@@ -263,7 +259,7 @@ class ShardedFullUpdate(ShardedUpdate):
                     "step": torch.tensor(float(self._num_updates)),
                     **{
                         of_torch: part_of(tensors[f"{name}:{key}"], like=parameter)
-                        for key, of_torch in MOMENTS[self._train.optimizer].items()
+                        for key, of_torch in self._moments.items()
                     },
                 }
 
@@ -289,11 +285,7 @@ class ShardedFullUpdate(ShardedUpdate):
                 weights[name] = torch.empty_like(master, dtype=torch.bfloat16)
                 lows[f"{name}:{LOW}"] = torch.empty_like(master, dtype=torch.int16)
                 split_into(master, weights[name], lows[f"{name}:{LOW}"])
-        states = {
-            f"{name}:{key}": state_of(name, key)
-            for name in masters
-            for key in MOMENTS[self._train.optimizer]
-        }
+        states = {f"{name}:{key}": state_of(name, key) for name in masters for key in self._moments}
         return {**weights, **lows, **states}
 
 
@@ -325,9 +317,4 @@ def own_part(tensor: torch.Tensor) -> torch.Tensor:
 
 def _numbered(optimizer: torch.optim.Optimizer) -> dict[int, torch.Tensor]:
     """Return parameters by the numbers that a state_dict gives them."""
-
-    def all_of() -> Iterator[torch.Tensor]:
-        for group in optimizer.param_groups:
-            yield from group["params"]
-
-    return dict(enumerate(all_of()))
+    return dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))

@@ -16,7 +16,7 @@ from itertools import accumulate, pairwise, repeat
 import torch
 from torch import nn
 
-from offload.engine.codecs.codec import NATIVE, Codec
+from offload.engine.codec import NATIVE, Form
 from offload.engine.host.pagelock import Locker, aligned_empty, map_file
 from offload.engine.memory_meter import Arena
 from offload.errors import CodecError, OffloadError, TransferError
@@ -50,7 +50,7 @@ class Field:
     num_bytes: int
     shape: torch.Size
     dtype: torch.dtype
-    codec: Codec
+    codec: Form
     decoded_offset: int
 
     def written(self, record: torch.Tensor) -> torch.Tensor:
@@ -92,7 +92,7 @@ class Record:
         return sum(field.num_bytes for field in self.fields)
 
 
-def lay_out(parameters: Sequence[nn.Parameter], codecs: Sequence[Codec] | None = None) -> Record:
+def lay_out(parameters: Sequence[nn.Parameter], codecs: Sequence[Form] | None = None) -> Record:
     """Place the parameters of one layer one after the other; they may be on the meta device.
 
     Args:

@@ -31,11 +31,10 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
-from offload.engine.codecs.codec import NATIVE, codec_named
+from offload.engine.codec import NATIVE, form_named
 from offload.engine.host.pagelock import aligned_empty, map_file
 from offload.engine.host.slab import Copy, Field, Record, Slab, adopt, lay_out, stand_in, write
 from offload.errors import OffloadError, StoreError, TransferError
-from offload.plan.facts.codec import CodecName
 from offload.plan.facts.workload import PAGE_BYTES, to_pages
 from offload.plan.machine.machine import GIB
 
@@ -190,7 +189,7 @@ class Entry:
     name: str
     dtype: str
     shape: tuple[int, ...]
-    codec: CodecName
+    codec: str
     offset: int
     num_bytes: int
     decoded_offset: int
@@ -206,7 +205,7 @@ class Entry:
             num_bytes=self.num_bytes,
             shape=shape,
             dtype=dtype,
-            codec=codec_named(self.codec),
+            codec=form_named(self.codec),
             decoded_offset=self.decoded_offset,
         )
 

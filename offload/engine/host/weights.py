@@ -18,7 +18,7 @@ from tempfile import NamedTemporaryFile
 import torch
 from torch import nn
 
-from offload.engine.codecs.codec import NATIVE, Codec
+from offload.engine.codec import NATIVE, Form
 from offload.engine.host import numa, pagelock
 from offload.engine.host.numa import bind_memory
 from offload.engine.host.pagelock import aligned_empty, trim_heap
@@ -281,7 +281,7 @@ class HostWeights:
     def __init__(
         self,
         groups: Sequence[Sequence[nn.Parameter]],
-        codecs: Sequence[Sequence[Codec]],
+        codecs: Sequence[Sequence[Form]],
         *,
         backing: Slab | Store | None,
         tier: Tier,
@@ -412,7 +412,7 @@ class HostWeights:
     def _settled(
         self,
         groups: Sequence[Sequence[nn.Parameter]],
-        codecs: Sequence[Sequence[Codec]],
+        codecs: Sequence[Sequence[Form]],
         backing: Slab | Store | None,
         tier: Tier,
         torch_device: torch.device,
@@ -464,7 +464,7 @@ class HostWeights:
         return (f"layers are read from {self._backing.path} ({how})",)
 
 
-def _require_codecs(backing: Slab | Store, codecs: Sequence[Sequence[Codec]]) -> None:
+def _require_codecs(backing: Slab | Store, codecs: Sequence[Sequence[Form]]) -> None:
     """Refuse layers that were loaded in another form than requested.
 
     Raises:
@@ -510,7 +510,7 @@ def _require_consistent(backing: Slab | Store | None, tier: Tier, store_dir: Pat
 
 def _written(
     groups: Sequence[Sequence[nn.Parameter]],
-    codecs: Sequence[Sequence[Codec]],
+    codecs: Sequence[Sequence[Form]],
     store_dir: Path | None,
     torch_device: torch.device,
 ) -> Store:

@@ -4,15 +4,13 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
-from offload.engine.codecs.codec import NATIVE, Codec, codec_named
+from offload.engine.codec import NATIVE, Form, form_named
 from offload.engine.model.layers import LayeredModel
-from offload.plan.facts.codec import CodecName
+from offload.plan.facts.codec import CODECS
 
 _NUM_EXPERTS = re.compile(r"(^|_)n(um)?_(\w+_)?experts$")
-_SAME_AS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Encoding:
@@ -22,14 +20,14 @@ class Encoding:
     unknown parameters are not encoded, nor is anything that trains.
     """
 
-    def __init__(self, layered: LayeredModel, codec: CodecName) -> None:
+    def __init__(self, layered: LayeredModel, codec: str) -> None:
         """Find the matrices.
 
         Args:
             layered: The model; it may have no values, and adapters around its layers.
             codec: The codec for them.
         """
-        self._codec, self._name = codec_named(codec), codec
+        self._codec, self._same_as = form_named(codec), CODECS[codec].same_as
         sizes = _router_sizes(layered)
         self._matrices = {
             id(parameter)
@@ -39,11 +37,11 @@ class Encoding:
             if _is_matrix(module, name, parameter, router_sizes=sizes)
         }
 
-    def codecs(self, parameters: Sequence[nn.Parameter]) -> list[Codec]:
+    def codecs(self, parameters: Sequence[nn.Parameter]) -> list[Form]:
         """Return each parameter's codec during loading, when nothing is frozen yet."""
         return [self._codec if self._is_written(p) else NATIVE for p in parameters]
 
-    def of_layers(self, groups: Sequence[Sequence[nn.Parameter]]) -> list[list[Codec]]:
+    def of_layers(self, groups: Sequence[Sequence[nn.Parameter]]) -> list[list[Form]]:
         """Return the codecs of each layer's parameters once it is known what trains."""
         return [
             [
@@ -55,7 +53,7 @@ class Encoding:
 
     def _is_written(self, parameter: nn.Parameter) -> bool:
         is_matrix = id(parameter) in self._matrices and parameter.is_floating_point()
-        return is_matrix and _SAME_AS.get(self._name) is not parameter.dtype
+        return is_matrix and str(parameter.dtype) != f"torch.{self._same_as}"
 
 
 def _is_matrix(

@@ -36,7 +36,6 @@ from offload.engine.recompute import (
     tiled,
 )
 from offload.errors import OffloadError
-from offload.plan.facts.codec import CodecName
 
 _KINDS = ("_forward_pre_hooks", "_forward_hooks")
 
@@ -240,7 +239,7 @@ class CaptureWeights(Generic[H]):
         self,
         make_backing: Callable[[Sequence[Record], Sequence[Sequence[str]]], H],
         *,
-        codec: CodecName = "native",
+        codec: str = "native",
         is_loaded: Callable[[nn.Parameter], bool] = lambda _: True,
         on_put: OnPut = lambda _done, _all: None,
     ) -> None:
@@ -256,7 +255,7 @@ class CaptureWeights(Generic[H]):
         self.backing: H | None = None
         self._is_loaded = is_loaded
         self._make_backing = make_backing
-        self._codec: CodecName = codec
+        self._codec: str = codec
         self._on_put = on_put
         self._done_bytes = self._all_bytes = 0
         self._newest = -1

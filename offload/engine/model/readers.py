@@ -48,7 +48,6 @@ from offload.engine.recompute import (
     problem_of,
 )
 from offload.engine.visit_cache import patched
-from offload.plan.facts.codec import CodecName
 from offload.plan.facts.facts import InventoryRow, TensorClass, WeightInventory
 
 # ---------------------------------------------------------------------------------------------
@@ -73,13 +72,13 @@ def inventory_of(layered: LayeredModel, records: Sequence[Record]) -> WeightInve
         layered: The model, as it runs.
         records: Its layers' layouts.
     """
-    forms: dict[int, tuple[CodecName, int]] = {
+    forms: dict[int, tuple[str, int]] = {
         id(field.parameter): (field.codec.name, field.num_bytes)
         for record in records
         for field in record.fields
     }
     in_layers = {id(parameter) for parameter in layered.layers.parameters()}
-    totals: dict[tuple[TensorClass, CodecName, bool], list[int]] = {}
+    totals: dict[tuple[TensorClass, str, bool], list[int]] = {}
     for parameter, found in _classes(layered):
         is_trained_there = parameter.requires_grad and id(parameter) not in forms
         kind: TensorClass = "adapters and other trained" if is_trained_there else found

@@ -1,74 +1,65 @@
-"""The codecs in which layers are stored, by name, and the size of a weight in each."""
+"""Codecs: the forms in which layers are stored, by name, and the size of a weight in each."""
 
-from collections.abc import Mapping
-from typing import Literal, get_args
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-CodecName = Literal["native", "bf16", "fp16", "fp8", "int8", "nf4", "bf16_packed"]
-CODEC_NAMES: tuple[CodecName, ...] = get_args(CodecName)
-EXACT_CODECS: tuple[CodecName, ...] = ("native", "bf16", "bf16_packed")  # of bfloat16 weights
-# RMS error relative to the RMS of normally distributed weights; measured by bench_codecs.
-ROUNDING: Mapping[CodecName, float] = {"int8": 7.3e-3, "fp8": 2.7e-2, "nf4": 9.2e-2}
+from offload.registry import Registry
+from offload.tensors import Tensor
 
-FP8_BLOCK = 256  # weights that share a power of two, of one byte
-INT8_BLOCK = 256  # weights that share a float32
-NF4_BLOCK, NF4_NESTED_BLOCK = 64, 256  # weights that share a scale, scales that share two float32
-MAP_BYTES = 4 * 256  # the values that 8 bits encode, in float32
-PACKED_BLOCK = 256  # weights that share a range of exponents, of one byte
-PACKED_ESCAPE_EVERY = 256  # room for one escape in so many weights ...
-PACKED_MIN_ESCAPES = 64  # ... and for a few in the smallest tensor
-PACKED_FAR = 2**31  # number of weights from which a position takes 8 bytes instead of 4
-CAST_BYTES = 2  # of bf16 and fp16
-
+NATIVE = "native"  # what is not encoded
 ALIGN_BYTES = 256  # of each part: enough for the widest load and for a view as any dtype
+WORKSPACE_BYTES = 16 * 2**20  # of codecs that decode piece by piece
+FLOATS = ("bfloat16", "float16", "float32")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Codec:
+    """A form of tensors: what it takes, how it is priced, and how it is written and read.
+
+    Sizes do not depend on values because layers are laid out before any weight is read.
+
+    Attributes:
+        doc: What it is, in a few words with a verb that follow its name in the reference.
+        sizes: Function of the number of weights and of the bytes of one in the compute dtype, to
+            the bytes of each part that a tensor is stored as.
+        write: Encodes values of any shape into the parts, uint8 tensors on the same device, of
+            which it writes all; raises a CodecError for values that cannot be in this form.
+        read: Decodes the parts into weights (N,) on the current stream; the host does not wait.
+        dtypes: Dtypes of weights that it takes; none for any.
+        same_as: Dtype whose weights it stores as they are, so that nothing is decoded.
+        is_exact: Whether bfloat16 weights come back bit for bit.
+        rounding: RMS error relative to the RMS of normally distributed weights, as bench_codecs
+            measures it.
+        workspace_bytes: Peak device memory of decoding a tensor, in addition to its two forms.
+        is_automatic: Whether `offload.codec: auto` tries it, and a refusal names it.
+        is_suggested: Whether a plan says what it would gain, and a refusal whether it would fit.
+        option: Its name and source among the ways that `plan` compares; None for none.
+        aliases: Settings of other trainers that mean it.
+    """
+
+    doc: str
+    sizes: Callable[[int, int], tuple[int, ...]]
+    write: Callable[[Tensor, Sequence[Tensor]], None]
+    read: Callable[[Sequence[Tensor], Tensor], None]
+    dtypes: tuple[str, ...] = FLOATS
+    same_as: str | None = None
+    is_exact: bool = False
+    rounding: float = 0.0
+    workspace_bytes: int = 0
+    is_automatic: bool = False
+    is_suggested: bool = False
+    option: tuple[str, str] | None = None
+    aliases: tuple[str, ...] = ()
+
+
+CODECS = Registry("codecs", "offload.codecs", Codec)
+
+
+def codecs_that(holds: Callable[[Codec], object]) -> list[str]:
+    """Return the names of codecs for which something holds, those that round least first."""
+    return sorted((n for n in CODECS if holds(CODECS[n])), key=lambda name: CODECS[name].rounding)
 
 
 def aligned(num_bytes: int) -> int:
     """Round a size up to the alignment of parts."""
     return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
-
-
-def part_bytes(codec: CodecName, num_weights: int, dtype_bytes: int) -> tuple[int, ...]:
-    """Return the sizes of the parts that a tensor is stored as.
-
-    Args:
-        codec: The codec.
-        num_weights: Of the tensor.
-        dtype_bytes: Bytes of a weight in the compute dtype, which `native` keeps.
-    """
-    if codec == "native":
-        return (dtype_bytes * num_weights,)
-    if codec == "fp8":
-        return num_weights, -(-num_weights // FP8_BLOCK)
-    if codec == "int8":
-        return num_weights, 4 * -(-num_weights // INT8_BLOCK), MAP_BYTES
-    if codec == "nf4":
-        num_scales = -(-num_weights // NF4_BLOCK)
-        num_nested = -(-num_scales // NF4_NESTED_BLOCK)
-        return -(-num_weights // 2), num_scales, 4 * num_nested, MAP_BYTES, 4
-    if codec == "bf16_packed":
-        num_blocks, room = -(-num_weights // PACKED_BLOCK), num_escapes(num_weights)
-        position_bytes = 4 if num_weights < PACKED_FAR else 8
-        codes_bytes = PACKED_BLOCK // 2 * num_blocks
-        return num_weights, codes_bytes, num_blocks, position_bytes * room, 2 * room
-    return (CAST_BYTES * num_weights,)
-
-
-def num_escapes(num_weights: int) -> int:
-    """Return how many weights of a packed tensor may be outside their block's range."""
-    return num_weights and PACKED_MIN_ESCAPES + num_weights // PACKED_ESCAPE_EVERY
-
-
-def is_encoded(codec: CodecName, dtype_bytes: int) -> bool:
-    """Return whether matrices have to be decoded: false if stored in the compute dtype.
-
-    Weights of two bytes are assumed to be bfloat16.
-    """
-    return codec != "native" and not (codec == "bf16" and dtype_bytes == CAST_BYTES)
-
-
-def decode_workspace_bytes(codec: CodecName) -> int:
-    """Return the peak device memory of decoding a tensor, in addition to its two forms.
-
-    Tensors are decoded in pieces, so this does not grow with them.
-    """
-    return 0 if codec in ("native", "bf16", "fp16") else 16 * 2**20

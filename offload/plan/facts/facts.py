@@ -8,7 +8,7 @@ from functools import cache
 from typing import Literal
 
 from offload.errors import UnsupportedModelError
-from offload.plan.facts.codec import CodecName
+from offload.plan.facts.codec import NATIVE
 from offload.plan.facts.families import (
     FAMILIES,
     REFUSED,
@@ -161,7 +161,7 @@ class InventoryRow:
     """
 
     kind: TensorClass
-    codec: CodecName
+    codec: str
     is_in_layers: bool
     num_parameters: int
     decoded_bytes: int
@@ -192,14 +192,14 @@ class WeightInventory:
     @property
     def encoded_frac(self) -> float:
         """Fraction of the parameters that are stored encoded."""
-        encoded = sum(row.num_parameters for row in self.rows if row.codec != "native")
+        encoded = sum(row.num_parameters for row in self.rows if row.codec != NATIVE)
         return encoded / self.num_parameters
 
     @property
     def layers_encoded_frac(self) -> float:
         """Fraction of the decoder layers' bytes, in the compute dtype, that is stored encoded."""
         rows = [row for row in self.rows if row.is_in_layers]
-        encoded = sum(row.decoded_bytes for row in rows if row.codec != "native")
+        encoded = sum(row.decoded_bytes for row in rows if row.codec != NATIVE)
         return encoded / sum(row.decoded_bytes for row in rows) if rows else 0.0
 
 

@@ -1,115 +1,169 @@
-"""The size of an optimizer's state."""
+"""Optimizers by name: the size of their states, and what an update costs."""
 
 import math
 from collections import Counter
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from offload.errors import OffloadError
 from offload.plan.facts.linears import FP32_BYTES
+from offload.registry import Registry
+from offload.tensors import Tensor
 
-Optimizer = Literal[
-    "adamw",
-    "adamw_bf16",
-    "adamw_8bit",
-    "paged_adamw_8bit",
-    "adafactor",
-    "lion",
-    "lion_bf16",
-    "sgd",
-]
 Shape = tuple[int, ...]
+States = Mapping[str, Tensor]
 
-HOST_ONLY: tuple[Optimizer, ...] = ("adamw_bf16", "lion_bf16")
-"""Optimizers of weights of the model alone, which train in RAM."""
-
-BF16_BYTES = 2
-ROUNDED_BYTES = BF16_BYTES
+DEFAULT = "adamw"
+ROUNDED_BYTES = 2
 """Of a weight that is kept in bf16 and rounded at random."""
 ROUNDING_BYTES = 4 + 1 + 4 + 2
 """Of a weight while it is rounded: a random number, whether it is finite, the result twice."""
-MIN_8BIT_ELEMENTS = 4096
-MIN_PAGED_ELEMENTS = 100_000
-BLOCK_8BIT = 256
-
-# What a weight that trains in RAM takes there, and its optimizer's states. Adafactor's are at most
-# so large, for matrices of 800 rows and columns or more.
-HOST_STATE_BYTES: dict[str, float] = {
-    "adamw": 2 * FP32_BYTES,
-    "adamw_bf16": BF16_BYTES + FP32_BYTES,
-    "adamw_8bit": 2 * (1 + FP32_BYTES / BLOCK_8BIT),
-    "adafactor": 0.01,
-    "lion": FP32_BYTES,
-    "lion_bf16": BF16_BYTES,
-    "sgd": 0,
-}
+STATE_BYTES = {"float32": FP32_BYTES, "bfloat16": 2, "uint8": 1}
+LARGE = (800, 800)
+"""Of a matrix whose states are as many bytes per weight as those of any larger one, or more."""
+MEAN, SQUARE = "mean", "square"
+BLOCK, SCALE = 256, "_scale"
+"""Weights that share an element of a state whose name ends so."""
 WEIGHTS, LOW_HALVES = "weights", "low halves of fp32 masters"
 HOST_GRADIENTS, HOST_STATES = "gradients in RAM", "optimizer states in RAM"
 
 
-def state_bytes(shapes: Sequence[Shape], optimizer: Optimizer) -> int:
-    """Return the optimizer's state on the device for trained tensors of these shapes.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """What an update is made with.
 
-    AdamW keeps two fp32 moments. In 8 bit they are a byte each, with a scale per 256 elements, but
-    tensors under 4,096 elements keep fp32. If paged, the moments of tensors of 100,000 elements or
-    more are not on the device. Adafactor keeps a mean of squares for each row and column, and all
-    squares of a vector. Lion keeps one fp32 moment, SGD nothing.
+    Attributes:
+        number: Counted from 1.
+        lr: Learning rate.
+        weight_decay: Decoupled: lr times as much of the weight goes.
+    """
+
+    number: int
+    lr: float
+    weight_decay: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Optimizer:
+    """An optimizer of tensors on the device that computes, of weights in RAM, or of both.
+
+    Attributes:
+        doc: What it does, in a few words that follow its name in the reference.
+        states: Function of the shape of a tensor to shape and dtype of its states, by name. A state
+            has an element for each of the weight's, or for each block (see `SCALE`).
+        update: Updates a weight in RAM in place, in fp32, and its states; the gradient may be
+            overwritten. None if it updates tensors on the device alone.
+        settings: What a checkpoint of weights in RAM says of it.
+        is_by_tensor: Whether a tensor is updated as a whole, and one at a time. Otherwise each
+            element is updated by itself, and a weight in RAM in pieces that fit a cache.
+        core_s: Seconds that a core computes for a weight in RAM, where that takes longer than its
+            memory, as measured on an AMD EPYC (2026-11-23).
+        made_by: The class of torch's optimizer on the device, as `module:name`; None if it updates
+            weights in RAM alone.
+        options: Arguments of that class.
+        update_bytes: Bytes on the device that an update of a weight reads and writes, with three
+            passes of fp32 that clip.
+        num_ops: Operations on the device of an update of a tensor.
+        is_joint: Whether one operation updates many tensors there.
+        moments: Names of states -> names in torch's optimizer, if that updates a part of a tensor
+            as it would the whole.
+        min_paged: Elements from which the driver moves states to the host while the device is full,
+            but for scales.
+        instead: What updates in its place where it cannot.
+        is_small_in: Where its states are so small that a refusal names it.
+        option: Its name and source among the ways that `plan` compares; None for none.
+        aliases: What transformers' Trainer calls it.
+    """
+
+    doc: str
+    states: Callable[[Shape], Mapping[str, tuple[Shape, str]]]
+    update: Callable[[Tensor, Tensor, States, Step], None] | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    is_by_tensor: bool = False
+    core_s: float = 0.0
+    made_by: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    update_bytes: int = 0
+    num_ops: int = 0
+    is_joint: bool = False
+    moments: Mapping[str, str] | None = None
+    min_paged: int | None = None
+    instead: str = DEFAULT
+    is_small_in: tuple[Literal["device", "RAM"], ...] = ()
+    option: tuple[str, str] | None = None
+    aliases: tuple[str, ...] = ()
+
+    def state_bytes(self, shape: Shape) -> int:
+        """Return the bytes of the states of a tensor of this shape."""
+        states = self.states(shape).values()
+        return sum(STATE_BYTES[dtype] * math.prod(shape) for shape, dtype in states)
+
+    def paged_bytes(self, shape: Shape) -> int:
+        """Return how many of them are in host memory while the device is full."""
+        if self.min_paged is None or math.prod(shape) < self.min_paged:
+            return 0
+        return self.state_bytes(shape) - sum(
+            STATE_BYTES[dtype] * math.prod(of_state)
+            for name, (of_state, dtype) in self.states(shape).items()
+            if name.endswith(SCALE)
+        )
+
+    @property
+    def bytes_per_weight(self) -> float:
+        """The bytes of the states of a weight of a large matrix."""
+        return self.state_bytes(LARGE) / math.prod(LARGE)
+
+
+OPTIMIZERS = Registry("optimizers", "offload.optimizers", Optimizer)
+
+
+def optimizers_that(holds: Callable[[Optimizer], object]) -> list[str]:
+    """Return the names of optimizers for which something holds, those with large states first."""
+    found = [name for name in OPTIMIZERS if holds(OPTIMIZERS[name])]
+    return sorted(found, key=lambda name: -OPTIMIZERS[name].bytes_per_weight)
+
+
+def on_device(optimizer: str, shapes: Sequence[Shape]) -> Optimizer:
+    """Return the optimizer of tensors of these shapes on the device.
 
     Raises:
-        OffloadError: See `refuse_host_only`.
-
-    Source: bitsandbytes 0.50 optim/optimizer.py; torch/optim/_adafactor.py.
+        OffloadError: There are some, but it updates weights in RAM alone.
     """
-    refuse_host_only(shapes, optimizer)
-    numbers = Counter(shapes)  # those of equal layers are equal
-    return sum(number * _state_bytes(shape, optimizer) for shape, number in numbers.items())
-
-
-def refuse_host_only(shapes: Sequence[Shape], optimizer: Optimizer) -> None:
-    """Refuse tensors on the device that an optimizer of weights in RAM should update.
-
-    Raises:
-        OffloadError: There are some.
-    """
-    if shapes and optimizer in HOST_ONLY:
+    found = OPTIMIZERS[optimizer]
+    if shapes and found.made_by is None:
         raise OffloadError(
             f"train.optimizer: {optimizer}, but what trains is on the device",
             limit="it updates weights of the model, which train in RAM",
-            hint="`train.optimizer: adamw`, or `train.what: all`",
+            hint=f"`train.optimizer: {found.instead}`, or `train.what: all`",
         )
+    return found
 
 
-def _state_bytes(shape: Shape, optimizer: Optimizer) -> int:
-    size = math.prod(shape)
-    if optimizer in ("lion", "sgd"):
-        return FP32_BYTES * size if optimizer == "lion" else 0
-    if optimizer == "adafactor":
-        *others, columns = shape
-        sums = math.prod(others) + math.prod(others[:-1]) * columns if others else columns
-        return FP32_BYTES * sums
-    if optimizer == "adamw" or size < MIN_8BIT_ELEMENTS:
-        return 2 * FP32_BYTES * size
-    moments = 0 if optimizer == "paged_adamw_8bit" and size >= MIN_PAGED_ELEMENTS else size
-    return 2 * (moments + FP32_BYTES * math.ceil(size / BLOCK_8BIT))
+def state_bytes(shapes: Sequence[Shape], optimizer: str) -> int:
+    """Return the optimizer's state on the device for trained tensors of these shapes.
+
+    Raises:
+        OffloadError: See `on_device`.
+    """
+    kind, numbers = on_device(optimizer, shapes), Counter(shapes)  # those of equal layers are equal
+    return sum(n * (kind.state_bytes(s) - kind.paged_bytes(s)) for s, n in numbers.items())
 
 
-def paged_bytes(shapes: Sequence[Shape], optimizer: Optimizer) -> int:
+def paged_bytes(shapes: Sequence[Shape], optimizer: str) -> int:
     """Return the state in unified memory, which is host memory while the device is full."""
-    if optimizer != "paged_adamw_8bit":
-        return 0
-    return sum(2 * size for size in map(math.prod, shapes) if size >= MIN_PAGED_ELEMENTS)
+    return sum(map(OPTIMIZERS[optimizer].paged_bytes, shapes))
 
 
-def temporary_bytes(shapes: Sequence[Shape], optimizer: Optimizer) -> int:
-    """Return the temporary memory of an update: Adafactor updates one tensor at a time."""
-    sizes = {shape: FP32_BYTES * math.prod(shape) for shape in shapes}
-    if optimizer == "adafactor":
-        return max(sizes.values(), default=0)
-    return sum(number * sizes[shape] for shape, number in Counter(shapes).items())
+def temporary_bytes(shapes: Sequence[Shape], optimizer: str) -> int:
+    """Return the temporary memory of an update."""
+    sizes = [(FP32_BYTES * math.prod(shape), number) for shape, number in Counter(shapes).items()]
+    is_one = OPTIMIZERS[optimizer].is_by_tensor
+    return max(sizes, default=(0,))[0] if is_one else sum(size * number for size, number in sizes)
 
 
 def host_update_bytes(
-    dtype_bytes: int, optimizer: Optimizer, low_bytes: int | None = None
+    dtype_bytes: int, optimizer: str, low_bytes: int | None = None
 ) -> dict[str, float]:
     """Return the bytes in RAM of one weight that trains there, by what they hold.
 
@@ -125,5 +179,5 @@ def host_update_bytes(
         WEIGHTS: dtype_bytes,
         LOW_HALVES: FP32_BYTES - dtype_bytes if low_bytes is None else low_bytes,
         HOST_GRADIENTS: dtype_bytes,
-        HOST_STATES: HOST_STATE_BYTES[optimizer],
+        HOST_STATES: OPTIMIZERS[optimizer].bytes_per_weight,
     }

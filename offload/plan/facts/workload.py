@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from offload.plan.facts.codec import CodecName, aligned, is_encoded, part_bytes
+from offload.plan.facts.codec import CODECS, NATIVE, aligned
 from offload.plan.facts.facts import AdapterSpec, LayerFacts, ModelFacts
 from offload.plan.facts.linears import (
     Attention,
@@ -16,7 +16,6 @@ from offload.plan.facts.linears import (
     has_fused_kernel,
     output_bytes,
 )
-from offload.plan.facts.optimizer import Optimizer
 from offload.plan.facts.trainable import (
     EMBEDDING,
     HEAD,
@@ -142,7 +141,7 @@ def to_pages(num_bytes: int) -> int:
     return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
-def record_bytes(layer: LayerFacts, codec: CodecName, dtype_bytes: int) -> int:
+def record_bytes(layer: LayerFacts, codec: str, dtype_bytes: int) -> int:
     """Return the size of a layer in a codec: in memory, on the link and in a slot.
 
     Args:
@@ -151,11 +150,11 @@ def record_bytes(layer: LayerFacts, codec: CodecName, dtype_bytes: int) -> int:
         dtype_bytes: Bytes of a weight in the compute dtype.
     """
 
-    def written(sizes: Sequence[int], form: CodecName) -> int:
-        parts = (part for size in sizes for part in part_bytes(form, size, dtype_bytes))
+    def written(sizes: Sequence[int], form: str) -> int:
+        parts = (part for size in sizes for part in CODECS[form].sizes(size, dtype_bytes))
         return sum(map(aligned, parts))
 
-    return to_pages(written(layer.matrix_sizes, codec) + written(layer.other_sizes, "native"))
+    return to_pages(written(layer.matrix_sizes, codec) + written(layer.other_sizes, NATIVE))
 
 
 # What computes norms, rotary embedding and gated activations: the model's own code, one operator
@@ -195,9 +194,9 @@ class Workload:
     label_tokens: int
     head_chunk_tokens: int
     adapter: AdapterSpec
-    optimizer: Optimizer
+    optimizer: str
     dtype_bytes: int
-    codec: CodecName
+    codec: str
     has_router_loss: bool = False
     leaves_out: bool = True
     layer_code: LayerCode = "plain"
@@ -252,8 +251,9 @@ class Workload:
 
     @property
     def is_encoded(self) -> bool:
-        """Whether layers are decoded before they compute."""
-        return is_encoded(self.codec, self.dtype_bytes)
+        """Whether layers are decoded before they compute; 16-bit weights may be bfloat16."""
+        is_same = CODECS[self.codec].same_as == "bfloat16" and self.dtype_bytes == HALF_BYTES
+        return self.codec != NATIVE and not is_same
 
     def left_out(self, layer: LayerFacts) -> tuple[Linear, ...]:
         """Return the linears of a layer whose products its recompute leaves out."""

@@ -26,8 +26,10 @@ public repositories on GitHub, where a search for the number with "MiB" finds th
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from offload.registry import Registry
 
 Line = Literal["consumer", "workstation", "server"]
 Pcie = tuple[int, int]
@@ -56,6 +58,10 @@ class Card:
             probe`.
         measured_link_gb_per_s: Copies to the device, as measured by others; of the H200 by `sluice
             probe`.
+        board_w: Watts of the whole card at most, as published: "graphics card power" of a GeForce,
+            board power of a workstation card, thermal design power of a server card (of A100 the
+            SXM board, of V100 the PCIe card); None where no published table or article was read.
+        nvlink_gb_per_s: NVLink in each direction, half of the sum that the datasheet names.
     """
 
     memory_gib: float
@@ -73,18 +79,25 @@ class Card:
     measured_memory_gb_per_s: float | None = None
     measured_fp32_tflops: float | None = None
     measured_link_gb_per_s: float | None = None
+    board_w: int | None = None
+    nvlink_gb_per_s: float | None = None
+
+
+_LINES: Mapping[str, Line] = {
+    **dict.fromkeys(("ga102", "ada", "blackwell"), "consumer"),
+    **dict.fromkeys(("rtx-a", "rtx-ada", "rtx-pro"), "workstation"),
+    "datasheet": "server",
+}
 
 
 def _card(
-    line: Line,
     sheet: str,
     pcie: Pcie,
     gib: float,
     half: float,
     fp32: float,
     memory: float,
-    *,
-    listed_mib: int | None = None,
+    **others: Any,
 ) -> Card:
     return Card(
         memory_gib=gib,
@@ -92,42 +105,43 @@ def _card(
         fp32_tflops=fp32,
         memory_gb_per_s=memory,
         pcie=pcie,
-        line=line,
+        line=_LINES[sheet],
         sheet=sheet,
-        listed_mib=listed_mib,
+        **others,
     )
 
 
-CARDS: Mapping[str, Card] = {
+_OURS: Mapping[str, Card] = {
     # (PCIe generation, lanes), GiB, TFLOP/s in 16 bits, TFLOP/s in fp32, GB/s
-    "rtx3060": _card("consumer", "ga102", (4, 16), 12, 25.5, 12.7, 360, listed_mib=12288),
-    "rtx3060-8gb": _card("consumer", "ga102", (4, 16), 8, 25.5, 12.7, 240),
-    "rtx3060ti": _card("consumer", "ga102", (4, 16), 8, 32.4, 16.2, 448, listed_mib=8192),
-    "rtx3070": _card("consumer", "ga102", (4, 16), 8, 40.6, 20.3, 448, listed_mib=8192),
-    "rtx3070ti": _card("consumer", "ga102", (4, 16), 8, 43.5, 21.7, 608),
-    "rtx3080": _card("consumer", "ga102", (4, 16), 10, 59.5, 29.8, 760, listed_mib=10240),
-    "rtx3080-12gb": _card("consumer", "ga102", (4, 16), 12, 61.3, 30.6, 912),
-    "rtx3080ti": _card("consumer", "ga102", (4, 16), 12, 68.2, 34.1, 912, listed_mib=12288),
-    "rtx3090": _card("consumer", "ga102", (4, 16), 24, 71, 35.6, 936, listed_mib=24576),
-    "rtx3090ti": _card("consumer", "ga102", (4, 16), 24, 80, 40, 1008, listed_mib=24564),
-    "rtx4060": _card("consumer", "ada", (4, 8), 8, 30.2, 15.1, 272, listed_mib=8188),
-    "rtx4060ti": _card("consumer", "ada", (4, 8), 16, 44.1, 22.1, 288, listed_mib=16380),
-    "rtx4060ti-8gb": _card("consumer", "ada", (4, 8), 8, 44.1, 22.1, 288, listed_mib=8188),
-    "rtx4070": _card("consumer", "ada", (4, 16), 12, 58.3, 29.1, 504, listed_mib=12282),
-    "rtx4070super": _card("consumer", "ada", (4, 16), 12, 71, 35.5, 504, listed_mib=12282),
-    "rtx4070ti": _card("consumer", "ada", (4, 16), 12, 80.2, 40.1, 504, listed_mib=12282),
-    "rtx4070tisuper": _card("consumer", "ada", (4, 16), 16, 88.2, 44.1, 672, listed_mib=16376),
-    "rtx4080": _card("consumer", "ada", (4, 16), 16, 97.5, 48.7, 717, listed_mib=16376),
-    "rtx4080super": _card("consumer", "ada", (4, 16), 16, 104.4, 52.2, 736, listed_mib=16376),
-    "rtx4090": _card("consumer", "ada", (4, 16), 24, 165.2, 82.6, 1008, listed_mib=24564),
-    "rtx5060": _card("consumer", "blackwell", (5, 8), 8, 38.4, 19.2, 448, listed_mib=8151),
-    "rtx5060ti": _card("consumer", "blackwell", (5, 8), 16, 47.4, 23.7, 448, listed_mib=16311),
-    "rtx5060ti-8gb": _card("consumer", "blackwell", (5, 8), 8, 47.4, 23.7, 448),
-    "rtx5070": _card("consumer", "blackwell", (5, 16), 12, 61.7, 30.9, 672, listed_mib=12227),
-    "rtx5070ti": _card("consumer", "blackwell", (5, 16), 16, 87.9, 43.9, 896, listed_mib=16303),
-    "rtx5080": _card("consumer", "blackwell", (5, 16), 16, 112.6, 56.3, 960, listed_mib=16303),
+    "rtx3060": _card("ga102", (4, 16), 12, 25.5, 12.7, 360, listed_mib=12288, board_w=170),
+    "rtx3060-8gb": _card("ga102", (4, 16), 8, 25.5, 12.7, 240),
+    "rtx3060ti": _card("ga102", (4, 16), 8, 32.4, 16.2, 448, listed_mib=8192, board_w=200),
+    "rtx3070": _card("ga102", (4, 16), 8, 40.6, 20.3, 448, listed_mib=8192, board_w=220),
+    "rtx3070ti": _card("ga102", (4, 16), 8, 43.5, 21.7, 608, board_w=290),
+    "rtx3080": _card("ga102", (4, 16), 10, 59.5, 29.8, 760, listed_mib=10240, board_w=320),
+    "rtx3080-12gb": _card("ga102", (4, 16), 12, 61.3, 30.6, 912),
+    "rtx3080ti": _card("ga102", (4, 16), 12, 68.2, 34.1, 912, listed_mib=12288, board_w=350),
+    "rtx3090": _card("ga102", (4, 16), 24, 71, 35.6, 936, listed_mib=24576, board_w=350),
+    "rtx3090ti": _card("ga102", (4, 16), 24, 80, 40, 1008, listed_mib=24564, board_w=450),
+    "rtx4060": _card("ada", (4, 8), 8, 30.2, 15.1, 272, listed_mib=8188, board_w=115),
+    "rtx4060ti": _card("ada", (4, 8), 16, 44.1, 22.1, 288, listed_mib=16380, board_w=165),
+    "rtx4060ti-8gb": _card("ada", (4, 8), 8, 44.1, 22.1, 288, listed_mib=8188, board_w=160),
+    "rtx4070": _card("ada", (4, 16), 12, 58.3, 29.1, 504, listed_mib=12282),
+    "rtx4070super": _card("ada", (4, 16), 12, 71, 35.5, 504, listed_mib=12282),
+    "rtx4070ti": _card("ada", (4, 16), 12, 80.2, 40.1, 504, listed_mib=12282, board_w=285),
+    "rtx4070tisuper": _card("ada", (4, 16), 16, 88.2, 44.1, 672, listed_mib=16376),
+    "rtx4080": _card("ada", (4, 16), 16, 97.5, 48.7, 717, listed_mib=16376, board_w=320),
+    "rtx4080super": _card("ada", (4, 16), 16, 104.4, 52.2, 736, listed_mib=16376),
+    "rtx4090": _card("ada", (4, 16), 24, 165.2, 82.6, 1008, listed_mib=24564, board_w=450),
+    "rtx5060": _card("blackwell", (5, 8), 8, 38.4, 19.2, 448, listed_mib=8151, board_w=145),
+    "rtx5060ti": _card("blackwell", (5, 8), 16, 47.4, 23.7, 448, listed_mib=16311, board_w=180),
+    "rtx5060ti-8gb": _card("blackwell", (5, 8), 8, 47.4, 23.7, 448, board_w=180),
+    "rtx5070": _card("blackwell", (5, 16), 12, 61.7, 30.9, 672, listed_mib=12227, board_w=250),
+    "rtx5070ti": _card("blackwell", (5, 16), 16, 87.9, 43.9, 896, listed_mib=16303, board_w=300),
+    "rtx5080": _card("blackwell", (5, 16), 16, 112.6, 56.3, 960, listed_mib=16303, board_w=360),
     "rtx5090": Card(
         memory_gib=32,
+        board_w=575,
         listed_mib=32607,
         half_tflops=209.5,
         fp32_tflops=104.8,
@@ -139,31 +153,43 @@ CARDS: Mapping[str, Card] = {
         measured_memory_gb_per_s=1400,
         measured_link_gb_per_s=56,
     ),
-    "rtxa2000": _card("workstation", "rtx-a", (4, 16), 6, 31.9, 8, 288, listed_mib=6138),
-    "rtxa2000-12gb": _card("workstation", "rtx-a", (4, 16), 12, 31.9, 8, 288),
-    "rtxa4000": _card("workstation", "rtx-a", (4, 16), 16, 76.7, 19.2, 448, listed_mib=16376),
-    "rtxa4500": _card("workstation", "rtx-a", (4, 16), 20, 94.6, 23.7, 640, listed_mib=20470),
-    "rtxa5000": _card("workstation", "rtx-a", (4, 16), 24, 111.1, 27.8, 768, listed_mib=24564),
-    "rtxa5500": _card("workstation", "rtx-a", (4, 16), 24, 136.4, 34.1, 768),
-    "rtxa6000": _card("workstation", "rtx-a", (4, 16), 48, 154.8, 38.7, 768, listed_mib=49140),
-    "rtx6000ada": _card("workstation", "rtx-ada", (4, 16), 48, 364.2, 91.1, 960, listed_mib=49140),
-    "rtxpro4000": _card("workstation", "rtx-pro", (5, 16), 24, 187.6, 46.9, 672, listed_mib=24467),
-    "rtxpro4500": _card("workstation", "rtx-pro", (5, 16), 32, 219.8, 54.9, 896, listed_mib=32623),
-    "rtxpro5000": _card("workstation", "rtx-pro", (5, 16), 48, 294.8, 73.7, 1344, listed_mib=48935),
-    "rtxpro6000": _card("workstation", "rtx-pro", (5, 16), 96, 503.8, 126, 1792, listed_mib=97887),
-    "t4": replace(
-        _card("server", "datasheet", (3, 16), 16, 65, 8.1, 320, listed_mib=15360), has_bf16=False
+    "rtxa2000": _card("rtx-a", (4, 16), 6, 31.9, 8, 288, listed_mib=6138, board_w=70),
+    "rtxa2000-12gb": _card("rtx-a", (4, 16), 12, 31.9, 8, 288, board_w=70),
+    "rtxa4000": _card("rtx-a", (4, 16), 16, 76.7, 19.2, 448, listed_mib=16376),
+    "rtxa4500": _card("rtx-a", (4, 16), 20, 94.6, 23.7, 640, listed_mib=20470, board_w=200),
+    "rtxa5000": _card("rtx-a", (4, 16), 24, 111.1, 27.8, 768, listed_mib=24564),
+    "rtxa5500": _card("rtx-a", (4, 16), 24, 136.4, 34.1, 768, board_w=230),
+    "rtxa6000": _card("rtx-a", (4, 16), 48, 154.8, 38.7, 768, listed_mib=49140, board_w=300),
+    "rtx6000ada": _card("rtx-ada", (4, 16), 48, 364.2, 91.1, 960, listed_mib=49140),
+    "rtxpro4000": _card("rtx-pro", (5, 16), 24, 187.6, 46.9, 672, listed_mib=24467, board_w=140),
+    "rtxpro4500": _card("rtx-pro", (5, 16), 32, 219.8, 54.9, 896, listed_mib=32623, board_w=200),
+    "rtxpro5000": _card("rtx-pro", (5, 16), 48, 294.8, 73.7, 1344, listed_mib=48935, board_w=300),
+    "rtxpro6000": _card("rtx-pro", (5, 16), 96, 503.8, 126, 1792, listed_mib=97887, board_w=600),
+    "t4": _card(
+        "datasheet", (3, 16), 16, 65, 8.1, 320, listed_mib=15360, board_w=70, has_bf16=False
     ),
-    "v100": replace(
-        _card("server", "datasheet", (3, 16), 16, 112, 14, 900, listed_mib=16160), has_bf16=False
+    "v100": _card(
+        "datasheet", (3, 16), 16, 112, 14, 900, listed_mib=16160, board_w=250, has_bf16=False
     ),
-    "v100-32gb": replace(_card("server", "datasheet", (3, 16), 32, 112, 14, 900), has_bf16=False),
-    "a10": _card("server", "datasheet", (4, 16), 24, 125, 31.2, 600, listed_mib=23028),
-    "l4": _card("server", "datasheet", (4, 16), 24, 121, 30.3, 300, listed_mib=23034),
-    "l40s": _card("server", "datasheet", (4, 16), 48, 362, 91.6, 864, listed_mib=46068),
-    "a100": _card("server", "datasheet", (4, 16), 80, 312, 19.5, 2039, listed_mib=81920),
+    "v100-32gb": _card("datasheet", (3, 16), 32, 112, 14, 900, board_w=250, has_bf16=False),
+    "a10": _card("datasheet", (4, 16), 24, 125, 31.2, 600, listed_mib=23028),
+    "l4": _card("datasheet", (4, 16), 24, 121, 30.3, 300, listed_mib=23034),
+    "l40s": _card("datasheet", (4, 16), 48, 362, 91.6, 864, listed_mib=46068),
+    "a100": Card(
+        memory_gib=80,
+        listed_mib=81920,
+        half_tflops=312,
+        fp32_tflops=19.5,
+        memory_gb_per_s=2039,
+        pcie=(4, 16),
+        line="server",
+        sheet="datasheet",
+        board_w=400,
+        nvlink_gb_per_s=300,
+    ),
     "h100": Card(
         memory_gib=80,
+        nvlink_gb_per_s=450,
         listed_mib=81559,
         half_tflops=989,
         fp32_tflops=67,
@@ -178,6 +204,7 @@ CARDS: Mapping[str, Card] = {
     ),
     "h200": Card(
         memory_gib=140,
+        nvlink_gb_per_s=450,
         listed_mib=143771,
         half_tflops=989,
         fp32_tflops=67,
@@ -194,6 +221,7 @@ CARDS: Mapping[str, Card] = {
     ),
     "b200": Card(
         memory_gib=179,
+        nvlink_gb_per_s=900,
         listed_mib=183359,
         half_tflops=2250,
         fp32_tflops=80,
@@ -205,42 +233,4 @@ CARDS: Mapping[str, Card] = {
     ),
 }
 
-# Watts of a whole card at most, as published: "graphics card power" of a GeForce, board power of a
-# workstation card, thermal design power of a server card (of A100 the SXM board, of V100 the PCIe
-# card). Of each at least one published table or article was read; cards that are not here were not.
-BOARD_W: Mapping[str, int] = {
-    "rtx3060": 170,
-    "rtx3060ti": 200,
-    "rtx3070": 220,
-    "rtx3070ti": 290,
-    "rtx3080": 320,
-    "rtx3080ti": 350,
-    "rtx3090": 350,
-    "rtx3090ti": 450,
-    "rtx4060": 115,
-    "rtx4060ti": 165,
-    "rtx4060ti-8gb": 160,
-    "rtx4070ti": 285,
-    "rtx4080": 320,
-    "rtx4090": 450,
-    "rtx5060": 145,
-    "rtx5060ti": 180,
-    "rtx5060ti-8gb": 180,
-    "rtx5070": 250,
-    "rtx5070ti": 300,
-    "rtx5080": 360,
-    "rtx5090": 575,
-    "rtxa2000": 70,
-    "rtxa2000-12gb": 70,
-    "rtxa4500": 200,
-    "rtxa5500": 230,
-    "rtxa6000": 300,
-    "rtxpro4000": 140,
-    "rtxpro4500": 200,
-    "rtxpro5000": 300,
-    "rtxpro6000": 600,
-    "t4": 70,
-    "v100": 250,
-    "v100-32gb": 250,
-    "a100": 400,
-}
+CARDS = Registry("cards", _OURS, Card)

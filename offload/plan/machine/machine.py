@@ -9,7 +9,7 @@ from types import UnionType
 from typing import Any, Literal, get_args
 
 from offload.errors import MachineError
-from offload.plan.machine.cards import BOARD_W, CARDS, Card, Line, Pcie
+from offload.plan.machine.cards import CARDS, Card, Line, Pcie
 
 MIB, GIB = 2**20, 2**30
 MEASURED = "measured"  # the source of rates that were measured on this machine
@@ -275,7 +275,6 @@ _LINKS: Mapping[Pcie, Rate] = {
     (5, 8): Rate(value=28e9, source="assumed: PCIe 5.0 x8"),
     (5, 16): Rate(value=56e9, source="assumed: PCIe 5.0 x16, as an RTX 5090 measures"),
 }
-CARD_NAMES = tuple(CARDS)
 CARD_KEYS = ("memory_gib", "memory_gb_per_s", "half_tflops", "link_gb_per_s")
 
 
@@ -299,10 +298,10 @@ def named_machine(
     """
     key = _card_key(name)
     if key is None:
-        nearest = difflib.get_close_matches(_plain(name), CARD_NAMES, n=3, cutoff=0.0)
+        nearest = difflib.get_close_matches(_plain(name), CARDS, n=3, cutoff=0.0)
         raise MachineError(
             f"no machine is called '{name}'",
-            limit=f"known are {', '.join(CARD_NAMES)}",
+            limit=f"known are {', '.join(CARDS)}",
             hint=f"nearest: `{'`, `'.join(nearest)}`; or measure yours: `sluice probe --save FILE`",
         )
     card = CARDS[key]
@@ -330,7 +329,7 @@ def board_w(machine: Machine) -> int | None:
     """Return the watts that a machine's card draws at most, by its maker; None if not known."""
     is_described = machine.gemm_flops_per_s.source.startswith(GIVEN)
     key = None if machine.device == "cpu" or is_described else _card_key(machine.name)
-    return None if key is None else BOARD_W.get(key)
+    return None if key is None else CARDS[key].board_w
 
 
 def described_machine(
@@ -494,11 +493,8 @@ def _share(rate: Rate, frac: float, of: str) -> Rate:
 # ---------------------------------------------------------------------------------------------
 # What connects the GPUs of a machine, for plans of cards that are not here.
 #
-# NVLink by the cards' datasheets, of which each direction is half of the sum that they name: A100
-# 600 GB/s, H100 and H200 900, B200 1,800. How much of it collectives reach is assumed until it is
-# measured.
+# How much of NVLink collectives reach is assumed until it is measured.
 
-NVLINK_GB_PER_S: Mapping[str, float] = {"a100": 300, "h100": 450, "h200": 450, "b200": 900}
 REACHED_FRAC = 0.8
 NVLINK, PCIE = "nvlink", "pcie"
 # Between processes: a few words, and the first bytes of a sum.
@@ -520,11 +516,12 @@ def with_interconnect(machine: Machine, name: str, *, world_size: int) -> Machin
         link = machine.h2d_duplex_bytes_per_s
         rate = replace(link, source=f"assumed: a copy, {link.source}")
     elif name == NVLINK:
-        sheet = NVLINK_GB_PER_S.get(machine.name)
+        sheets = {name: card.nvlink_gb_per_s for name, card in CARDS.items()}
+        sheet = sheets.get(machine.name)
         if sheet is None:
             raise MachineError(
                 f"--interconnect nvlink, but no NVLink is known of {machine.name}",
-                limit=f"known are {', '.join(NVLINK_GB_PER_S)}",
+                limit=f"known are {', '.join(name for name in CARDS if sheets[name])}",
                 hint="`--interconnect pcie`, or the rate of each direction in GB/s",
             )
         rate = Rate(

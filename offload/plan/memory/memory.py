@@ -14,13 +14,14 @@ from functools import cache, cached_property
 from typing import Literal
 
 from offload.errors import DoesNotFitError
-from offload.plan.facts.codec import decode_workspace_bytes
+from offload.plan.facts.codec import CODECS, NATIVE
 from offload.plan.facts.facts import LayerFacts, ModelFacts
 from offload.plan.facts.linears import FP32_BYTES, Attention, DeltaAttention, SoftmaxAttention
 from offload.plan.facts.optimizer import (
     HOST_GRADIENTS,
     HOST_STATES,
     LOW_HALVES,
+    OPTIMIZERS,
     ROUNDING_BYTES,
     WEIGHTS,
     host_update_bytes,
@@ -147,7 +148,8 @@ SEQ_LEN, MICRO_BATCH = "a shorter `train.seq_len`", "a smaller `train.micro_batc
 TOKENS, RANK = "fewer `train.tokens_per_step`", "a smaller `adapter.rank`"
 FEWER_TARGETS = "fewer `adapter.targets`"
 FEWER_WEIGHTS = "fewer weights in `train.what`"
-FEWER_SLOTS, ROUNDED_LAYERS = "fewer `offload.num_slots`", "`offload.codec: nf4`"
+FEWER_SLOTS, ROUNDED_LAYERS = "fewer `offload.num_slots`", "layers that are rounded"
+SMALLER_STATES, SMALLER_HOST_STATES = "smaller states", "smaller states in RAM"
 ON_DISK, INPUTS_IN_RAM = "`offload.tier: disk`", "`offload.stash: host`"
 SMALLER_CHUNK, SMALLER_TILES = "a smaller `offload.head_chunk`", "a smaller `offload.mlp_chunk`"
 EMBEDDINGS_IN_RAM, HEAD_IN_RAM = "`offload.embeddings: host`", "`offload.head: host`"
@@ -159,7 +161,7 @@ SHRINKS: Mapping[str, tuple[str, ...]] = {
     SLOTS: (FEWER_SLOTS, ROUNDED_LAYERS),
     ADAPTERS: (RANK, FEWER_TARGETS),
     GRADIENTS: (RANK, FEWER_TARGETS),
-    STATES: ("`train.optimizer: adamw_8bit`", RANK),
+    STATES: (SMALLER_STATES, RANK),
     UPDATE: (RANK,),
     TRAINED_MODULES: ("fewer `adapter.modules_to_save`",),
     KEPT_INPUTS: (INPUTS_IN_RAM, TOKENS),
@@ -182,7 +184,7 @@ SHRINKS: Mapping[str, tuple[str, ...]] = {
     SLAB: (ON_DISK, ROUNDED_LAYERS),
     LOW_HALVES: (FEWER_WEIGHTS,),
     HOST_GRADIENTS: (FEWER_WEIGHTS,),
-    HOST_STATES: ("`train.optimizer: lion`, `adamw_8bit` or `adafactor`", FEWER_WEIGHTS),
+    HOST_STATES: (SMALLER_HOST_STATES, FEWER_WEIGHTS),
     STASH: (TOKENS, "`offload.stash: device`"),
     SENT: (NO_SENT_GRAPHS, NO_OUTPUTS, TOKENS),
     DATA_WORKERS: ("fewer `data.num_workers`",),
@@ -205,7 +207,7 @@ def total_bytes(terms: Iterable[MemoryTerm]) -> int:
 
 def layer_weight_bytes(facts: ModelFacts, *, dtype_bytes: int) -> tuple[int, ...]:
     """Return the bytes of each layer's decoded weights, stored one after another."""
-    sizes = {layer: record_bytes(layer, "native", dtype_bytes) for layer in set(facts.layers)}
+    sizes = {layer: record_bytes(layer, NATIVE, dtype_bytes) for layer in set(facts.layers)}
     return tuple(sizes[layer] for layer in facts.layers)
 
 
@@ -522,7 +524,7 @@ def _standing_terms(
     on_host = embedding_bytes(facts, workload) + head_bytes(facts, workload)
     if workload.is_encoded:
         decoded = max(layer_weight_bytes(facts, dtype_bytes=b))
-        workspace = decode_workspace_bytes(workload.codec)
+        workspace = CODECS[workload.codec].workspace_bytes
     return (
         MemoryTerm(name="decoded layer", num_bytes=decoded),
         MemoryTerm(name="decode workspace", num_bytes=workspace),
@@ -845,7 +847,7 @@ def _whole_host_terms(
         MemoryTerm(name=HOST_STATES, num_bytes=math.ceil(states)),
         MemoryTerm(
             name=HOST_TEMPORARIES,
-            num_bytes=temporaries if workload.optimizer == "adafactor" else 0,
+            num_bytes=temporaries if OPTIMIZERS[workload.optimizer].is_by_tensor else 0,
         ),
         MemoryTerm(name="weights around the layers, in RAM", num_bytes=math.ceil(copies)),
     )

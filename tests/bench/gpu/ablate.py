@@ -23,7 +23,6 @@ import torch
 from finetune.training.compile import FAILURES as COMPILER_FAILURES
 from finetune.training.compile import compile_layers, refusal
 from offload.engine.memory_meter import torch_pinned_bytes
-from offload.plan.facts.codec import CodecName
 from offload.plan.schedule.op import Op
 from offload.plan.schedule.schedule import Order
 from tests.bench.gpu.card import Card
@@ -38,8 +37,8 @@ from tests.bench.record import quantiles
 SHAPE, SEQ_LEN = "qwen3-8b", 2048
 NUM_LAYERS, NUM_SLOTS, NUM_STEPS = 2 * MIN_LAYERS, 6, 5
 ENGINE, AGAIN, COMPILED = "the engine", "the engine, again", "compiled layers"
-CODECS: tuple[CodecName, ...] = ("native", "nf4")
-REHEARSED_CODECS: tuple[CodecName, ...] = ("native", "int8")
+CODECS: tuple[str, ...] = ("native", "nf4")
+REHEARSED_CODECS: tuple[str, ...] = ("native", "int8")
 REHEARSED_OF_M_STAR = 4.0  # some micro-batches
 Ablation = Callable[[Any], AbstractContextManager[None]]
 
@@ -172,7 +171,7 @@ def nothing(_engine: Any) -> AbstractContextManager[None]:
 # ------------------------------------------------------------------------------------- measuring
 
 
-def arms(codec: CodecName) -> dict[str, tuple[Ablation, Order, bool]]:
+def arms(codec: str) -> dict[str, tuple[Ablation, Order, bool]]:
     """Return each arm: what is taken out, the order, and whether there are two slots only."""
     major, usual = Order.LAYER_MAJOR, Order.MICRO_BATCH_MAJOR
     if codec != "native":

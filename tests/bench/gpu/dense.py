@@ -1,6 +1,5 @@
 """Qwen3-8B's and Qwen3-32B's shapes, LoRA on all linear layers."""
 
-from offload.plan.facts.codec import CodecName
 from offload.plan.facts.facts import AdapterSpec, linear_names, model_facts
 from tests.bench.gpu.journal import Journal
 from tests.bench.gpu.models import fields
@@ -10,7 +9,7 @@ from tests.bench.gpu.settings import Settings
 from tests.bench.gpu.training import machine_for, model_of, row_name, run_parts
 
 RANK, SEQ_LENS = 16, (2048, 8192)
-FORMS: tuple[tuple[str, CodecName, tuple[float, ...]], ...] = (
+FORMS: tuple[tuple[str, str, tuple[float, ...]], ...] = (
     ("qwen3-8b", "native", (12,)),
     ("qwen3-32b", "native", (24,)),
     ("qwen3-32b", "nf4", (16,)),

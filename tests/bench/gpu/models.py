@@ -21,14 +21,13 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from finetune.adapter.linear_lora import compute_beside, compute_in_base_dtype
-from offload.engine.codecs.codec import NATIVE
+from offload.engine.codec import NATIVE
 from offload.engine.experts.autotune import use
 from offload.engine.experts.products import goes_through_interface
 from offload.engine.host.numa import bind_memory, place_near, thread_on
 from offload.engine.host.slab import Slab, lay_out
 from offload.engine.model.encoding import Encoding
 from offload.engine.model.layers import LayeredModel
-from offload.plan.facts.codec import CodecName
 from offload.plan.facts.facts import AdapterSpec
 from offload.plan.machine.machine import ExpertsImplementation
 from tests.bench.record import ROOT
@@ -90,7 +89,7 @@ def make(
     config: Mapping[str, Any],
     *,
     dtype: torch.dtype,
-    codec: CodecName,
+    codec: str,
     device: torch.device,
     adapter: AdapterSpec,
     experts_implementation: ExpertsImplementation | None,
@@ -158,9 +157,7 @@ def with_values(base: PreTrainedModel) -> PreTrainedModel:
     return base
 
 
-def _stowed(
-    base: PreTrainedModel, codec: CodecName, device: torch.device, node: int | None
-) -> Slab:
+def _stowed(base: PreTrainedModel, codec: str, device: torch.device, node: int | None) -> Slab:
     """Give an empty model values: its layers' in a slab, all others memory of their own."""
     names: dict[int, str] = {}
     for path, module in base.named_modules():

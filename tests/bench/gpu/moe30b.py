@@ -1,6 +1,5 @@
 """Qwen3-30B-A3B's shape, LoRA on attention and experts: bf16, then nf4, by budget and length."""
 
-from offload.plan.facts.codec import CodecName
 from offload.plan.facts.facts import AdapterSpec
 from tests.bench.gpu.journal import Journal
 from tests.bench.gpu.models import ATTENTION
@@ -10,7 +9,7 @@ from tests.bench.gpu.training import machine_for, model_of, row_name, run_parts
 
 SHAPE, RANK = "qwen3-30b-a3b", 8
 ADAPTER = AdapterSpec(rank=RANK, targets=ATTENTION, experts=True, is_in_base_dtype=True)
-FORMS: tuple[tuple[CodecName, tuple[float, ...]], ...] = (
+FORMS: tuple[tuple[str, tuple[float, ...]], ...] = (
     ("native", (24, 32)),
     ("nf4", (24, 12, 32)),
 )
@@ -18,7 +17,7 @@ SEQ_LENS, FRACS = (8192, 2048), (2.0, 0.5, 1.0)
 
 
 def parts_of(
-    codec: CodecName, budgets: tuple[float, ...], settings: Settings, seq_lens: tuple[int, ...]
+    codec: str, budgets: tuple[float, ...], settings: Settings, seq_lens: tuple[int, ...]
 ) -> list[Part]:
     """Return the parts of one form, those first that goals are about; in a rehearsal a few."""
     if settings.is_rehearsal:

@@ -16,9 +16,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from offload.errors import DoesNotFitError
-from offload.plan.facts.codec import CodecName
 from offload.plan.facts.facts import AdapterSpec, ModelFacts, model_facts
-from offload.plan.facts.optimizer import Optimizer
 from offload.plan.facts.workload import LayerCode, Workload
 from offload.plan.fit import MemoryNeeds
 from offload.plan.machine.machine import GIB, Machine
@@ -58,7 +56,7 @@ class Model:
     config: Mapping[str, Any]
     adapter: AdapterSpec
     dtype: str
-    optimizer: Optimizer
+    optimizer: str
     layer_code: LayerCode = "auto"
 
     @property
@@ -88,7 +86,7 @@ class Part:
         num_slots: Where it is not for the plan to say.
     """
 
-    codec: CodecName
+    codec: str
     vram_gib: float | None
     seq_len: int
     of_m_star: float
@@ -174,7 +172,7 @@ def path_of(run: Plan) -> str:
     return said
 
 
-def best_optimizer() -> Optimizer:
+def best_optimizer() -> str:
     """Return what the shipped recipes take, if it is installed."""
     return "adamw_8bit" if find_spec("bitsandbytes") else "adamw"
 

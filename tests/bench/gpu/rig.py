@@ -16,7 +16,6 @@ from offload.engine import memory_meter as meter
 from offload.engine.engine import Engine, EngineOptions, bind
 from offload.engine.host.slab import Slab
 from offload.engine.streams import Device, release_cached
-from offload.plan.facts.optimizer import Optimizer
 from offload.plan.memory.memory import CONTEXT, FRAGMENTATION
 from offload.plan.plan import Plan, calibrate, with_costs
 from offload.plan.schedule.op import Kind
@@ -71,7 +70,7 @@ class Rig:
     """A model with its engine and optimizer."""
 
     def __init__(
-        self, made: Made, device: torch.device | Device, *, plan: Plan, optimizer: Optimizer
+        self, made: Made, device: torch.device | Device, *, plan: Plan, optimizer: str
     ) -> None:
         """Attach the engine as a plan has it."""
         request, typical = plan.request, plan.request.typical

@@ -12,7 +12,6 @@ import torch
 from offload.engine.experts.autotune import CANDIDATES, fastest, find_experts, try_all
 from offload.engine.streams import Device, release_cached
 from offload.errors import SluiceError
-from offload.plan.facts.codec import CodecName
 from offload.plan.facts.facts import AdapterSpec
 from offload.plan.machine.machine import Machine, Rate
 from offload.plan.plan import Plan
@@ -84,7 +83,7 @@ class Session:
     """A model in one form of its weights, on this machine: made once, measured in many parts."""
 
     def __init__(
-        self, model: Model, machine: Machine, codec: CodecName, *, num_layers: int, card: Card
+        self, model: Model, machine: Machine, codec: str, *, num_layers: int, card: Card
     ) -> None:
         """Make the layers that are run; nothing is on the device yet."""
         self.device = torch.device(machine.device)

@@ -273,7 +273,7 @@ def test_a_checkpoint_has_seed_and_number_and_goes_on_to_the_bit() -> None:
 def test_random_numbers_depend_on_seed_number_and_name_alone() -> None:
     def rounded(order: str, *, seed: int = 0, num_updates: int = 0) -> dict[str, torch.Tensor]:
         weights = RoundedWeights(two(order), seed=seed)
-        weights.state = {"seed": seed, "num_updates": num_updates}
+        weights.num_updates = num_updates
         torch.manual_seed(seed + num_updates)
         with weights.updated():
             for copy in weights.copies.values():

@@ -24,7 +24,7 @@ from finetune.integrations.trainer import (
     require_arguments,
     require_own_methods,
 )
-from finetune.recipe.capabilities import OF_ARGUMENTS
+from finetune.recipe.capabilities import OF_ARGUMENTS, OF_OPTIONS
 from offload.errors import DoesNotFitError
 from offload.plan.machine.machine import GIB, MIB, Machine, named_machine
 from tests.parity.steps import MODELS, NUM_LAYERS, tiny
@@ -209,28 +209,37 @@ def test_a_trainer_runs_the_plan_of_this_machine(tmp_path: Path, machine_file: P
 # ----------------------------------------------------------------------------------------- refusals
 
 
-CASES: dict[str, Any] = {
-    "label_smoothing_factor": 0.1,
-    "fp16": True,
-    "bf16": True,
-    "fp16_full_eval": True,
-    "bf16_full_eval": True,
-    "auto_find_batch_size": True,
-    "torch_compile": True,
-    "use_liger_kernel": True,
-    "neftune_noise_alpha": 5.0,
-    "optim": "lomo",
-    "torch_empty_cache_steps": 4,
-    "debug": "underflow_overflow",
-    "fsdp": True,
-    "deepspeed": {"zero_optimization": {"stage": 3}},
-    "parallelism_config": object(),
-    "world_size": 2,
-    "n_gpu": 2,
-    "loss_type": "dft",
-    "activation_offloading": True,
-    "router_aux_loss_coef": 0.001,
-}
+def own(*_: object) -> None: ...
+
+
+# Attributes of the arguments, other options of a Trainer, and what is said of them.
+CASES: tuple[tuple[dict[str, Any], dict[str, Any], str], ...] = (
+    ({"label_smoothing_factor": 0.1}, {}, "label_smoothing_factor="),
+    ({"fp16": True}, {}, "fp16="),
+    ({"bf16": True}, {}, "bf16="),
+    ({"fp16_full_eval": True}, {}, "fp16_full_eval="),
+    ({"bf16_full_eval": True}, {}, "bf16_full_eval="),
+    ({"auto_find_batch_size": True}, {}, "auto_find_batch_size="),
+    ({"torch_compile": True}, {}, "torch_compile="),
+    ({"use_liger_kernel": True}, {}, "use_liger_kernel="),
+    ({"neftune_noise_alpha": 5.0}, {}, "neftune_noise_alpha="),
+    ({"optim": "lomo"}, {}, "optim="),
+    ({"torch_empty_cache_steps": 4}, {}, "torch_empty_cache_steps="),
+    ({"debug": "underflow_overflow"}, {}, "debug="),
+    ({"fsdp": True}, {}, "fsdp="),
+    ({"deepspeed": {"zero_optimization": {"stage": 3}}}, {}, "deepspeed="),
+    ({"parallelism_config": object()}, {}, "parallelism_config="),
+    ({"world_size": 2}, {}, "world_size="),
+    ({"n_gpu": 2}, {}, "n_gpu="),
+    ({"loss_type": "dft"}, {}, "loss_type="),
+    ({"activation_offloading": True}, {}, "activation_offloading="),
+    ({"router_aux_loss_coef": 0.001}, {}, "router_aux_loss_coef="),
+    ({"optim": "adalomo"}, {}, "optim=adalomo"),
+    ({"optim": "galore_adamw_layerwise"}, {}, "optim=galore_adamw_layerwise"),
+    ({"bf16": True, "label_smoothing_factor": 0.1}, {}, "label_smoothing_factor=0.1, bf16=True"),
+    ({}, {"compute_loss_func": own}, "compute_loss_func=own"),
+    ({}, {"model_init": own}, "model_init=own"),
+)
 MODEL = torch.nn.Linear(1, 1)
 PROPERTIES = ("world_size", "n_gpu")  # read-only; they come from the environment
 
@@ -259,30 +268,33 @@ def arguments(folder: Path, **changes: Any) -> Any:
     return made
 
 
-def test_each_refusal_has_a_case() -> None:
-    assert [one.field for one in OF_ARGUMENTS] == list(CASES)
-
-
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("changes", "options", "named"), CASES)
 def test_a_setting_that_cannot_hold_is_refused_by_name_with_its_fix(
-    tmp_path: Path, name: str
+    tmp_path: Path, changes: dict[str, Any], options: dict[str, Any], named: str
 ) -> None:
-    refusal = next(one for one in OF_ARGUMENTS if one.field == name)
-    with pytest.raises(ConfigError, match=f"is given {name}=") as caught:
-        require_arguments(MODEL, arguments(tmp_path, **{name: CASES[name]}), {})
-    assert caught.value.limit == f"{name}: {refusal.limit}"
-    assert caught.value.hint == refusal.hint
+    rows = [row for row in (*OF_ARGUMENTS, *OF_OPTIONS) if row.field in {**changes, **options}]
+    with pytest.raises(ConfigError, match=f"is given {named}") as caught:
+        require_arguments(MODEL, arguments(tmp_path, **changes), options)
+    assert caught.value.limit == "; ".join(f"{row.field}: {row.limit}" for row in rows)
+    assert caught.value.hint == "; ".join(row.hint for row in rows)
 
 
-@pytest.mark.parametrize("optim", ["adalomo", "galore_adamw_layerwise", "apollo_adamw_layerwise"])
-def test_optimizers_that_step_in_the_backward_are_refused(tmp_path: Path, optim: str) -> None:
-    with pytest.raises(ConfigError, match=f"optim={optim}"):
-        require_arguments(MODEL, arguments(tmp_path, optim=optim), {})
+def test_each_row_has_a_case() -> None:
+    named = {name for changes, options, _ in CASES for name in (*changes, *options)}
+    assert named == {row.field for row in (*OF_ARGUMENTS, *OF_OPTIONS)}
 
 
-def test_all_problems_are_named_at_once(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"label_smoothing_factor=0.1, bf16=True"):
-        require_arguments(MODEL, arguments(tmp_path, bf16=True, label_smoothing_factor=0.1), {})
+@pytest.mark.parametrize(
+    ("model", "match"),
+    [
+        (MODEL, "args is a NoneType"),
+        ("Qwen/Qwen3-8B", "the model is 'Qwen/Qwen3-8B'"),
+        (None, "the model is None"),
+    ],
+)
+def test_what_is_no_model_or_no_arguments_is_refused(model: object, match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        require_arguments(model, None, {})
 
 
 def test_plain_arguments_pass(tmp_path: Path) -> None:
@@ -291,51 +303,28 @@ def test_plain_arguments_pass(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["compute_loss_func", "model_init"])
-def test_options_of_the_constructor_are_refused_by_name(tmp_path: Path, name: str) -> None:
-    def own() -> None: ...
-
-    with pytest.raises(ConfigError, match=f"is given {name}=own"):
-        require_arguments(MODEL, arguments(tmp_path), {name: own})
-
-
-def test_no_arguments_are_refused() -> None:
-    with pytest.raises(ConfigError, match="args is a NoneType"):
-        require_arguments(MODEL, None, {})
-
-
-@pytest.mark.parametrize("model", ["Qwen/Qwen3-8B", None])
-def test_a_model_that_is_not_loaded_is_refused(tmp_path: Path, model: object) -> None:
-    with pytest.raises(ConfigError, match=f"the model is {model!r}"):
-        require_arguments(model, arguments(tmp_path), {})
-
-
-def _overriding(name: str) -> type[SluiceTrainer]:
-    return type("Mine", (SluiceTrainer,), {name: lambda *_: None})
-
-
-@pytest.mark.parametrize("name", ["compute_loss", "training_step", "prediction_step"])
-def test_a_subclass_with_a_step_of_its_own_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"Mine.{name} is that of .*test_integrations"):
-        require_own_methods(_overriding(name))
+@pytest.mark.parametrize(
+    ("bases", "own_methods", "match"),
+    [
+        *(
+            ((SluiceTrainer,), {name: own}, rf"Mine.{name} is that of .*test_integrations")
+            for name in ("compute_loss", "training_step", "prediction_step")
+        ),
+        ((SluiceTrainer, Seq2SeqTrainer), {}, r"prediction_step is that of .*trainer_seq2seq"),
+    ],
+)
+def test_a_subclass_with_a_step_of_its_own_is_refused(
+    bases: tuple[type, ...], own_methods: dict[str, Any], match: str
+) -> None:
+    with pytest.raises(ConfigError, match=match):
+        require_own_methods(type("Mine", bases, own_methods))
+    require_own_methods(type("Mine", (SluiceTrainer,), {"log": own}))
 
 
 def test_a_patched_trainer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def patched(*_: object) -> None: ...
-
-    monkeypatch.setattr(Trainer, "get_batch_samples", patched)
+    monkeypatch.setattr(Trainer, "get_batch_samples", own)
     with pytest.raises(ConfigError, match=r"Trainer.get_batch_samples is that of .*integrations"):
         require_own_methods(SluiceTrainer)
-
-
-def test_a_trainer_of_another_library_module_is_refused() -> None:
-    kind = type("Mine", (SluiceTrainer, Seq2SeqTrainer), {})
-    with pytest.raises(ConfigError, match=r"prediction_step is that of .*trainer_seq2seq"):
-        require_own_methods(kind)
-
-
-def test_a_subclass_that_computes_nothing_is_taken() -> None:
-    require_own_methods(type("Mine", (SluiceTrainer,), {"log": lambda *_: None}))
 
 
 def test_a_router_loss_in_the_config_is_refused(tmp_path: Path) -> None:

@@ -197,7 +197,7 @@ def test_this_machine_is_measured_once_and_only_if_it_is_asked_about(tmp_path: P
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"card": "abacus"}, "abacus is no known card"),
+        ({"card": "abacus"}, "no machine is called 'abacus'"),
         ({"card": HERE}, "this machine was not measured"),
         ({"card": "t4"}, "t4 does not compute in bfloat16"),
         ({"model": "/etc/passwd"}, "/etc/passwd is no shipped model"),

@@ -62,7 +62,6 @@ from offload.engine.experts.products import goes_through_interface
 from offload.engine.host.slab import Slab
 from offload.engine.model.hooks import CaptureWeights
 from offload.errors import TransferError
-from offload.plan.facts.codec import CodecName
 from offload.plan.machine.machine import ExpertsImplementation
 from tests.checkpoints import (
     Pack,
@@ -557,7 +556,7 @@ def test_models_dtypes_codecs_and_places_have_stores_of_their_own(
 ) -> None:
     other = tmp_path / "elsewhere" / "qwen3"
     shutil.copytree(qwen3, other)
-    places: list[tuple[str, str, CodecName]] = [
+    places: list[tuple[str, str, str]] = [
         (str(qwen3), "float32", "native"),
         (str(qwen3), "bfloat16", "native"),
         (str(other), "float32", "native"),

@@ -13,6 +13,8 @@ from finetune.recipe.capabilities import OF_MODEL, OF_PROCESSES, OF_SHARED_WEIGH
 from offload.plan.machine.machine import named_machine
 
 PROBED = "objective.method=classify model.num_classes=2 data.too_long=drop"
+PLACES = ("offload.embeddings", "offload.head")
+BOTH = "`offload.embeddings: device` with `offload.head: device`"
 STEP = "train.seq_len=64 train.tokens_per_step=192"
 
 # A model, settings, GPUs of a card (0: a CPU), what is wrong, and what to write instead.
@@ -51,6 +53,61 @@ CASES = (
         1,
         "offload.mlp_chunk is 512 and each MLP is a mixture of experts",
         "`offload.mlp_chunk: auto`",
+    ),
+    *(
+        (model, words, 1, f"{field} is host and the {what} is for the device alone: {why}", hint)
+        for model, words, field, what, why, hint in (
+            (
+                "qwen3-8b",
+                "train.what=all offload.embeddings=host",
+                "offload.embeddings",
+                "embedding",
+                "it trains",
+                "`offload.embeddings: device`",
+            ),
+            (
+                "qwen3-8b",
+                "train.what=all offload.head=host",
+                "offload.head",
+                "head",
+                "it trains",
+                "`offload.head: device`",
+            ),
+            (
+                "qwen3-0.6b",
+                "train.what=all offload.embeddings=host offload.head=host",
+                "offload.embeddings",
+                "embedding",
+                "it trains",
+                BOTH,
+            ),
+            (
+                "qwen3-0.6b",
+                "adapter.modules_to_save=[embed_tokens] offload.head=host",
+                "offload.head",
+                "head",
+                "the embedding has the same weight: it trains",
+                BOTH,
+            ),
+            (
+                "qwen3-0.6b",
+                "adapter.method=prompt offload.head=host",
+                "offload.head",
+                "head",
+                "the embedding has the same weight: virtual tokens train, which it looks up",
+                BOTH,
+            ),
+        )
+    ),
+    *(
+        (
+            "qwen3-0.6b",
+            f"{here}=host {there}=device",
+            1,
+            f"{here} is host and {there} is device",
+            f"`{there}: host`, or `{here}: device`",
+        )
+        for here, there in (PLACES, PLACES[::-1])
     ),
     (
         "qwen3-8b",
@@ -154,6 +211,10 @@ def test_what_a_plan_can_have_is_taken(model: str, words: str, num_gpus: int) ->
 
 
 def test_each_row_has_a_case() -> None:
-    whats = [what for *_, what, _ in CASES]
+    found = [(what, hint) for *_, what, hint in CASES]
     for row in (*OF_MODEL, *OF_PROCESSES, *OF_SHARED_WEIGHTS):
-        assert any(w.startswith(row.field) and f" and {row.other} is " in w for w in whats), row
+        hint = row.hint.format(option=GPUS) or row.fix
+        assert any(
+            what.startswith(row.field) and f" and {row.other} is " in what and hint in said
+            for what, said in found
+        ), row

@@ -567,19 +567,19 @@ NUMBERS = (
     (
         "train.warmup_steps=10",
         "train.warmup_steps is 10 and train.steps is 10",
-        "the warm-up has to end within the run: it has fewer than 10 steps",
+        "the warm-up has to end within the run: at most 9 steps",
         "`train.warmup_steps: 0`",
     ),
     (
         "train.warmup_ratio=0.95",
         "train.warmup_ratio is 0.95 and train.steps is 10",
-        "the warm-up has to end within the run: it has fewer than 10 steps",
+        "the warm-up has to end within the run: at most 9 steps",
         "`train.warmup_ratio: 0.05`",
     ),
     (
         "train.warmup_ratio=0.05 train.steps=1",
         "train.warmup_ratio is 0.05 and train.steps is 1",
-        "the warm-up has to end within the run: it has fewer than 1 steps",
+        "the warm-up has to end within the run: at most 0 steps",
         "`train.warmup_ratio: null`",
     ),
     (

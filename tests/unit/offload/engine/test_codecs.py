@@ -17,28 +17,18 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from offload.engine.codecs.codec import NF4, Codec, codec_named
-from offload.engine.codecs.layout import layout_of
+from offload.codecs import fp8, int8, nf4
+from offload.engine.codec import Form, form_named
 from offload.errors import CodecError
-from offload.plan.facts.codec import (
-    CODEC_NAMES,
-    FP8_BLOCK,
-    INT8_BLOCK,
-    NF4_BLOCK,
-    NF4_NESTED_BLOCK,
-    CodecName,
-    aligned,
-    decode_workspace_bytes,
-    part_bytes,
-)
+from offload.plan.facts.codec import CODECS
 from tests.compiled import able_to_compile
 from tests.tiers import mostly_slow
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-LOSSY: tuple[CodecName, ...] = ("fp8", "int8", "nf4")
+LOSSY: tuple[str, ...] = ("fp8", "int8", "nf4")
 PAIRS = [
     (name, dtype)
-    for name in CODEC_NAMES
+    for name in CODECS
     for dtype in DTYPES
     if name != "bf16_packed" or dtype is torch.bfloat16
 ]
@@ -48,7 +38,7 @@ EXACT = [("native", dtype) for dtype in DTYPES] + [
     ("fp16", torch.float16),
 ]
 SHAPES = [(), (0,), (1,), (7,), (64,), (257,), (3, 100), (5, 0, 2), (4, 33, 65), (2**20 + 301,)]
-BYTES_PER_WEIGHT: dict[CodecName, float] = {  # of large tensors; native has that of the dtype
+BYTES_PER_WEIGHT: dict[str, float] = {  # of large tensors; native has that of the dtype
     "bf16": 2,
     "fp16": 2,
     "fp8": 1 + 1 / 256,
@@ -68,13 +58,13 @@ def normal(shape: tuple[int, ...], dtype: torch.dtype, scale: float = 0.02) -> t
     return (torch.randn(shape, generator=generator, dtype=torch.float64) * scale).to(dtype)
 
 
-def encoded(codec: Codec, values: torch.Tensor, garbage: int = 0xA5) -> torch.Tensor:
+def encoded(codec: Form, values: torch.Tensor, garbage: int = 0xA5) -> torch.Tensor:
     buffer = torch.full((codec.num_bytes(values.shape, values.dtype),), garbage, dtype=torch.uint8)
     codec.encode(values, buffer)
     return buffer
 
 
-def decoded(codec: Codec, values: torch.Tensor) -> torch.Tensor:
+def decoded(codec: Form, values: torch.Tensor) -> torch.Tensor:
     out = torch.full_like(values, 9, memory_format=torch.contiguous_format)
     codec.decode(encoded(codec, values), out)
     return out
@@ -86,9 +76,9 @@ def bits(values: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(("name", "dtype"), PAIRS)
 def test_every_byte_is_written_and_equal_weights_give_equal_bytes(
-    name: CodecName, dtype: torch.dtype
+    name: str, dtype: torch.dtype
 ) -> None:
-    codec, weight_bytes = codec_named(name), BYTES_PER_WEIGHT.get(name, dtype.itemsize)
+    codec, weight_bytes = form_named(name), BYTES_PER_WEIGHT.get(name, dtype.itemsize)
     for shape in SHAPES:
         values = normal(shape, dtype)
         first = encoded(codec, values, garbage=0)
@@ -97,20 +87,20 @@ def test_every_byte_is_written_and_equal_weights_give_equal_bytes(
 
 
 @pytest.mark.parametrize(("name", "dtype"), EXACT)
-def test_exact_codecs_give_every_bit_back(name: CodecName, dtype: torch.dtype) -> None:
+def test_exact_codecs_give_every_bit_back(name: str, dtype: torch.dtype) -> None:
     for shape in SHAPES:
         values = normal(shape, dtype)
         if dtype in SPECIAL:
             special = torch.tensor(SPECIAL[dtype]).to(torch.int16)[: values.numel()]
             values.view(-1).view(torch.int16)[: len(special)] = special
-        assert torch.equal(bits(decoded(codec_named(name), values)), bits(values)), shape
+        assert torch.equal(bits(decoded(form_named(name), values)), bits(values)), shape
 
 
 @pytest.mark.parametrize(("name", "dtype"), PAIRS)
 def test_weights_that_do_not_lie_in_order_are_encoded_in_order(
-    name: CodecName, dtype: torch.dtype
+    name: str, dtype: torch.dtype
 ) -> None:
-    codec, values = codec_named(name), normal((130, 70), dtype).T
+    codec, values = form_named(name), normal((130, 70), dtype).T
     assert torch.equal(encoded(codec, values), encoded(codec, values.contiguous()))
 
 
@@ -127,7 +117,7 @@ def largest(values: torch.Tensor, block: int) -> torch.Tensor:
     return padded.amax(1).repeat_interleave(block)[: flat.numel()].view(values.shape)
 
 
-def bound(name: CodecName, values: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+def bound(name: str, values: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
     """The error that a codec's docstring allows each weight."""
     truth, rounding = values.double().abs(), half_unit(found)
     if name == "bf16":
@@ -135,20 +125,20 @@ def bound(name: CodecName, values: torch.Tensor, found: torch.Tensor) -> torch.T
     if name == "fp16":
         return torch.where(truth < 2**-14, 2.0**-25, truth * 2**-11)
     if name == "fp8":
-        small = largest(values, FP8_BLOCK) * 2**-17 + 2.0**-136
+        small = largest(values, fp8.BLOCK) * 2**-17 + 2.0**-136
         small += 2.0**-25 if values.dtype is torch.float16 else 0
         return torch.maximum(truth * 2**-4, small)
     if name == "int8":
-        return largest(values, INT8_BLOCK) / 250 + rounding
-    scales = largest(values, NF4_BLOCK).view(-1)[::NF4_BLOCK]
-    apart = largest(scales - scales.mean(), NF4_NESTED_BLOCK) / 125
-    of_scale = apart.repeat_interleave(NF4_BLOCK)[: values.numel()].view(values.shape)
-    return largest(values, NF4_BLOCK) * 0.152 + of_scale + rounding
+        return largest(values, int8.BLOCK) / 250 + rounding
+    scales = largest(values, nf4.BLOCK).view(-1)[:: nf4.BLOCK]
+    apart = largest(scales - scales.mean(), nf4.NESTED_BLOCK) / 125
+    of_scale = apart.repeat_interleave(nf4.BLOCK)[: values.numel()].view(values.shape)
+    return largest(values, nf4.BLOCK) * 0.152 + of_scale + rounding
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["bf16", "fp16", *LOSSY])
-def test_errors_stay_within_the_stated_bounds(name: CodecName, dtype: torch.dtype) -> None:
+def test_errors_stay_within_the_stated_bounds(name: str, dtype: torch.dtype) -> None:
     ends = torch.finfo({"fp16": torch.float16}.get(name, dtype)).max
     for scale in (1e-36, 1e-6, 1e-4, 0.02, 1.0, 3e3, 1e30):
         if scale > ends / 10:
@@ -156,7 +146,7 @@ def test_errors_stay_within_the_stated_bounds(name: CodecName, dtype: torch.dtyp
         values = normal((3, 111, 131), dtype, scale)
         values[1, 10:40] = 0  # whole blocks
         values[2, :, ::5] *= 1e-5
-        found = decoded(codec_named(name), values)
+        found = decoded(form_named(name), values)
         error = (found.double() - values.double()).abs()
         allowed = bound(name, values, found)
         assert (error <= allowed).all(), (scale, (error - allowed).max())
@@ -164,35 +154,33 @@ def test_errors_stay_within_the_stated_bounds(name: CodecName, dtype: torch.dtyp
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", [*LOSSY, "bf16", "fp16"])
-def test_zeros_stay_zeros(name: CodecName, dtype: torch.dtype) -> None:
+def test_zeros_stay_zeros(name: str, dtype: torch.dtype) -> None:
     zeros = torch.zeros(5000, dtype=dtype)
-    assert torch.equal(decoded(codec_named(name), zeros), zeros)
+    assert torch.equal(decoded(form_named(name), zeros), zeros)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_fp8_does_not_round_the_largest_numbers_up_to_infinity(dtype: torch.dtype) -> None:
     values = torch.tensor([1.0, -1.0, 0.5], dtype=dtype) * torch.finfo(dtype).max
-    found = decoded(codec_named("fp8"), values).double()
+    found = decoded(form_named("fp8"), values).double()
     assert ((found - values.double()).abs() <= values.double().abs() * 2**-4).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_fp8_rounds_once(dtype: torch.dtype) -> None:
-    once = decoded(codec_named("fp8"), normal((1000,), dtype))
-    assert torch.equal(decoded(codec_named("fp8"), once), once)
+    once = decoded(form_named("fp8"), normal((1000,), dtype))
+    assert torch.equal(decoded(form_named("fp8"), once), once)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", LOSSY)
-def test_weights_that_would_spoil_their_block_are_refused(
-    name: CodecName, dtype: torch.dtype
-) -> None:
+def test_weights_that_would_spoil_their_block_are_refused(name: str, dtype: torch.dtype) -> None:
     match = rf"2 of 2000 weights are not finite; {name} scales"
     for bad in (float("nan"), float("inf"), float("-inf")):
         values = normal((40, 50), dtype)
         values[3, 4] = values[39, 49] = bad
         with pytest.raises(CodecError, match=match):
-            encoded(codec_named(name), values)
+            encoded(form_named(name), values)
 
 
 @pytest.mark.parametrize(
@@ -204,41 +192,32 @@ def test_weights_that_would_spoil_their_block_are_refused(
     ],
 )
 def test_weights_too_large_for_a_cast_are_refused(
-    name: CodecName, dtype: torch.dtype, value: float, limit: str
+    name: str, dtype: torch.dtype, value: float, limit: str
 ) -> None:
     values = torch.tensor([0.0, value, float("inf"), float("nan")], dtype=dtype)
     match = rf"1 of 4 weights are too large for {name}; {name} ends at {limit}"
     with pytest.raises(CodecError, match=match):
-        encoded(codec_named(name), values)
+        encoded(form_named(name), values)
 
 
-@pytest.mark.parametrize("name", [name for name in CODEC_NAMES if name != "native"])
-def test_other_dtypes_are_refused_before_any_weight_is_read(name: CodecName) -> None:
-    with pytest.raises(CodecError, match=rf"weights of torch.float64 cannot .* as {name}"):
-        codec_named(name).num_bytes(torch.Size([8]), torch.float64)
-
-
-def test_packed_bf16_takes_only_bf16() -> None:
-    with pytest.raises(CodecError, match=r"weights of torch.float16 .* takes torch.bfloat16\n"):
-        codec_named("bf16_packed").num_bytes(torch.Size([8]), torch.float16)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((name, torch.float64) for name in CODECS if name != "native"),
+        ("bf16_packed", torch.float16),
+    ],
+)
+def test_other_dtypes_are_refused_before_any_weight_is_read(name: str, dtype: torch.dtype) -> None:
+    with pytest.raises(CodecError, match=rf"weights of {dtype} cannot .* as {name}; {name} takes"):
+        form_named(name).num_bytes(torch.Size([8]), dtype)
 
 
 @pytest.mark.parametrize(("name", "dtype"), PAIRS)
-def test_a_weight_of_a_large_tensor_takes_what_is_published(
-    name: CodecName, dtype: torch.dtype
-) -> None:
-    num_bytes = codec_named(name).num_bytes(EXPERTS, dtype)
+def test_a_weight_of_a_large_tensor_takes_what_is_published(name: str, dtype: torch.dtype) -> None:
+    num_bytes = form_named(name).num_bytes(EXPERTS, dtype)
     assert num_bytes / EXPERTS.numel() == pytest.approx(
         BYTES_PER_WEIGHT.get(name, dtype.itemsize), rel=1e-5
     )
-
-
-@pytest.mark.parametrize(("name", "dtype"), PAIRS)
-def test_the_plan_knows_what_a_tensor_takes(name: CodecName, dtype: torch.dtype) -> None:
-    for size in map(torch.Size, SHAPES):
-        num_bytes = codec_named(name).num_bytes(size, dtype)
-        planned = sum(map(aligned, part_bytes(name, size.numel(), dtype.itemsize)))
-        assert aligned(num_bytes) == planned, size
 
 
 def peak_bytes(work: Callable[[], None]) -> int:
@@ -256,12 +235,12 @@ def peak_bytes(work: Callable[[], None]) -> int:
 @pytest.mark.parametrize("num_weights", [100, 2**21 + 129])
 @pytest.mark.parametrize(("name", "dtype"), PAIRS)
 def test_decoding_allocates_what_is_planned_and_encoding_little(
-    name: CodecName, dtype: torch.dtype, num_weights: int
+    name: str, dtype: torch.dtype, num_weights: int
 ) -> None:
-    codec, values = codec_named(name), normal((num_weights,), dtype)
+    codec, values = form_named(name), normal((num_weights,), dtype)
     buffer = encoded(codec, values)
     assert peak_bytes(lambda: codec.encode(values, buffer)) < 32 * 2**20
-    assert peak_bytes(lambda: codec.decode(buffer, values)) <= decode_workspace_bytes(name)
+    assert peak_bytes(lambda: codec.decode(buffer, values)) <= CODECS[name].workspace_bytes
 
 
 class DeviceOnly(TorchDispatchMode):
@@ -294,23 +273,23 @@ class DeviceOnly(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(("name", "dtype"), PAIRS)
-def test_decoding_on_a_device_asks_nothing_of_the_host(name: CodecName, dtype: torch.dtype) -> None:
-    codec, shape = codec_named(name), EXPERTS
+def test_decoding_on_a_device_asks_nothing_of_the_host(name: str, dtype: torch.dtype) -> None:
+    codec, shape = form_named(name), EXPERTS
     values = torch.empty(shape, dtype=dtype, device="meta")
     buffer = torch.empty(codec.num_bytes(shape, dtype), dtype=torch.uint8, device="meta")
     importlib.import_module("bitsandbytes")  # which makes tables
     with DeviceOnly() as counted:
         codec.decode(buffer, values)
-    assert counted.peak_bytes <= decode_workspace_bytes(name)
+    assert counted.peak_bytes <= CODECS[name].workspace_bytes
 
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("default:TRITON_DEFAULT_FP_FUSION")
 @pytest.mark.parametrize(("name", "dtype"), PAIRS)
 def test_a_card_decodes_as_the_host_does_and_encodes_within_the_bounds(
-    name: CodecName, dtype: torch.dtype
+    name: str, dtype: torch.dtype
 ) -> None:
-    codec, values = codec_named(name), normal((33, 1000, 101), dtype)
+    codec, values = form_named(name), normal((33, 1000, 101), dtype)
     buffer = encoded(codec, values)
     found = torch.empty_like(values, device="cuda")
     codec.decode(buffer.cuda(), found)
@@ -327,6 +306,7 @@ def test_a_card_decodes_as_the_host_does_and_encodes_within_the_bounds(
 
 
 NF4_SHAPES = [(2,), (64,), (130,), (3, 100), (4, 33, 66), (2**20 + 1000, 2)]  # the last: in pieces
+NF4 = form_named("nf4")
 
 
 def weights(shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -340,16 +320,12 @@ def by_bitsandbytes(values: torch.Tensor) -> tuple[torch.Tensor, Any]:
     return bnb.quantize_4bit(values, compress_statistics=True, quant_type="nf4", blocksize=64)
 
 
-def buffer(values: torch.Tensor) -> torch.Tensor:
-    return torch.full((NF4.num_bytes(values.shape, values.dtype),), 0xA5, dtype=torch.uint8)
-
-
 def written(values: torch.Tensor) -> torch.Tensor:
     """Return what bitsandbytes makes of a weight, part by part as the codec lays it out."""
     packed, state = by_bitsandbytes(values)
-    encoded = buffer(values)
+    encoded = torch.zeros(NF4.num_bytes(values.shape, values.dtype), dtype=torch.uint8)
     parts = (packed, state.absmax, state.state2.absmax, state.state2.code, state.offset)
-    targets = layout_of("nf4", values.numel()).split_to_write(encoded)
+    targets = NF4.parts(encoded, values.numel(), values.dtype)
     for target, part in zip(targets, parts, strict=True):
         target.copy_(part.reshape(-1).view(torch.uint8))
     return encoded
@@ -362,8 +338,7 @@ def test_bytes_and_weights_are_those_of_bitsandbytes(
 ) -> None:
     values = weights(shape, dtype)
     packed, state = by_bitsandbytes(values)
-    ours, found = buffer(values), torch.empty_like(values)
-    NF4.encode(values, ours)
+    ours, found = encoded(NF4, values), torch.empty_like(values)
     assert torch.equal(ours, written(values))
     NF4.decode(ours, found)
     assert torch.equal(found, bnb.dequantize_4bit(packed, state).view(shape))
@@ -387,9 +362,7 @@ def test_weights_between_two_values_go_where_bitsandbytes_puts_them(
     block = torch.cat([near, -near, torch.zeros(-2 * len(near) % 62)])
     blocks = torch.stack([torch.cat([row, torch.tensor([1.0, -1.0])]) for row in block.split(62)])
     weights = (blocks * scale).to(dtype)
-    ours = buffer(weights)
-    NF4.encode(weights, ours)
-    assert torch.equal(ours, written(weights))
+    assert torch.equal(encoded(NF4, weights), written(weights))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -399,8 +372,7 @@ def test_an_odd_number_of_weights_is_decoded_by_the_same_rule(
 ) -> None:
     values = weights((num_weights,), dtype)
     packed, state = by_bitsandbytes(values)
-    ours, found = buffer(values), torch.empty_like(values)
-    NF4.encode(values, ours)
+    ours, found = encoded(NF4, values), torch.empty_like(values)
     NF4.decode(ours, found)
     absmax = bnb.dequantize_blockwise(state.absmax, state.state2) + state.offset
     packed = packed.view(-1).long()
@@ -411,8 +383,8 @@ def test_an_odd_number_of_weights_is_decoded_by_the_same_rule(
 # ------------------------------------------------------------------------------------------- packed
 
 
-PACKED = codec_named("bf16_packed")
-KERNEL = "offload.engine.codecs.packed_kernel"
+PACKED = form_named("bf16_packed")
+KERNEL = "offload.codecs.bf16_packed.kernel"
 
 
 def normal_packed(num_weights: int) -> torch.Tensor:
@@ -420,16 +392,8 @@ def normal_packed(num_weights: int) -> torch.Tensor:
     return (torch.randn(num_weights) * 0.02).bfloat16()
 
 
-def encoded_packed(values: torch.Tensor) -> torch.Tensor:
-    buffer = torch.full((PACKED.num_bytes(values.shape, values.dtype),), 0xA5, dtype=torch.uint8)
-    PACKED.encode(values, buffer)
-    return buffer
-
-
 def assert_exact(values: torch.Tensor) -> None:
-    found = torch.full_like(values, 9)
-    PACKED.decode(encoded_packed(values), found)
-    assert torch.equal(found.view(torch.int16), values.view(torch.int16))
+    assert torch.equal(bits(decoded(PACKED, values)), bits(values))
 
 
 def with_odd_ones(values: torch.Tensor, every: int) -> torch.Tensor:
@@ -481,7 +445,7 @@ def test_a_tensor_is_refused_when_its_room_is_one_too_small() -> None:
     values[4, 1] = 1e-30
     match = r"85 of 5120 weights are too small .*room for 84 .*\n\nhint: `codec=\"native\"`"
     with pytest.raises(CodecError, match=match):
-        encoded_packed(values)
+        encoded(PACKED, values)
 
 
 def test_positions_are_wide_enough_for_very_large_tensors() -> None:
@@ -504,12 +468,11 @@ def kernel() -> Iterator[ModuleType]:
 @pytest.mark.thorough
 @pytest.mark.parametrize("num_weights", [1, 255, 256, 2047, 2048, 2049, 70001])
 def test_the_kernel_gives_every_bit_back(kernel: ModuleType, num_weights: int) -> None:
-    from offload.engine.codecs.layout import layout_of
-    from offload.engine.codecs.packed import typed
+    from offload.codecs.bf16_packed import typed
 
     values = with_odd_ones(normal_packed(num_weights), every=300)
     found = torch.full((num_weights,), 9, dtype=torch.int16)
-    parts = layout_of("bf16_packed", num_weights).split(encoded_packed(values))
+    parts = PACKED.parts(encoded(PACKED, values), num_weights, values.dtype)
     kernel.unpack(*typed(parts, num_weights), found)
     assert torch.equal(found, values.view(torch.int16))
 
@@ -545,5 +508,5 @@ def moves_and_shared_bytes(capability: int) -> tuple[set[str], int]:
 def test_a_card_gives_every_bit_back(num_weights: int) -> None:
     values = with_odd_ones(normal_packed(num_weights), every=300)
     found = torch.empty_like(values, device="cuda")
-    PACKED.decode(encoded_packed(values).cuda(), found)
+    PACKED.decode(encoded(PACKED, values).cuda(), found)
     assert torch.equal(found.cpu().view(torch.int16), values.view(torch.int16))

@@ -14,13 +14,12 @@ from torch.nn.modules import module as torch_module
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 import offload
-from offload.engine.codecs.codec import codec_named
+from offload.engine.codec import form_named
 from offload.engine.host.slab import Record, Slab
 from offload.engine.model.hooks import CaptureWeights, Graph
 from offload.engine.model.readers import candidates, unread_products
 from offload.engine.recompute import Unread, left_out
 from offload.errors import UnsupportedModelError
-from offload.plan.facts.codec import CodecName
 from offload.plan.facts.facts import WeightInventory
 from tests.parity.tiny_models import tiny_model
 from tests.tiers import mostly_slow
@@ -60,7 +59,7 @@ def adapted(name: str) -> nn.Module:
     return get_peft_model(tiny_model(name), LoraConfig(r=2, target_modules=targets))
 
 
-def stock_of(model: nn.Module, codec: CodecName) -> WeightInventory:
+def stock_of(model: nn.Module, codec: str) -> WeightInventory:
     engine = offload.attach(model, num_slots=2, device="cpu", codec=codec)
     try:
         return engine.weights
@@ -71,7 +70,7 @@ def stock_of(model: nn.Module, codec: CodecName) -> WeightInventory:
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set")
 @pytest.mark.parametrize("codec", mostly_slow(["native", "nf4"], "nf4"))
 @pytest.mark.parametrize("name", NAMES)
-def test_every_parameter_is_counted_once_in_its_class(name: str, codec: CodecName) -> None:
+def test_every_parameter_is_counted_once_in_its_class(name: str, codec: str) -> None:
     model = adapted(name)
     numbers, decoded_bytes = Counter[str](), Counter[str]()
     for parameter_name, parameter in model.named_parameters():
@@ -91,7 +90,7 @@ def test_every_parameter_is_counted_once_in_its_class(name: str, codec: CodecNam
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set")
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_encoded_is_counted_as_it_waits(name: str) -> None:
-    model, codec = adapted(name), codec_named("nf4")
+    model, codec = adapted(name), form_named("nf4")
     encoded = {
         parameter_name: codec.num_bytes(parameter.shape, parameter.dtype)
         for parameter_name, parameter in model.named_parameters()

@@ -9,7 +9,6 @@ import pytest
 from offload.errors import MachineError
 from offload.plan.machine.cards import CARDS
 from offload.plan.machine.machine import (
-    CARD_NAMES,
     GIB,
     MIB,
     ExpertsImplementation,
@@ -26,7 +25,7 @@ from offload.plan.machine.machine import (
 )
 
 
-@pytest.mark.parametrize("name", CARD_NAMES)
+@pytest.mark.parametrize("name", CARDS)
 def test_every_card_survives_json_exactly(name: str) -> None:
     for dtype in ("float32", "bfloat16"):
         if dtype == "float32" or CARDS[name].has_bf16:
@@ -62,14 +61,17 @@ def test_a_card_is_found_by_the_name_on_its_box(name: str, key: str) -> None:
     assert named_machine(name, dtype="float32").name == key
 
 
-@pytest.mark.parametrize("name", CARD_NAMES)
-def test_a_card_s_16_bit_rate_is_dense_and_accumulates_in_fp32(name: str) -> None:
+@pytest.mark.parametrize("name", CARDS)
+def test_figures_of_a_card_agree(name: str) -> None:
+    """16-bit rates are dense and accumulate in fp32; memory is nearly what is sold."""
     card = CARDS[name]
-    ratio = card.half_tflops / card.fp32_tflops
-    if card.line == "consumer":  # half of what tensor cores can do
-        assert ratio == pytest.approx(2, rel=0.02)
-    if card.line == "workstation":
-        assert ratio == pytest.approx(4, rel=0.02)
+    tensor_cores = {"consumer": 2, "workstation": 4}.get(card.line)  # of a GeForce half of them
+    if tensor_cores is not None:
+        assert card.half_tflops / card.fp32_tflops == pytest.approx(tensor_cores, rel=0.02)
+    listed_gib = (card.listed_mib or card.memory_gib * 1024) / 1024
+    assert 0.93 < listed_gib / card.memory_gib <= 1.01
+    assert usable_bytes(card) < card.memory_gib * GIB
+    assert 50 <= (card.board_w or 50) <= 1000
 
 
 @pytest.mark.parametrize(
@@ -193,14 +195,6 @@ def test_a_card_has_what_nvidia_smi_lists_but_for_its_driver_and_a_desktop(
     name: str, listed_mib: int, reserved_mib: int
 ) -> None:
     assert named_machine(name).vram_bytes == (listed_mib - reserved_mib) * MIB
-
-
-def test_a_card_is_listed_with_nearly_what_it_is_sold_with() -> None:
-    for name, card in CARDS.items():
-        if card.listed_mib is not None:
-            share = card.listed_mib * MIB / (card.memory_gib * GIB)
-            assert 0.93 < share <= 1.01, name
-        assert usable_bytes(card) < card.memory_gib * GIB, name
 
 
 def test_memory_and_link_of_the_host_can_be_given() -> None:

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
-from offload.engine.codecs.codec import NATIVE, codec_named
+from offload.engine.codec import NATIVE, form_named
 from offload.engine.host import numa, pagelock
 from offload.engine.host.embedding import HostEmbedding
 from offload.engine.host.numa import HostPlace
@@ -794,7 +794,7 @@ def test_a_closed_reader_is_a_named_error(store: Store) -> None:
 def test_encoded_tensors_are_read_back_with_their_form_and_shown_as_stand_ins(
     tmp_path: Path,
 ) -> None:
-    nf4, file = codec_named("nf4"), tmp_path / "a.store"
+    nf4, file = form_named("nf4"), tmp_path / "a.store"
     values, norm = torch.randn(8, 64), torch.randn(8)
     record = lay_out([nn.Parameter(values), nn.Parameter(norm)], [nf4, NATIVE])
     writer = StoreWriter(file, [record], [["weight", "norm"]])
@@ -825,11 +825,11 @@ def test_what_another_versions_codec_wrote_is_built_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "a.store"
-    record = lay_out([nn.Parameter(torch.randn(8, 64))], [codec_named("nf4")])
+    record = lay_out([nn.Parameter(torch.randn(8, 64))], [form_named("nf4")])
     writer = StoreWriter(file, [record], [["weight"]])
     writer.put(0, 0, torch.randn(8, 64))
     writer.finish({}, IDENTITY)
-    monkeypatch.setattr(type(codec_named("nf4")), "num_bytes", lambda *_: 17)
+    monkeypatch.setattr(type(form_named("nf4")), "num_bytes", lambda *_: 17)
     with pytest.raises(StoreError, match="its nf4 is not this version's"):
         Store(file, identity=IDENTITY)
 

@@ -1,4 +1,4 @@
-"""Unpacking bf16 in one pass over its bytes (see packed.py for the format).
+"""Unpacking bf16 in one pass over its bytes (see the package for the format).
 
 With torch's operators it takes ten passes. A program here reads a few blocks' codes once and writes
 both halves of each block; a second launch on the same stream writes the escaped weights.
@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from offload.plan.facts.codec import PACKED_BLOCK
+from offload.codecs.bf16_packed import BLOCK
 
 _ROWS = 8  # blocks of a program
 _ESCAPES = 1024  # of a program
@@ -36,7 +36,7 @@ def unpack(
         return
     num_blocks = tops.numel()
     unpack_blocks[(triton.cdiv(num_blocks, _ROWS),)](
-        low, codes, tops, out, out.numel(), num_blocks, ROWS=_ROWS, HALF=PACKED_BLOCK // 2
+        low, codes, tops, out, out.numel(), num_blocks, ROWS=_ROWS, HALF=BLOCK // 2
     )
     room = positions.numel()
     write_escaped[(triton.cdiv(room, _ESCAPES),)](positions, escaped, out, room, SIZE=_ESCAPES)

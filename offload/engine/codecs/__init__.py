@@ -1,1 +1,0 @@
-"""Codecs: how weights are encoded while off the device, and decoded for a visit."""

@@ -1,0 +1,1 @@
+"""Optimizers, a module each. `offload.plan.facts.optimizer` has them by name."""

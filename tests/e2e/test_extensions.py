@@ -1,0 +1,153 @@
+"""A package of another project that adds extensions by entry points: no file here knows of it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.runs import ROOT
+
+PACKAGE = {
+    "acme/__init__.py": "",
+    "acme/codec.py": """from offload.plan.facts.codec import Codec
+
+def write(values, parts):
+    scale = parts[1].view(values.float().dtype)
+    scale.copy_(values.abs().max() / 127)
+    parts[0].view(values.char().dtype).copy_((values.reshape(-1) / scale).round())
+
+def read(parts, flat):
+    flat.copy_(parts[0].view(flat.char().dtype))
+    flat.mul_(parts[1].view(flat.float().dtype))
+
+EXTENSION = Codec(
+    doc="takes 8 bits, by acme",
+    sizes=lambda num_weights, _: (num_weights, 4),
+    write=write,
+    read=read,
+    rounding=1e-2,
+)
+""",
+    "acme/optimizer.py": """from offload.plan.facts.optimizer import Optimizer
+
+EXTENSION = Optimizer(
+    doc="follows signs, by acme",
+    states=lambda shape: {"count": (shape, "bfloat16")},
+    made_by="acme.signs:Signs",
+    update_bytes=20,
+    num_ops=3,
+)
+""",
+    "acme/signs.py": """import torch
+
+class Signs(torch.optim.Optimizer):
+    def __init__(self, groups, *, lr, weight_decay):
+        super().__init__(groups, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for weight in group["params"]:
+                weight.sub_(weight.grad.sign(), alpha=group["lr"])
+""",
+    "acme/card.py": """from offload.plan.machine.cards import Card
+
+EXTENSION = Card(
+    memory_gib=64,
+    half_tflops=300,
+    fp32_tflops=80,
+    memory_gb_per_s=2000,
+    pcie=(5, 16),
+    line="workstation",
+    sheet="acme",
+    board_w=333,
+)
+""",
+    "acme-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n",
+    "acme-1.0.dist-info/entry_points.txt": """[sluice.codecs]
+acme8 = acme.codec:EXTENSION
+[sluice.optimizers]
+acme_signs = acme.optimizer:EXTENSION
+[sluice.cards]
+acme64 = acme.card:EXTENSION
+""",
+}
+CHOSEN = ("offload.codec=acme8", "train.optimizer=acme_signs")
+PURE = """
+import sys
+sys.modules |= dict.fromkeys(("torch", "bitsandbytes", "transformers", "peft", "pydantic"))
+from offload.plan.facts.codec import CODECS
+from offload.plan.facts.optimizer import OPTIMIZERS
+from offload.plan.machine.cards import CARDS
+for codec in CODECS.values(): assert sum(codec.sizes(1000, 2)) > 0
+for optimizer in OPTIMIZERS.values(): assert optimizer.state_bytes((70, 70)) >= 0
+for card in CARDS.values(): assert card.memory_gib > 0
+"""
+
+
+@pytest.fixture
+def _installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put the package in a folder of its own, where processes that are started find it."""
+    for name, text in PACKAGE.items():
+        (tmp_path / "site" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "site" / name).write_text(text)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'site'}:{ROOT}")
+
+
+def shown(*words: object, code: int = 0) -> str:
+    """Return what Python prints, of a command that ends so."""
+    found = subprocess.run(
+        [sys.executable, *map(str, words)], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert found.returncode == code, found.stderr
+    return found.stdout + found.stderr
+
+
+@pytest.mark.thorough
+@pytest.mark.usefixtures("_installed")
+def test_plan_prices_extensions_of_another_package() -> None:
+    words = ("cli.py", "plan", "qwen3_8b_lora_3060", "--machine", "acme64", "--json")
+    exact, found = (json.loads(shown(*words, *x)) for x in (("offload.codec=native",), CHOSEN))
+    assert (found["machine"], found["energy"]["board_w"]) == ("acme64", 333)
+    assert found["choice"]["codec"] == "acme8"
+    sizes = [plan["per_layer"]["cargo_bytes"] for plan in (exact, found)]
+    assert sizes[1] == pytest.approx(sizes[0] / 2, rel=1e-3)
+    num_trained = found["model"]["num_adapter_parameters"]
+    assert found["predicted"]["device_memory"]["optimizer states"] == 2 * num_trained
+
+
+@pytest.mark.thorough
+@pytest.mark.usefixtures("_installed")
+def test_a_run_trains_with_extensions_of_another_package(
+    machine_file: Path, tmp_path: Path
+) -> None:
+    few = (
+        *("train.steps=2", "train.warmup_steps=0", "report.samples=0", "output.eval_every=null"),
+        *(f"output.dir={tmp_path / 'run'}", "offload.device=cpu", "output.checkpoint_every=null"),
+    )
+    text = shown("cli.py", "finetune", "quickstart", "--machine", machine_file, *few, *CHOSEN)
+    assert "in acme8, each weight rounded by 1.0% RMS" in text
+    rows = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    first, second = (json.loads(row)["loss"] for row in rows)
+    assert second < first
+
+
+@pytest.mark.thorough
+@pytest.mark.usefixtures("_installed")
+def test_extensions_of_another_package_are_listed_and_nearest_names(tmp_path: Path) -> None:
+    text = shown("-c", "from tests.tools import reference as r; print(r.settings(), r.cards())")
+    assert "`acme8` takes 8 bits, by acme" in text
+    assert "`acme_signs` follows signs, by acme" in text
+    assert "| `acme64` | 64 |" in text
+    recipe = (ROOT / "recipes/quickstart.yaml").read_text()
+    line = recipe.splitlines().index("offload:") + 2
+    (tmp_path / "r.yaml").write_text(recipe.replace("num_slots: 3", "codec: acme\n  num_slots: 3"))
+    text = shown("cli.py", "plan", tmp_path / "r.yaml", code=1)
+    assert f'r.yaml:{line}: offload.codec is "acme"' in text
+    assert "hint: `offload.codec: acme8`" in text
+
+
+def test_extensions_are_priced_where_nothing_is_installed() -> None:
+    shown("-c", PURE)
