@@ -50,6 +50,11 @@ class Registry(Mapping[str, Extension]):
         found = entry_points(group=f"sluice.{self.kind}")
         return {point.name: point for point in found if point.name not in self._ours}
 
+    @property
+    def foreign(self) -> tuple[str, ...]:
+        """The names of those of other packages."""
+        return tuple(self._others)
+
     def __iter__(self) -> Iterator[str]:
         return iter((*self._ours, *self._others))
 

@@ -14,7 +14,6 @@ from finetune.env import cache_dir
 from finetune.model.tokenizer import load_tokenizer
 from finetune.recipe.load import load_recipe
 from finetune.recipe.recipe import Recipe
-from finetune.recipe.sections import formats_of
 from finetune.report.data_view import DataView, Piece, SeenRow, SeenSource, Taught, histogram
 from finetune.report.screen import Working
 from finetune.training.packing import settled_packing
@@ -54,7 +53,7 @@ def data_view(
         seed=settings.train.seed,
         cache_dir=cache_dir(),
         working=working,
-        formats=formats_of(settings.objective),
+        formats=settings.objective.read_formats,
     )
     require_comparable(rows, settings.objective)
     if settings.model.num_classes is not None:

@@ -1,27 +1,16 @@
 """A look at rows before there is a recipe: their format, their number, and how long they are."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from finetune.data.rows import (
-    FORMATS,
-    Classified,
-    Compared,
-    Conversation,
-    Document,
-    Row,
-    RowForm,
-    Tagged,
-    bad_rows,
-    no_rows,
-)
+from finetune.data.rows import Row, RowForm, bad_rows, no_rows
 from finetune.data.sources import Raw, RowError, open_source
 from finetune.data.tokenize import Encoder
 from finetune.errors import ConfigError, DataError, ModelError
 from finetune.model.tokenizer import load_tokenizer
-from finetune.recipe.sections import Method
+from finetune.recipe.extensions import FORMATS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -31,14 +20,6 @@ CHARS_PER_TOKEN = 3
 """Where there is no tokenizer: few, so that lengths are rather too long than too short."""
 LONGEST = 2**24
 LENGTH_STEP = 1_024
-METHODS: dict[str, tuple[Method, dict[str, Any]]] = {
-    # of each format whose answers are compared, those with most columns first: what learns from it
-    "distilled": ("distill", {}),
-    "labelled": ("kto", {}),
-    "sampled": ("grpo", {}),
-    "ranking": ("dpo", {"loss": "plackett_luce"}),
-    "preference": ("dpo", {}),
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,16 +53,13 @@ class Look:
 
     def cut_at(self, seq_len: int) -> tuple[int, ...]:
         """Return the lengths of what is cut: documents go on in the next sequence."""
-        is_whole = self.data_format == "text"
+        is_whole = FORMATS[self.data_format].is_document
         return () if is_whole else tuple(one for one in self.lengths if one > seq_len)
 
     @property
     def objective(self) -> dict[str, Any]:
         """The section `objective` for such rows; empty where they are to be repeated."""
-        if self.data_format not in METHODS:
-            return {}
-        method, more = METHODS[self.data_format]
-        return {"method": method, **more}
+        return dict(FORMATS[self.data_format].suggests or {})
 
     def lines(self) -> Iterator[str]:
         """Yield what was found, for people."""
@@ -140,18 +118,17 @@ def seq_len_for(look: Look, *, least: int) -> int:
 
 def _form(path: str, rows: Sequence[tuple[str, Raw]]) -> RowForm:
     """Return how the rows are read: as answers that are compared, if they have their columns."""
-    *compared, supervised = [
-        RowForm(
-            path=path,
-            data_format="auto",
-            columns={},
-            system=None,
-            ignored=(),
-            loss_on="assistant",
-            formats=formats,
-        )
-        for formats in [*((name,) for name in METHODS), FORMATS]
-    ]
+    supervised = RowForm(
+        path=path,
+        data_format="auto",
+        columns={},
+        system=None,
+        ignored=(),
+        loss_on="assistant",
+    )
+    suggesting = [name for name, one in FORMATS.items() if one.suggests]
+    most_first = sorted(suggesting, key=lambda name: -len(FORMATS[name].columns))
+    compared = [replace(supervised, formats=(name,)) for name in most_first]
     for form in compared:
         try:
             return form.detected(rows)
@@ -194,18 +171,8 @@ def _lengths(
             empty_think="prompt",
         )
     for row in rows:
-        for part in row.conversations if isinstance(row, Compared) else (row,):
+        for part in row.parts:
             if encoder is None:
-                yield -(-_num_chars(part) // CHARS_PER_TOKEN)
-            elif isinstance(part, Document | Classified):
-                yield len(encoder.document_ids(part))
-            elif isinstance(part, Tagged):
-                yield from (len(example.input_ids) for example in encoder.tagged(part)[1])
+                yield -(-sum(map(len, part.texts())) // CHARS_PER_TOKEN)
             else:
-                yield from (len(example.input_ids) for example in encoder.encode(part)[1])
-
-
-def _num_chars(part: Conversation | Document | Classified | Tagged) -> int:
-    if isinstance(part, Document | Classified | Tagged):
-        return len(part.text)
-    return sum(len(message.content) + len(message.thought or "") for message in part.messages)
+                yield from (len(example.input_ids) for example in part.encode(encoder)[1])

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 
 from finetune.data.dataset import Groups
+from finetune.data.step_rows import StepRows
 from finetune.data.tokenize import IGNORE_INDEX, Example, require_known_ids
 from finetune.errors import DataError
-from finetune.objective.step_rows import StepRows
-from finetune.recipe.sections import ObjectiveSection
+from finetune.recipe.extensions import ObjectiveSection
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -30,19 +30,11 @@ def require_comparable(rows: "Rows", objective: ObjectiveSection) -> None:
     groups = Groups.of(rows.train)
     if groups is None:
         return
-    if objective.method == "kto":
-        num, num_desired = len(groups.values), int(np.count_nonzero(groups.values))
-        if num_desired in (0, num):
-            raise DataError(
-                f"the labels of all {num} rows are {'true' if num_desired else 'false'}",
-                limit="KTO learns from answers that are desired and others that are not",
-                hint="add rows with the other label; desired answers alone are learned by"
-                " `objective.method: sft`",
-            )
-    if len(groups.references) and objective.reference != "precomputed":
+    objective.require_values(groups.values)
+    if len(groups.references) and not objective.precomputes_reference:
         raise DataError(
-            "rows have log-probabilities of the reference, and objective.reference is"
-            f" {objective.reference}",
+            "rows have log-probabilities of the reference, and objective.reference is not"
+            " precomputed",
             limit="they would not be read",
             hint="`objective.reference: precomputed`, or leave their columns out by"
             " `data.ignored_columns`",
@@ -50,7 +42,7 @@ def require_comparable(rows: "Rows", objective: ObjectiveSection) -> None:
     if objective.scores_mismatched and rows.held_out is not None and len(rows.held_out) < 2:
         raise DataError(
             "one row is held out",
-            limit="KTO scores each prompt with the answer of another row",
+            limit="each prompt is scored with the answer of another row",
             hint="hold out more: `data.eval_frac: 0.1`",
         )
 
@@ -229,7 +221,7 @@ class Comparison:
         limit = (
             "the answers of a row are compared, so that they are all in one step"
             if num_groups == 1
-            else "KTO scores each prompt with the answer of another row of the step"
+            else "each prompt is scored with the answer of another row of the step"
         )
         most = num_groups * int(self.groups.sizes.max())
         if rows_per_step is not None and most > rows_per_step:

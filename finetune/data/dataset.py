@@ -22,7 +22,6 @@ import numpy as np
 from finetune.data.chat_template import Prompted
 from finetune.data.encode_source import NUM_NAMED, SourceRows, TokenStore, stored_tokens
 from finetune.data.rows import (
-    FORMATS,
     Compared,
     Conversation,
     RowForm,
@@ -32,6 +31,7 @@ from finetune.data.rows import (
 from finetune.data.sources import open_source
 from finetune.data.tokenize import IGNORE_INDEX, Encoder, Example, Fate
 from finetune.errors import DataError
+from finetune.recipe.extensions import repeated_formats
 from finetune.recipe.sections import DataSection, MixSource
 from finetune.report.screen import Working, unseen
 
@@ -736,7 +736,7 @@ def load_rows(
     seed: int,
     cache_dir: Path,
     working: Working = unseen,
-    formats: tuple[str, ...] = FORMATS,
+    formats: tuple[str, ...] = (),
 ) -> Rows:
     """Read and tokenise what the recipe names.
 
@@ -747,7 +747,7 @@ def load_rows(
         seed: Of what is held out, and of a mix.
         cache_dir: Where tokens are kept.
         working: Shows the progress of tokenising.
-        formats: The formats that the objective reads.
+        formats: The formats that the objective reads; of rows that are repeated if there are none.
 
     Raises:
         DataError: A file is missing or empty, or rows are bad; each is named by file and line.
@@ -827,7 +827,7 @@ def source_rows(
     source: MixSource,
     *,
     max_rows: int | None,
-    formats: tuple[str, ...] = FORMATS,
+    formats: tuple[str, ...] = (),
 ) -> SourceRows:
     """Return the first rows of a source of the recipe; what it leaves out is as in `data`.
 
@@ -842,7 +842,7 @@ def source_rows(
         system=source.system or data.system,
         ignored=data.ignored_columns,
         loss_on=data.loss_on,
-        formats=formats,
+        formats=formats or repeated_formats(),
     )
     return SourceRows(
         source=open_source(source.path),

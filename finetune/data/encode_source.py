@@ -26,14 +26,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 
 from finetune.data.rows import (
-    Classified,
-    Compared,
-    Conversation,
-    Document,
     LossOn,
     Row,
     RowForm,
-    Tagged,
     bad_rows,
     no_rows,
 )
@@ -43,8 +38,6 @@ from finetune.data.tokenize import (
     Example,
     Fate,
     check_is_fast,
-    encode_answers,
-    learned_turns,
 )
 from finetune.errors import DataError
 from finetune.processes import prepare_worker, process_context
@@ -387,33 +380,18 @@ def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> re.Pattern[str] | No
     return re.compile("|".join(map(re.escape, texts))) if texts else None
 
 
-def remarks_on(row: object, tokens: re.Pattern[str] | None) -> Iterator[tuple[str, str]]:
+def remarks_on(row: Row, tokens: re.Pattern[str] | None) -> Iterator[tuple[str, str]]:
     """Give the kind and the detail of each remark on a row.
 
     Args:
         row: As it was read.
         tokens: What finds special tokens.
     """
-    found = (tokens.search(text) for text in _texts(row)) if tokens is not None else ()
+    found = (tokens.search(text) for text in row.texts()) if tokens is not None else ()
     special = next((match.group() for match in found if match is not None), None)
     if special is not None:
         yield "special", special
-    if isinstance(row, Conversation) and row.messages[-1].role != "assistant":
-        yield "trailing", row.messages[-1].role
-    if isinstance(row, Compared) and row.contradiction is not None:
-        yield "rating", row.contradiction
-
-
-def _texts(row: object) -> Iterator[str]:
-    if isinstance(row, Document | Classified | Tagged):
-        yield row.text
-    turns = row.conversations if isinstance(row, Compared) else (row,)
-    for conversation in turns:
-        if not isinstance(conversation, Conversation):
-            continue
-        for message in conversation.messages:
-            yield message.content
-            yield message.thought or ""
+    yield from row.remarks()
 
 
 # ---------------------------------------------------------------------------------------------
@@ -536,7 +514,7 @@ def _written(
         joined = _Joined(seq_len=encoder.seq_len)
         for chunk in _encoded(named, task, num_workers=num_workers, count=count):
             fresh = count.without_duplicates(chunk)
-            if form.data_format != "text":
+            if not form.format.is_document:
                 writer.add(fresh.part)
                 continue
             for part in joined.parts(fresh):
@@ -609,7 +587,7 @@ class _Task:
                 unused |= dict.fromkeys(row.unused)
                 if is_only_read:
                     continue
-                fate, examples = self._encode(row)
+                fate, examples = row.encode(self.encoder)
                 good.append((place, fate, examples))
                 remarks += [(kind, place, detail) for kind, detail in remarks_on(row, tokens)]
                 kinds = dict.fromkeys(kind for one in examples for kind in one.kinds)
@@ -629,20 +607,6 @@ class _Task:
             problems=tuple(problems),
             unused=tuple(unused),
         )
-
-    def _encode(self, row: Row) -> tuple[Fate, list[Example]]:
-        if isinstance(row, Conversation):
-            return self.encoder.encode(row)
-        if isinstance(row, Classified):
-            return self.encoder.classified(row)
-        if isinstance(row, Tagged):
-            return self.encoder.tagged(row)
-        if isinstance(row, Compared):
-            return encode_answers(row, self.encoder)
-        ids = self.encoder.document_ids(row)
-        return Fate.WHOLE, [
-            Example(input_ids=ids, labels=ids, source=row.source, is_truncated=False)
-        ]
 
 
 def _part(good: Sequence[tuple[Place, Fate, list[Example]]]) -> Part:
@@ -679,20 +643,7 @@ def _part(good: Sequence[tuple[Place, Fate, list[Example]]]) -> Part:
 
 def _digest(row: Row, loss_on: LossOn) -> bytes:
     """Digest what a row says and trains, wherever it is and whatever its columns are called."""
-    if isinstance(row, Document):
-        content: object = row.text
-    elif isinstance(row, Classified):
-        content = [row.text, row.label]
-    elif isinstance(row, Tagged):
-        content = [row.words, row.labels]
-    elif isinstance(row, Compared):
-        each = [_digest(one, loss_on).hex() for one in row.conversations]
-        tops = [[x.tobytes().hex() for x in (t.counts, t.ids, t.logprobs)] for t in row.teacher]
-        content = [each, row.values, row.references, row.logprobs, tops]
-    else:
-        turns = [message.to_json() for message in row.messages]
-        content = [turns, [*row.tools], sorted(learned_turns(row, loss_on))]
-    return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).digest()
+    return hashlib.blake2b(json.dumps(row.content(loss_on)).encode(), digest_size=16).digest()
 
 
 # --------------------------------------------------------------------------------------------------

@@ -24,9 +24,9 @@ from finetune.data.compared import (
 from finetune.data.dataset import ExampleSet, Rows
 from finetune.data.encode_source import worker_died
 from finetune.data.order import PAD_TO_MULTIPLE_OF, BatchOrder, PackedOrder, StepSizes, padded
+from finetune.data.step_rows import StepRows
 from finetune.data.tokenize import IGNORE_INDEX, Example
 from finetune.interrupts import SIGNALS
-from finetune.objective.step_rows import StepRows
 from finetune.processes import prepare_worker, process_context
 
 _PREFETCH_STEPS = 2

@@ -34,12 +34,10 @@ import numpy as np
 
 from finetune.data.chat_template import NO_SETTINGS, Switch, refused, render, switch_of
 from finetune.data.rows import (
-    Classified,
     Compared,
     Conversation,
     Document,
     LossOn,
-    Tagged,
     TopTokens,
 )
 from finetune.data.sources import RowError
@@ -189,7 +187,7 @@ class Encoder:
             DataError: The template cannot render the row, or the start or end of an answer cannot
                 be found in the rendering.
         """
-        learned = learned_turns(row, self.loss_on)
+        learned = row.learned(self.loss_on)
         renderings = _render(row, self._shapes)  # checks all answers, learned or not
         if self.loss_on == "all":
             renderings = renderings[-1:]
@@ -209,68 +207,26 @@ class Encoder:
             return Fate.NOTHING_LEFT, []
         return Fate.CUT if is_long else Fate.WHOLE, kept
 
-    def classified(self, row: Classified) -> tuple[Fate, list[Example]]:
-        """Tokenise a text as a document; its class is learned at the token that ends it.
+    def document(self, row: Document) -> tuple[Fate, list[Example]]:
+        """Tokenise a document, all of which is learned.
 
         Raises:
             DataError: The tokenizer has no end-of-text token.
         """
         ids = self.document_ids(row)
-        if len(ids) > self.seq_len:
-            return Fate.TOO_LONG, []
-        labels = np.full_like(ids, IGNORE_INDEX)
-        labels[-1] = ids[-1]
-        one = Example(
-            input_ids=ids,
-            labels=labels,
-            source=row.source,
-            is_truncated=False,
-            value=float(row.label),
-        )
+        one = Example(input_ids=ids, labels=ids, source=row.source, is_truncated=False)
         return Fate.WHOLE, [one]
 
-    def tagged(self, row: Tagged) -> tuple[Fate, list[Example]]:
-        """Tokenise words; the class of each is learned at its first token, and is the label there.
-
-        The text begins with the tokenizer's begin-of-text token, or with end-of-text where there
-        is none. It is cut after the last class: what comes later changes none.
+    def answers(self, row: Compared) -> tuple[Fate, list[Example]]:
+        """Tokenise answers to one prompt; what befalls one of them befalls the row.
 
         Raises:
-            RowError: Two words begin within one token.
-            DataError: The tokenizer has neither token, or no offsets.
+            RowError: The template writes the turns of an answer apart from each other.
+            DataError: As `encode`.
         """
-        check_is_fast(self.tokenizer)
-        begin = self.tokenizer.bos_token_id
-        begin = self.tokenizer.eos_token_id if begin is None else begin
-        if begin is None:
-            raise DataError(
-                "the tokenizer has neither a begin-of-text nor an end-of-text token",
-                limit=f"a row of words, as {row.source}, begins with one of them",
-                hint="set `model.tokenizer` to one that has it",
-            )
-        encoded = self.tokenizer(row.text, add_special_tokens=False, verbose=False)
-        ids = np.array([begin, *encoded["input_ids"]], dtype=np.int32)
-        labels, start, taken = np.full_like(ids, IGNORE_INDEX), 0, set[int]()
-        for word, label in zip(row.words, row.labels, strict=True):
-            place = encoded.char_to_token(start + len(word) - len(word.lstrip()))
-            if place is None or place in taken:
-                raise RowError(f"{word!r} begins with no token of its own")
-            taken.add(place)
-            labels[place + 1] = label
-            start += len(word) + 1
-        end = int(np.flatnonzero(labels != IGNORE_INDEX)[-1]) + 1
-        if end > self.seq_len:
-            return Fate.TOO_LONG, []
-        one = Example(
-            input_ids=ids[:end],
-            labels=labels[:end],
-            source=row.source,
-            is_truncated=False,
-            value=0.0,
-        )
-        return Fate.WHOLE, [one]
+        return encode_answers(row, self)
 
-    def document_ids(self, document: Document | Classified) -> "NDArray[np.int32]":
+    def document_ids(self, document: Document) -> "NDArray[np.int32]":
         """Return a document's tokens: its beginning where the tokenizer adds one, text, its end.
 
         Raises:
@@ -293,7 +249,7 @@ class Encoder:
             DataError: As `encode`.
         """
         rendering = _render(row, self._shapes)[-1]
-        return next(self._parts(self._whole(rendering, learned_turns(row, self.loss_on), row)))
+        return next(self._parts(self._whole(rendering, row.learned(self.loss_on), row)))
 
     def _whole(self, rendering: Rendering, learned: set[int], row: Conversation) -> "_Whole":
         """Tokenise a rendering; its ends are those of all answers, learned or not."""
@@ -408,14 +364,6 @@ def prompt_ids(
     settings = switch.settings(value=False) if switch and is_off else NO_SETTINGS
     text = render(messages, tokenizer, source=source, is_prompt=True, settings=settings)
     return tuple(_ids(text, tokenizer))
-
-
-def learned_turns(row: Conversation, loss_on: LossOn) -> set[int]:
-    """Return the numbers of the answers that are learned."""
-    answers = [n for n, message in enumerate(row.messages) if message.role == "assistant"]
-    usual = {answers[-1]} if loss_on == "last" else set(answers)
-    chosen = {n: row.messages[n].is_trained for n in answers}
-    return {n for n in answers if chosen[n] or (chosen[n] is None and n in usual)}
 
 
 def _render(conversation: Conversation, shapes: Shapes) -> tuple[Rendering, ...]:

@@ -67,7 +67,7 @@ def _header(suggestion: Suggestion, name: str) -> Iterator[str]:
     cards = (
         machine.name if num_gpus == 1 else f"{num_gpus} GPUs of {machine.name}, which share a step,"
     )
-    learns = [] if recipe.objective.is_sft else [recipe.objective.method.upper()]
+    learns = [] if recipe.objective.is_cross_entropy else [recipe.objective.method.upper()]
     adapter = _METHODS.get(recipe.adapter.method, recipe.adapter.method)
     trained = "all weights of" if recipe.train.is_full else f"{adapter} on"
     way = " with ".join([*learns, trained])

@@ -20,9 +20,10 @@ from finetune.recipe.capabilities import (
     require,
     setting,
 )
+from finetune.recipe.extensions import ObjectiveSection
 from finetune.recipe.load import is_shipped
 from finetune.recipe.recipe import Recipe
-from finetune.recipe.sections import AdapterSection, ModelSection, ObjectiveSection, OffloadSection
+from finetune.recipe.sections import AdapterSection, ModelSection, OffloadSection
 from offload.errors import MachineError
 from offload.plan.facts.facts import (
     AdapterSpec,
@@ -407,7 +408,7 @@ def _require_model(
 
 def _objective_cost(objective: ObjectiveSection) -> ObjectiveCost | None:
     """Return what a loss over a whole step adds to it; None for the cross-entropy."""
-    if objective.is_sft:
+    if objective.is_cross_entropy:
         return None
     return ObjectiveCost(
         has_reference=objective.computes_reference,

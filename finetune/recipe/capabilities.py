@@ -11,22 +11,11 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, get_args
+from typing import Any
 
 from finetune.errors import ConfigError
-from finetune.recipe.sections import (
-    FORMAT_COLUMNS,
-    HEADS,
-    LOSSES,
-    MAX_MICRO_BATCHES,
-    AdapterSection,
-    Method,
-    ObjectiveSection,
-    Settings,
-    TrainSection,
-    formats_of,
-    read_settings,
-)
+from finetune.recipe.extensions import FORMATS, OBJECTIVES, ObjectiveSection
+from finetune.recipe.sections import MAX_MICRO_BATCHES, AdapterSection, Settings, TrainSection
 from offload.plan.facts.codec import CODECS, FLOATS, NATIVE, codecs_that
 from offload.plan.facts.optimizer import DEFAULT, OPTIMIZERS, optimizers_that
 from offload.plan.facts.trainable import EMBEDDING, HEAD, SCORE
@@ -121,6 +110,8 @@ class Row:
     """What the field can be; empty for the rest of a list, or if only `instead` is a way."""
     hint: str = ""
     """What to write in place of the field and `fix`, where that is not one value."""
+    ask: str = ""
+    """What is asked for the hint, by its path, where that is not the same for all."""
     other: str = ""
     others: Values = SET
     instead: str = ""
@@ -139,7 +130,7 @@ class Row:
             field=self.field,
             what=" and ".join(f"{name} is {_seen(get(name), some)}" for name, some in seen),
             limit=self.limit,
-            hint=self.hint_for(value),
+            hint=(replace(self, hint=get(self.ask)) if self.ask else self).hint_for(value),
             reads=tuple(name for name, _ in read),
         )
 
@@ -163,9 +154,9 @@ def _seen(value: object, refused: Values) -> str:
 
 
 def setting(recipe: Settings, path: str) -> Any:
-    """Return the value of a setting, by its dotted path."""
+    """Return the value of a setting, by its dotted path; None where the choice has none."""
     section, _, field = path.partition(".")
-    return getattr(getattr(recipe, section), field)
+    return getattr(getattr(recipe, section), field, None)
 
 
 def broken(rows: Iterable[Row], get: Get) -> Iterator[Breach]:
@@ -200,12 +191,20 @@ _BY_PARTS = optimizers_that(lambda one: one.moments is not None)
 """Optimizers of `train.parallel: fsdp2`."""
 STREAMED = "`train.parallel: stream`, with one process if weights of the model train"
 
+
+def objectives_that(holds: Callable[[type[ObjectiveSection]], object]) -> list[str]:
+    """Return the names of the objectives of which something holds."""
+    return [name for name, one in OBJECTIVES.items() if holds(one.settings)]
+
+
+_REPEATING = objectives_that(lambda one: one.is_cross_entropy)
+_WITH_HEAD = objectives_that(lambda one: one.head != "tokens")
+_CLASSIFYING = objectives_that(lambda one: one.has_classes)
+_NEW = f"`objective.method: {_CLASSIFYING[0]}`"
 _IN_ROWS = ("prompt", "p_tuning")
 _VIRTUAL = (*_IN_ROWS, "prefix", "prefix_mlp")
 _NO_STEP_BACK = "no step goes back through the layers"
 _FOR_ALL = "the head that predicts tokens is trained already; a new one is of classes or rewards"
-_NEW = "`objective.method: classify`"
-_PER_TOKEN = ("grpo", "dapo", "dr_grpo")
 _STEPPED = "nothing is streamed: each process holds its part of all layers"
 _WHOLE = "each micro-batch passes through the model's own head and MLPs whole"
 _OWN_CODE = "layers are computed by the model's own code"
@@ -214,25 +213,14 @@ _ON_CUDA = (
     Row("model.layer_kernels", FUSED, "fused operators are Triton's, which run on CUDA", "auto"),
     Row("model.experts_implementation", only("triton"), "Triton's kernels run on CUDA", "auto"),
 )
-_COMPARED_WITH_BASE = tuple(
-    Row(
-        "objective.reference",
-        only("base"),
-        "that is the model without its adapter, and a run is compared with the model that it begins"
-        " with",
-        hint=hint,
-        also=(("objective.loss", losses),),
-    )
-    for losses, hint in (
-        (but("kto", *_PER_TOKEN), "`objective.reference: precomputed`, in one pass before step 1"),
-        (
-            only("kto"),
-            "`objective.loss: apo_zero_unpaired` with `objective.reference: precomputed`",
-        ),
-        (only(*_PER_TOKEN), "`objective.beta: 0`"),
-    )
+_COMPARED_WITH_BASE = Row(
+    "objective.reference",
+    only("base"),
+    "that is the model without its adapter, and a run is compared with the model that it begins"
+    " with",
+    hint="`objective.reference: precomputed`",
+    ask="objective.without_reference",
 )
-"""Rows of what the model with its adapter switched off is not."""
 
 RIVALS = (
     ("train.grad_accum_steps", "train.tokens_per_step"),
@@ -348,9 +336,9 @@ PAIRS: tuple[Row, ...] = (
         only(*_VIRTUAL),
         Row(
             "objective.method",
-            but("sft"),
+            but(*_REPEATING),
             "rows that are compared, classified or scored by a reference have no virtual tokens",
-            "sft",
+            ObjectiveSection.default,
         ),
         Row(
             "data.packing",
@@ -615,12 +603,18 @@ PAIRS: tuple[Row, ...] = (
             "plain",
         ),
     ),
-    *_with("train.what", FULL, *_COMPARED_WITH_BASE, instead="`train.what: adapter`"),
-    *_with("adapter.init_from", SET, *_COMPARED_WITH_BASE, instead="`adapter.init_from: null`"),
+    *_with("train.what", FULL, _COMPARED_WITH_BASE, instead="`train.what: adapter`"),
+    *_with("adapter.init_from", SET, _COMPARED_WITH_BASE, instead="`adapter.init_from: null`"),
     *_with(
         "train.what",
         only("head"),
-        Row("objective.method", but(*HEADS), _FOR_ALL, hint="`train.what: adapter`", instead=_NEW),
+        Row(
+            "objective.method",
+            but(*_WITH_HEAD),
+            _FOR_ALL,
+            hint="`train.what: adapter`",
+            instead=_NEW,
+        ),
         Row("train.probe_steps", SET, "all steps are of the head alone", "null"),
         Row("train.gradient_checkpointing", but("auto"), _NO_STEP_BACK, "auto"),
         Row("offload.kept_graphs", but("auto", 0), _NO_STEP_BACK, "auto"),
@@ -637,7 +631,7 @@ PAIRS: tuple[Row, ...] = (
         SET,
         Row(
             "objective.method",
-            but(*HEADS),
+            but(*_WITH_HEAD),
             _FOR_ALL,
             hint="`train.probe_steps: null`",
             instead=_NEW,
@@ -652,73 +646,12 @@ PAIRS: tuple[Row, ...] = (
     ),
     *_with(
         "objective.method",
-        only("dpo", "simpo", "cpo", "orpo", "kto"),
-        Row("objective.beta", only(0), "rewards are multiplied by it: above 0", "0.1"),
-    ),
-    *_with(
-        "objective.undesirable_weight",
-        only(0),
-        Row(
-            "objective.desirable_weight",
-            only(0),
-            "each answer's loss is multiplied by one of them, so nothing would be learned",
-            "1.0",
-        ),
-    ),
-    *_with(
-        "objective.loss",
-        only("robust", "exo_pair"),
-        Row(
-            "objective.label_smoothing",
-            only(0),
-            "the loss corrects for pairs labelled the wrong way round, so some must be",
-            "0.1",
-        ),
-        instead="`objective.loss: sigmoid`",
-    ),
-    *_with(
-        "objective.loss",
-        only(*_PER_TOKEN),
-        Row(
-            "objective.reference",
-            only("precomputed"),
-            "the KL divergence is of each token, and sums of whole answers are kept",
-            "base",
-        ),
-        instead="`objective.loss: rloo`",
-    ),
-    *_with(
-        "objective.loss",
-        only("kto"),
-        Row(
-            "objective.reference",
-            only("precomputed"),
-            "the KL divergence reads prompts with each other's answers, which no row has",
-            "base",
-        ),
-        instead="`objective.loss: apo_zero_unpaired`",
-    ),
-    *_with(
-        "objective.loss",
-        only("rloo"),
-        *(
-            Row(
-                "objective.importance_sampling_mode",
-                only(f"token_{kind}"),
-                "its ratio is of whole answers",
-                f"sequence_{kind}",
-            )
-            for kind in ("truncate", "mask")
-        ),
-    ),
-    *_with(
-        "objective.method",
-        but("sft", *HEADS),
+        but(*_REPEATING, *_WITH_HEAD),
         Row("data.too_long", only("split"), "half an answer cannot be compared", "truncate"),
     ),
     *_with(
         "objective.method",
-        but("sft"),
+        but(*_REPEATING),
         Row(
             "data.loss_on",
             but("assistant"),
@@ -741,7 +674,8 @@ PAIRS: tuple[Row, ...] = (
     ),
     *(
         row
-        for method, head in HEADS.items()
+        for method in _WITH_HEAD
+        for head in (OBJECTIVES[method].settings.head,)
         for row in _with(
             "objective.method",
             only(method),
@@ -750,12 +684,12 @@ PAIRS: tuple[Row, ...] = (
     ),
     *_with(
         "objective.method",
-        but(*HEADS),
+        but(*_WITH_HEAD),
         Row("model.head", but("tokens"), "the loss is that of predicted tokens", "tokens"),
     ),
     *_with(
         "objective.method",
-        only("classify", "classify_tokens"),
+        only(*_CLASSIFYING),
         Row(
             "model.num_classes",
             UNSET,
@@ -765,12 +699,12 @@ PAIRS: tuple[Row, ...] = (
     ),
     *_with(
         "objective.method",
-        but("classify", "classify_tokens"),
+        but(*_CLASSIFYING),
         Row("model.num_classes", SET, "it has no classes", "null"),
     ),
     *_with(
         "objective.method",
-        only(*HEADS),
+        only(*_WITH_HEAD),
         Row(
             "data.too_long",
             but("drop", "error"),
@@ -795,10 +729,10 @@ PAIRS: tuple[Row, ...] = (
         only("fsdp2"),
         Row(
             "objective.method",
-            but("sft"),
+            but(*_REPEATING),
             "a loss that compares rows needs all of a step's at once, and here each micro-batch"
             " passes through the model by itself",
-            "sft",
+            ObjectiveSection.default,
         ),
         Row(
             "data.packing",
@@ -847,7 +781,7 @@ PAIRS: tuple[Row, ...] = (
             SET,
             "modules that train whole have another type than adapters, and are added up apart",
             "[]",
-            also=(("objective.method", but(*HEADS)),),
+            also=(("objective.method", but(*_WITH_HEAD)),),
         ),
         Row(
             "train.optimizer",
@@ -1575,7 +1509,6 @@ READS = {
 def _unread(recipe: Settings) -> Iterator[Breach]:
     """Yield what is set and not read."""
     yield from _unread_of_adapter(recipe)
-    yield from _unread_of_objective(recipe.objective)
     yield from _unread_of_rows(recipe)
 
 
@@ -1604,45 +1537,10 @@ def _unread_of_adapter(recipe: Settings) -> Iterator[Breach]:
             )
 
 
-def _unread_of_objective(objective: ObjectiveSection) -> Iterator[Breach]:
-    losses, read = LOSSES.get(objective.method, ()), read_settings(objective)
-    if objective.loss is not None and losses and objective.loss not in losses:
-        yield Breach(
-            field="objective.loss",
-            what=f"objective.loss is {objective.loss} and objective.method is {objective.method}",
-            limit=f"the losses of {objective.method} are {', '.join(losses)}",
-            hint=f"`objective.loss: {losses[0]}`",
-            reads=("objective.method",),
-        )
-        return
-    for name in ObjectiveSection.model_fields:
-        value = getattr(objective, name)
-        if name in read or value is None:
-            continue
-        has_loss = objective.loss is not None and name != "loss"
-        yield Breach(
-            field=f"objective.{name}",
-            what=f"objective.{name} is {value} and objective.method is {objective.method}"
-            + (f" and objective.loss is {objective.loss}" if has_loss else ""),
-            limit="it has no effect there",
-            hint=f"leave out `objective.{name}`"
-            + (f", or `objective.method: {_reader(name, value)}`" if objective.is_sft else ""),
-            reads=("objective.method", "objective.loss"),
-        )
-
-
-def _reader(name: str, value: object) -> str:
-    """Return a method that reads a setting."""
-    if name == "loss":
-        return next(method for method, losses in LOSSES.items() if value in losses)
-    sections = (ObjectiveSection(method=method) for method in get_args(Method))
-    return next((s.method for s in sections if name in read_settings(s)), "grpo")
-
-
 def _unread_of_rows(recipe: Settings) -> Iterator[Breach]:
     data, objective = recipe.data, recipe.objective
-    formats = formats_of(objective)
-    right = "auto" if objective.is_sft else formats[0]
+    formats = objective.read_formats
+    right = "auto" if objective.is_cross_entropy else formats[0]
     of_mix = (("data.mix", one.format) for one in data.mix)
     for field, value in (("data.format", data.format), *of_mix):
         if value not in (None, "auto", *formats):
@@ -1655,9 +1553,10 @@ def _unread_of_rows(recipe: Settings) -> Iterator[Breach]:
                 else f"`format: {right}` there",
                 reads=("objective.method",),
             )
-    known = {name for columns in FORMAT_COLUMNS.get(data.format, ()) for name in columns}
-    for column in data.columns if data.format != "auto" else ():
-        if column not in known:
+    found = FORMATS.get(data.format)
+    known = {*found.columns, *found.optional} if found else set[str]()
+    for column in data.columns:
+        if found and column not in known:
             yield Breach(
                 field="data.columns",
                 what=f"data.columns names {column} and data.format is {data.format}",
@@ -1665,10 +1564,10 @@ def _unread_of_rows(recipe: Settings) -> Iterator[Breach]:
                 hint=f"leave {column} out of `data.columns`, or `data.format: auto`",
                 reads=("data.format",),
             )
-    for name in data.set_for_turns if data.format == "text" else ():
+    for name in data.set_for_turns if found and found.is_document else ():
         yield Breach(
             field=f"data.{name}",
-            what=f"data.{name} is {getattr(data, name)} and data.format is text",
+            what=f"data.{name} is {getattr(data, name)} and data.format is {data.format}",
             limit="documents have no turns, are joined and cut, and all of them is learned",
             hint=f"leave out `data.{name}`",
             reads=("data.format",),

@@ -22,9 +22,9 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from filecmp import cmp
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import yaml
 from pydantic import BaseModel, Field, ValidationError
@@ -33,8 +33,11 @@ from finetune.errors import ConfigError
 from finetune.files.atomic import JsonFile, expanded
 from finetune.files.manifest import has_yaml_seal
 from finetune.recipe.capabilities import RIVALS, Breach
+from finetune.recipe.extensions import OBJECTIVES
 from finetune.recipe.recipe import (
     Recipe,
+    choice_of,
+    choices_with,
     describe,
     example,
     field_schema,
@@ -52,6 +55,9 @@ from finetune.recipe.recipe import (
 )
 from finetune.recipe.sections import MixSource
 from offload.plan.facts.codec import CODECS
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
 
 # ---------------------------------------------------------------------------------------------
 # A recipe before it is checked: values, and where each was written.
@@ -444,30 +450,9 @@ RENAMED: Mapping[str, str] = {
     "stage": "objective.method",
     "loss_type": "objective.loss",
     "pref_loss": "objective.loss",
-    "dpo_loss": "objective.loss",
     "rl_beta": "objective.beta",
-    "dpo_beta": "objective.beta",
     "pref_beta": "objective.beta",
-    "orpo_alpha": "objective.beta",
-    "kl_coef": "objective.beta",
-    "dpo_label_smoothing": "objective.label_smoothing",
-    "rpo_alpha": "objective.sft_weight",
-    "cpo_alpha": "objective.sft_weight",
     "pref_ftx": "objective.sft_weight",
-    "dpo_ftx": "objective.sft_weight",
-    "simpo_gamma": "objective.gamma",
-    "center_rewards_coefficient": "objective.beta",
-    "kto_desirable_weight": "objective.desirable_weight",
-    "kto_chosen_weight": "objective.desirable_weight",
-    "kto_undesirable_weight": "objective.undesirable_weight",
-    "kto_rejected_weight": "objective.undesirable_weight",
-    "clip_ratio_low": "objective.clip_epsilon",
-    "clip_ratio_high": "objective.clip_epsilon_high",
-    "epsilon_high": "objective.clip_epsilon_high",
-    "kd_temperature": "objective.temperature",
-    "vllm_importance_sampling_mode": "objective.importance_sampling_mode",
-    "vllm_importance_sampling_cap": "objective.importance_sampling_cap",
-    "vllm_importance_sampling_clip_max": "objective.importance_sampling_cap",
     # train
     "max_length": "train.seq_len",
     "max_seq_len": "train.seq_len",
@@ -527,6 +512,18 @@ RENAMED: Mapping[str, str] = {
     "eval_steps": "output.eval_every",
     "report_to": "report.log_to",
 }
+
+
+@cache
+def renamed() -> Mapping[str, str]:
+    """Return each word with the setting that takes its value, those of objectives too."""
+    of_objectives = {
+        word: f"objective.{name}"
+        for objective in OBJECTIVES.values()
+        for word, name in objective.words.items()
+    }
+    return {**RENAMED, **of_objectives}
+
 
 # Word -> the setting that replaces it, with its value.
 REPLACED: Mapping[str, tuple[str, str]] = {
@@ -1134,16 +1131,23 @@ def _check(draft: Draft) -> Recipe | None:
             _note_breaches(draft, details[0]["ctx"]["breaches"], fixed)
             return None
         for detail in details:
-            if detail["loc"][:2] == ("data", "mix") and len(detail["loc"]) > 2:
-                _note_wrong_source(draft, detail["loc"][2:], detail["input"], fixed)
-                continue
-            section_name, key = ["", *map(str, detail["loc"][:2])][-2:]
-            path = f"{section_name}.{key}" if section_name else key
-            if detail["type"] == "extra_forbidden":
-                _note_unknown(draft, section_name, key)
-            elif path not in fixed:
-                fixed.add(path)
-                _note_wrong(draft, path)
+            _note(draft, detail, fixed)
+
+
+def _note(draft: Draft, detail: "ErrorDetails", fixed: set[str]) -> None:
+    """Note what pydantic has found wrong, and fix it."""
+    if detail["loc"][:2] == ("data", "mix") and len(detail["loc"]) > 2:
+        _note_wrong_source(draft, detail["loc"][2:], detail["input"], fixed)
+        return
+    section_name, key = ["", *map(str, detail["loc"][:2])][-2:]
+    path = f"{section_name}.{key}" if section_name else key
+    if detail["type"] == "extra_forbidden":
+        _note_unknown(draft, section_name, key)
+    elif detail["type"] == "refusal":
+        _note_refusal(draft, key, fixed, **detail["ctx"])
+    elif path not in fixed:
+        fixed.add(path)
+        _note_wrong(draft, path)
 
 
 def _note_breaches(draft: Draft, breaches: Sequence[Breach], fixed: set[str]) -> None:
@@ -1154,6 +1158,15 @@ def _note_breaches(draft: Draft, breaches: Sequence[Breach], fixed: set[str]) ->
             draft.add_problem(
                 draft.place(breach.field), breach.what, limit=breach.limit, hint=breach.hint
             )
+
+
+def _note_refusal(
+    draft: Draft, section: str, fixed: set[str], *, field: str, what: str, limit: str, hint: str
+) -> None:
+    """Note settings of a section that contradict each other, and leave its choice alone."""
+    draft.add_problem(draft.place(f"{section}.{field}"), what, limit=limit, hint=hint)
+    fixed |= {section, f"{section}.{field}"}
+    draft.values[section] = {"method": draft.values[section]["method"]}
 
 
 def _note_wrong(draft: Draft, path: str) -> None:
@@ -1169,7 +1182,8 @@ def _note_wrong(draft: Draft, path: str) -> None:
         return
     section_name, _, key = path.partition(".")
     section = draft.values[section_name]
-    schema, value = field_schema(path), example(path)
+    schema = field_schema(path, choice_of(section_name, section))
+    value = example(schema)
     if key in section:
         seen, near = f"is {shown(section[key])}", near_value(section[key], schema)
     else:
@@ -1235,14 +1249,26 @@ def _note_unknown(draft: Draft, section_name: str, key: str) -> None:
     path = f"{section_name}.{key}" if section_name else key
     holder = draft.values[section_name] if section_name else draft.values
     place, value, word = draft.place(path), holder.pop(key), plain(key)
-    meant = RENAMED.get(word) or near_path(section_name, key)
+    words = renamed()
+    meant = words.get(word) or near_path(section_name, key)
+    choice = choice_of(section_name, draft.values[section_name]) if section_name else ""
+    others = choices_with(section_name, key, value) if choice else []
+    if others:
+        also = f" ({', '.join(others[1:])} have it too)" if others[1:] else ""
+        draft.add_problem(
+            place,
+            f"{path} is {shown(value)} and {section_name}.method is {choice}",
+            limit=f"{choice} has {', '.join(settings(section_name, choice))}",
+            hint=f"leave `{path}` out, or `{section_name}.method: {others[0]}`{also}",
+        )
+        return
     if word in UNSUPPORTED:
         limit, hint = f"not supported: {UNSUPPORTED[word]}", f"remove `{key}`"
     elif word in REPLACED:
         meant, other = REPLACED[word]
         equals = "=" if place.is_override else ": "
         limit, hint = f"here it is {meant}", f"use `{meant}{equals}{other}`"
-    elif word in RENAMED:
+    elif word in words:
         assert meant is not None
         limit, hint = f"here it is {meant}", f"use {_setting(place, meant, value)}"
         _move(draft, value, path, meant)

@@ -21,7 +21,8 @@ from pydantic_core import PydanticCustomError
 
 from finetune.errors import ConfigError
 from finetune.recipe.capabilities import broken_rules
-from finetune.recipe.sections import HEADS, Settings
+from finetune.recipe.extensions import OBJECTIVES
+from finetune.recipe.sections import Settings
 from offload.plan.facts.trainable import SCORE
 
 # ---------------------------------------------------------------------------------------------
@@ -41,8 +42,9 @@ class Recipe(Settings):
         ):
             return values
         objective, model, adapter = (values.get(name, {}) for name in sections)
-        head = HEADS.get(str(objective.get("method")))
-        if head is None:
+        method = objective.get("method")
+        chosen = OBJECTIVES.get(method) if isinstance(method, str) else None
+        if chosen is None or chosen.settings.head == "tokens":
             return values
         whole = adapter.get("modules_to_save", ())
         if isinstance(whole, list | tuple) and SCORE not in whole:
@@ -50,7 +52,7 @@ class Recipe(Settings):
         train = values.get("train", {})
         if isinstance(train, dict) and train.get("what") == "head":
             adapter = {"targets": []} | adapter
-        return values | {"model": {"head": head} | model, "adapter": adapter}
+        return values | {"model": {"head": chosen.settings.head} | model, "adapter": adapter}
 
     @model_validator(mode="after")
     def _obey_rules(self) -> "Recipe":
@@ -83,9 +85,9 @@ def differences(a: Recipe, b: Recipe) -> list[str]:
     """List the settings in which two recipes differ, as `train.lr: 0.0001 -> 0.0002`."""
     before, after = _flat(a), _flat(b)
     return [
-        f"{path}: {json.dumps(value)} -> {json.dumps(after[path])}"
-        for path, value in before.items()
-        if value != after[path]
+        f"{path}: {json.dumps(before.get(path))} -> {json.dumps(after.get(path))}"
+        for path in {**before, **after}
+        if before.get(path) != after.get(path)
     ]
 
 
@@ -179,12 +181,28 @@ def _schema() -> dict[str, Any]:
 
 def sections() -> list[str]:
     """Return the names of the sections."""
-    return list(_schema()["properties"])
+    return list(Recipe.model_fields)
 
 
-def settings(section: str) -> list[str]:
-    """Return the names of a section's settings."""
-    return list(_section_schema(section)["properties"])
+def settings(section: str, choice: str = "") -> list[str]:
+    """Return the names of a section's settings: with a choice of its method, or with any."""
+    every = _choices(section)
+    chosen = [every[choice]] if choice in every else every.values()
+    return list(dict.fromkeys(name for one in chosen for name in one["properties"]))
+
+
+def choices_with(section: str, key: str, value: object = None) -> list[str]:
+    """Return the choices of a section's method that have a setting, which may have the value."""
+    found = {choice: one["properties"].get(key) for choice, one in _choices(section).items()}
+    return [name for name, one in found.items() if one and value in one.get("enum", (value,))]
+
+
+def choice_of(section: str, values: Mapping[str, Any]) -> str:
+    """Return the method that a section's values choose; empty if it has nothing to choose."""
+    every = _choices(section)
+    default = next(name for name, one in every.items() if "method" not in one.get("required", ()))
+    method = values.get("method", default)
+    return method if isinstance(method, str) and method in every else default
 
 
 def is_section(path: str) -> bool:
@@ -192,23 +210,29 @@ def is_section(path: str) -> bool:
     return path in sections()
 
 
-def field_schema(path: str) -> dict[str, Any]:
-    """Return the schema of the setting `section.field`."""
+def field_schema(path: str, choice: str = "") -> dict[str, Any]:
+    """Return the schema of the setting `section.field`, with a choice of the section's method."""
     section, _, key = path.partition(".")
-    schema: dict[str, Any] = _section_schema(section)["properties"][key]
+    every = _choices(section)
+    if key == "method" and len(every) > 1:
+        return {"type": "string", "enum": list(every), "default": choice_of(section, {})}
+    chosen = every[choice] if choice in every else every[choices_with(section, key)[0]]
+    schema: dict[str, Any] = chosen["properties"][key]
     return schema
 
 
-def _section_schema(section: str) -> dict[str, Any]:
-    """Return the schema of a section, which the recipe's schema holds by reference."""
+@functools.cache
+def _choices(section: str) -> dict[str, dict[str, Any]]:
+    """Return the schemas of a section by the choice of its method; empty where it has none."""
     reference: str = _schema()["properties"][section]["$ref"]
-    schema: dict[str, Any] = _schema()["$defs"][reference.rpartition("/")[2]]
-    return schema
+    schema = _schema()["$defs"][reference.rpartition("/")[2]]
+    if "oneOf" not in schema:
+        return {"": schema}
+    return {one["properties"]["method"]["const"]: one for one in schema["oneOf"]}
 
 
-def example(path: str) -> Any:
-    """Return a value that `section.field` may have: its default, or else its example."""
-    schema = field_schema(path)
+def example(schema: dict[str, Any]) -> Any:
+    """Return a value that a setting may have: its default, or else its example."""
     value = schema.get("default")
     return schema["examples"][0] if value in (None, {}) else value
 
@@ -299,18 +323,6 @@ def plain(key: str) -> str:
 
 
 def _nearest(word: str, names: Sequence[str]) -> str | None:
-    """Return the name that a word misspells: at most one letter in four differs."""
-    nearest = min(names, key=lambda name: _num_edits(word, name))
-    return nearest if _num_edits(word, nearest) <= max(1, len(word) // 4) else None
-
-
-def _num_edits(a: str, b: str) -> int:
-    """Count the letters to add, drop, change or swap with the next one to get from `a` to `b`."""
-    before, row = [0] * (len(b) + 1), list(range(len(b) + 1))
-    for i, letter in enumerate(a, 1):
-        earlier, before, row = before, row, [i]
-        for j, other in enumerate(b, 1):
-            row.append(min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (letter != other)))
-            if i > 1 and j > 1 and letter == b[j - 2] and other == a[i - 2]:
-                row[j] = min(row[j], earlier[j - 2] + 1)
-    return row[-1]
+    """Return the name that a word misspells."""
+    near = difflib.get_close_matches(word, names, n=1, cutoff=0.75)
+    return near[0] if near else None

@@ -85,23 +85,9 @@ def _what(recipe: Recipe) -> str:
     trained = (
         "a head alone, on frozen layers" if recipe.train.is_head_alone else "an adapter and a head"
     )
-    if recipe.objective.is_reward:
-        return (
-            f"A reward model of {{base}}, trained with Sluice: {trained} with one"
-            " output, in peft's format for transformers' sequence classification. The reward of a"
-            " conversation is read at the token that ends its last answer."
-        )
-    if recipe.objective.classifies_tokens:
-        return (
-            f"A classifier of words in {recipe.model.num_classes} classes by {{base}}, trained with"
-            f" Sluice: {trained}, in peft's format for transformers' token"
-            " classification. The class of a word is read at its first token."
-        )
-    if recipe.objective.is_classification:
-        return (
-            f"A classifier of {recipe.model.num_classes} classes by {{base}}, trained with Sluice:"
-            f" {trained}, in peft's format for transformers' sequence classification."
-            " The class of a text is read at the end-of-text token that follows it."
+    if recipe.objective.card:
+        return recipe.objective.card.format(
+            base="{base}", trained=trained, num_classes=recipe.model.num_classes
         )
     if recipe.train.what == "adapter":
         name = "LoRA" if recipe.adapter.method == "lora" else recipe.adapter.method

@@ -15,7 +15,8 @@ from finetune.data.sources import RowError, decoded
 from finetune.data.tokenize import IGNORE_INDEX, Encoder, Fate
 from finetune.data.turns import Message
 from finetune.errors import DataError
-from finetune.recipe.sections import COMPARED, DataSection, MixSource
+from finetune.recipe.extensions import repeated_formats
+from finetune.recipe.sections import DataSection, MixSource
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -111,7 +112,7 @@ def read_rows(
     Raises:
         DataError: The file is missing or empty, or rows are bad; each is named by file and line.
     """
-    if data.format in COMPARED:  # of a recipe that trains on preferences
+    if data.format not in ("auto", *repeated_formats()):  # of a recipe that trains on preferences
         data = data.model_copy(update={"format": "auto"})
     rows = source_rows(data, MixSource(path=path), max_rows=data.max_rows)
     encoder = Encoder(

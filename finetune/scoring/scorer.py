@@ -234,7 +234,7 @@ def base_to_score(name: str, overrides: Sequence[str]) -> Subject:
         overrides = [f"model.path={path}", *overrides]
     subject = subject_of(name, overrides)
     if subject.recipe.model.head != "tokens":
-        what = "reward model" if subject.recipe.objective.is_reward else "classifier"
+        what = "classifier" if subject.recipe.objective.has_classes else "reward model"
         raise ConfigError(
             f"{name} trains a {what} (model.head: {subject.recipe.model.head})",
             limit="rows are scored by the log-probabilities of their tokens, which it has not",

@@ -28,9 +28,10 @@ from finetune.planning.candidates import (
 from finetune.planning.ranks import require_gpus
 from finetune.planning.request import facts_of, with_backend
 from finetune.planning.subject import HUB_ID, NO_ROWS, Subject
+from finetune.recipe.extensions import OBJECTIVES, NameIn, ObjectiveSection, Section
 from finetune.recipe.load import Draft, find_shape, published_ids, recipe_from, shipped_shapes
 from finetune.recipe.recipe import Recipe, whole_units
-from finetune.recipe.sections import CodecName, Method, Section
+from finetune.recipe.sections import CodecName
 from finetune.report import pages
 from finetune.report.gantt import gantt_svg
 from finetune.report.plan import memory_limits, plan_json
@@ -72,7 +73,9 @@ class Setup(Section):
     method: Trained = Field(description="An adapter's method, or `all` weights of the model.")
     rank: int = Field(ge=1, le=4096, description="Of the adapter, where its method has one.")
     codec: Literal["auto"] | CodecName = Field(description="Form in which layers wait.")
-    objective: Method = Field(description="What is learned from the rows.")
+    objective: Annotated[str, NameIn(lambda: OBJECTIVES)] = Field(
+        description="What is learned from the rows."
+    )
     seq_len: int = Field(ge=8, le=2**24, description="Tokens of a sequence.")
     tokens_per_step: int = Field(ge=8, le=2**24, description="Cut to whole micro-batches.")
     micro_batch_size: Literal["auto"] | Annotated[int, Field(ge=1, le=1024)] = Field(
@@ -102,6 +105,7 @@ class Setup(Section):
             adapter |= {"dora": True} if self.method == "dora" else {}
         elif self.method != "all":
             adapter["method"] = self.method
+        is_default = self.objective == ObjectiveSection.default
         size = 1 if self.micro_batch_size == "auto" else self.micro_batch_size
         train: dict[str, Any] = {
             "seq_len": self.seq_len,
@@ -115,7 +119,7 @@ class Setup(Section):
             "model": {"path": source},
             **({"adapter": adapter} if adapter else {}),
             "data": {"path": NO_ROWS},
-            **({} if self.objective == "sft" else {"objective": {"method": self.objective}}),
+            **({} if is_default else {"objective": {"method": self.objective}}),
             "train": train,
             **({} if self.codec == "auto" else {"offload": {"codec": self.codec}}),
             "output": {"name": NAME},

@@ -16,8 +16,8 @@ from threading import Lock
 from typing import Any, get_args
 
 from finetune.errors import CheckpointError
+from finetune.recipe.extensions import OBJECTIVES, ObjectiveSection
 from finetune.recipe.load import published_ids
-from finetune.recipe.sections import Method
 from finetune.report import pages
 from finetune.report.pages import COLOURS, LIBRARIES, STYLE, Chart, answers, run_page
 from finetune.report.pages import asset as report_asset
@@ -43,7 +43,6 @@ STATIC_POLICY = (
     " connect-src 'self'; worker-src 'self'; img-src 'self' data:; base-uri 'none';"
     " form-action 'none'"
 )
-_OBJECTIVES = {"sft": "sft: repeat the rows", "distill": "distill: follow a teacher"}
 _METHODS = {"lora": "LoRA", "dora": "DoRA", "all": "all weights of the model"}
 
 
@@ -65,6 +64,7 @@ def plan_page(*, is_static: bool) -> str:
     methods = [one for one in get_args(Trained) if one in (*_METHODS, *others)]
     models = [(name, f"{name} ({hub_id})") for hub_id, name in _by_name()]
     cards = [(name, f"{name} ({card.memory_gib:g} GiB)") for name, card in CARDS.items()]
+    objectives = [(name, f"{name}: {one.summary}") for name, one in OBJECTIVES.items()]
     more = [] if is_static else [("other", "another: hub id or config.json")]
     here = [] if is_static else [(HERE, HERE)]
     form = "".join(
@@ -73,7 +73,7 @@ def plan_page(*, is_static: bool) -> str:
                 "Model",
                 _select("model", "model", [*models, *more], chosen="qwen3-8b"),
                 "" if is_static else _other_model(),
-                _select("objective", "learns by", _named(get_args(Method), _OBJECTIVES)),
+                _select("objective", "learns by", objectives, chosen=ObjectiveSection.default),
                 _select("method", "trains", _named(methods, _METHODS)),
                 _slider("rank", "rank", RANKS, chosen=16),
             ),

@@ -29,7 +29,7 @@ def _look_before(session: Session) -> None:
     recipe = session.run.recipe
     if session.run.ranks.is_main:
         sample(session, when="before")
-    if recipe.objective.is_sft or recipe.output.eval_every is None:
+    if recipe.objective.is_cross_entropy or recipe.output.eval_every is None:
         return
     row = report.evaluation_row(session.evaluation())
     if session.run.ranks.is_main:

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from finetune.data.dataset import ExampleSet
+from finetune.data.step_rows import StepRows
 from finetune.data.steps import Steps, StepShare
 from finetune.errors import FinetuneError, RunFailedError
 from finetune.model.overflow import first_overflow
-from finetune.objective.step_rows import StepRows
 from finetune.recipe.sections import TrainSection
 from finetune.run.checkpoint import (
     BACKOFF,

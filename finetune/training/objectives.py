@@ -2,13 +2,11 @@
 
 Held-out rows are taken in their order, whole groups, about as many at a time as a step has: a loss
 that reads all rows of a step reads as many. The means over them are weighted by what they are over:
-groups, or answers or tokens where a loss is a mean over these; those of KTO's desired answers by
-how many are desired, and of the others by how many are not. The cross-entropy of chosen answers,
-`nll_loss`, is weighted by their tokens, in the loss too.
+groups, or what the objective says of itself. The cross-entropy of chosen answers, `nll_loss`, is
+weighted by their tokens, in the loss too.
 """
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -16,12 +14,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from finetune.data.step_rows import StepRows, summed
 from finetune.data.steps import Steps, parts_of
-from finetune.objective.classify import COUNTS, F1, ClassifyObjective, macro_f1
-from finetune.objective.factory import objective_of
-from finetune.objective.pairs import summed
-from finetune.objective.step_rows import StepRows
-from finetune.recipe.sections import ObjectiveSection
+from finetune.recipe.extensions import ObjectiveSection, StepData
 from finetune.run.references import read_references
 from finetune.run.run_files import Evaluation
 from finetune.training.loop import Loop, Progress
@@ -35,9 +30,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 PREFERRED, PREFERRED_BY = "logps/accuracies", "logps/margins"
-_OF_ANSWERS = ("reward", "reward_std", "frac_reward_zero_std")
-_OF_TOKENS = ("clip_ratio/", "kl", "sampling/")
-"""Metrics of sampled answers: over these, and how the names of those over their tokens begin."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +37,7 @@ class Objectives:
     """Makes the loss of each step.
 
     Attributes:
-        section: The recipe's section; its method is not `sft`.
+        section: The recipe's section, which is not cross-entropy.
         seq_len: Longest row, in tokens.
         ranks: The processes that share each step.
     """
@@ -57,25 +49,14 @@ class Objectives:
     def of_step(self, rows: StepRows) -> Objective:
         """Return the loss of a step that ranks share; each gives what it knows of its own rows."""
         exchange = self._others if self.ranks.num > 1 else None
-        return objective_of(self.section, rows, seq_len=self.seq_len, exchange=exchange)
+        return self.section.objective(StepData(rows=rows, seq_len=self.seq_len, exchange=exchange))
 
     def of_held_out(self, rows: StepRows) -> Objective:
         """Return the loss of rows that this rank has alone."""
-        if self.section.is_classification:
-            return ClassifyObjective(rows=rows, has_counts=True)
-        if self.section.has_teacher or self.section.is_reward:
-            return objective_of(self.section, rows, seq_len=self.seq_len)
-        return WithLogps(
-            objective=objective_of(self.section, rows, seq_len=self.seq_len), rows=rows
-        )
-
-    def weight(self, *, num_groups: int, num_rows: int, num_label_tokens: int) -> int:
-        """Return what held-out rows count for: that which the loss is a mean over."""
-        if self.section.has_teacher or self.section.loss == "dapo":
-            return num_label_tokens
-        if self.section.classifies_tokens:
-            return num_label_tokens
-        return num_rows if self.section.method == "grpo" else num_groups
+        found = self.section.objective(StepData(rows=rows, seq_len=self.seq_len, is_held_out=True))
+        if self.section.head != "tokens" or self.section.has_teacher:
+            return found
+        return WithLogps(objective=found, rows=rows)
 
     def evaluation(
         self,
@@ -93,17 +74,7 @@ class Objectives:
             loss: The loss of the rows.
             metrics: The metrics of the loss.
         """
-        counts: dict[str, int] = {}
-        if self.section.method == "kto":
-            desired = int(rows.values_R[: rows.num_trained].sum())
-            of_kind = {"chosen": desired, "rejected": rows.num_trained - desired}
-            for kind, num in of_kind.items():
-                counts |= {f"rewards/{kind}": num, f"logps/{kind}": num}
-        if self.section.method == "grpo":
-            num_tokens = sum(label_lens)
-            counts |= dict.fromkeys(_OF_ANSWERS, rows.num_trained)
-            if self.section.loss != "rloo":  # whose means are over answers too
-                counts |= {name: num_tokens for name in metrics if name.startswith(_OF_TOKENS)}
+        counts = self.section.counts(rows, label_lens, metrics)
         if PREFERRED in metrics:
             counts |= dict.fromkeys((PREFERRED, PREFERRED_BY), len(_ordered_pairs(rows)[0]))
         if "nll_loss" in metrics:
@@ -139,7 +110,7 @@ class Objectives:
                     scored=share.scored,
                 )
                 found[number] = (
-                    self.weight(
+                    self.section.weight(
                         num_groups=num_groups,
                         num_rows=len(rows),
                         num_label_tokens=result.num_label_tokens,
@@ -153,7 +124,7 @@ class Objectives:
                 )
                 progress(num_rows, len(held_out.rows))
         parts = {number: part for one in ranks.exchange(found) for number, part in one.items()}
-        mean = mean_of([parts[number] for number in sorted(parts)])
+        mean = mean_of([parts[number] for number in sorted(parts)], self.section)
         loop.require_finite_held_out(mean.loss)
         return mean
 
@@ -248,20 +219,19 @@ class HeadOutputs:
         return StepLoss(value=self.outputs_NC.sum(), metrics={})
 
 
-def mean_of(parts: Sequence[tuple[int, Evaluation]]) -> Evaluation:
+def mean_of(parts: Sequence[tuple[int, Evaluation]], section: ObjectiveSection) -> Evaluation:
     """Return the mean over parts, each weighted by its groups; a metric's over those that have it.
 
-    Of the least and the largest reward it is the least and the largest of all, and the standard
-    deviation of rewards is that of all. F1 follows from counts of all.
-
     Where a metric has a count of its own, it is weighted by that; a margin is then the difference.
+    What is no mean, the objective finds.
 
     Args:
         parts: Groups of each, or tokens, and what was measured.
+        section: The recipe's.
     """
     names = dict.fromkeys(name for _, part in parts for name in part.metrics)
     metrics = {
-        name: _over(name)(
+        name: _mean(
             [(p.counts.get(name, num), p.metrics[name]) for num, p in parts if name in p.metrics]
         )
         for name in names
@@ -270,33 +240,10 @@ def mean_of(parts: Sequence[tuple[int, Evaluation]]) -> Evaluation:
         *metrics
     }:
         metrics["rewards/margins"] = metrics["rewards/chosen"] - metrics["rewards/rejected"]
-    if "reward_std" in metrics:
-        metrics["reward_std"] = _std([part for _, part in parts], metrics["reward"])
-    counts = {name: value for name, value in metrics.items() if name.startswith(COUNTS)}
-    if counts:
-        metrics = {name: value for name, value in metrics.items() if name not in counts}
-        metrics[F1] = macro_f1(counts)
+    metrics = section.merged(metrics, [part for _, part in parts])
     weight, nll = parts[0][1].nll_weight, metrics.get("nll_loss", 0.0)
     apart = [(num, part.loss - weight * part.metrics.get("nll_loss", 0.0)) for num, part in parts]
     return Evaluation(loss=_mean(apart) + weight * nll, metrics=metrics)
-
-
-def _std(parts: Sequence[Evaluation], mean: float) -> float:
-    """Return the standard deviation of all rewards, from those of parts."""
-    nums = [part.counts["reward"] for part in parts]
-    squares = sum(
-        (num - 1) * part.metrics["reward_std"] ** 2 + num * (part.metrics["reward"] - mean) ** 2
-        for num, part in zip(nums, parts, strict=True)
-    )
-    return math.sqrt(squares / (sum(nums) - 1))
-
-
-def _over(name: str) -> Callable[[Sequence[tuple[int, float]]], float]:
-    """Return how a metric of parts becomes that of all."""
-    if name.startswith(COUNTS):
-        return lambda weighted: sum(value for _, value in weighted)
-    of_all = {"rewards/min": min, "rewards/max": max}.get(name)
-    return _mean if of_all is None else lambda weighted: of_all(value for _, value in weighted)
 
 
 def _mean(weighted: Sequence[tuple[int, float]]) -> float:
@@ -337,8 +284,6 @@ def take_references(session: Session) -> None:
     The model has not been trained yet: it is the base, or what `adapter.init_from` names.
     """
     run, loop = session.run, session.loop
-    if run.recipe.objective.reference != "precomputed":
-        return
     every = {"train": session.steps} | ({"held_out": session.held_out} if session.held_out else {})
     open_ones = {
         name: steps

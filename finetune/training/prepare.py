@@ -29,7 +29,6 @@ from finetune.recipe.recipe import (
     Recipe,
     with_settings,
 )
-from finetune.recipe.sections import formats_of
 from finetune.training import preflight
 from finetune.training.expert_backend import fastest_expert_backend, resolve_expert_backend
 from finetune.training.layer_kernels import settled_layer_kernels
@@ -354,7 +353,7 @@ def load_data(run: Run, facts: ModelFacts) -> Data:
             seed=recipe.train.seed,
             cache_dir=cache_dir(),
             working=run.screen.working,
-            formats=formats_of(recipe.objective),
+            formats=recipe.objective.read_formats,
         )
     require_known_rows(rows, tokenizer, facts.vocab_size)
     require_comparable(rows, recipe.objective)

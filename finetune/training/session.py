@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from finetune.data.chat_template import Stops
 from finetune.data.dataset import Rows
+from finetune.data.step_rows import StepRows
 from finetune.data.steps import StepBatch, Steps
 from finetune.model.load import Loaded
-from finetune.objective.step_rows import StepRows
 from finetune.recipe.recipe import Recipe
 from finetune.run.checkpoint import LossScale, Saved
 from finetune.run.references import References
@@ -221,7 +221,7 @@ def kind_of(recipe: Recipe) -> Kind:
 
 def objectives_of(run: Run) -> Comparing | None:
     """Return the losses of a run whose rows are compared; None for cross-entropy."""
-    if run.recipe.objective.is_sft:
+    if run.recipe.objective.is_cross_entropy:
         return None
     make, train = _loaded("finetune.training.objectives:Objectives"), run.recipe.train
     section = run.recipe.objective
@@ -230,7 +230,7 @@ def objectives_of(run: Run) -> Comparing | None:
 
 def take_references(session: Session) -> None:
     """Take the reference's log-probabilities of all rows, where a recipe asks for them first."""
-    if session.run.recipe.objective.reference == "precomputed":
+    if session.run.recipe.objective.precomputes_reference:
         _loaded("finetune.training.objectives:take_references")(session)
 
 

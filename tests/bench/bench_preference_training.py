@@ -23,10 +23,9 @@ from rich.table import Table
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
-from finetune.objective.factory import objective_of
-from finetune.objective.step_rows import StepRows
+from finetune.data.step_rows import StepRows
+from finetune.recipe.extensions import ObjectiveSection, StepData
 from finetune.recipe.recipe import recipes_dir
-from finetune.recipe.sections import ObjectiveSection
 from offload.engine.engine import Engine
 from tests.parity.steps import OPTIONS
 
@@ -170,7 +169,7 @@ def ours(
         known = StepRows(groups_R=groups, values_R=values.float(), num_trained=num)
         # Chosen and rejected answers of one pair lie in different micro-batches.
         cut = [{name: part[at] for name, part in whole.items()} for at in halves(num)]
-        objective = objective_of(section, known, seq_len=256)
+        objective = section.objective(StepData(rows=known, seq_len=256))
         result = engine.forward_backward(cut, objective=objective, scored=scored)
         norm = nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()

@@ -21,10 +21,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from finetune.objective.factory import objective_of
-from finetune.objective.step_rows import StepRows
-from finetune.recipe.sections import LOSSES, ObjectiveSection
+from finetune.data.step_rows import StepRows
+from finetune.recipe.extensions import ObjectiveSection, StepData
 from offload.engine.objective import Scores
+from tests.objectives import losses_of
 
 NUM_PAIRS, PROMPT, LONGEST, VOCABULARY = 6, 3, 12, 23
 Found = tuple[torch.Tensor, torch.Tensor, Mapping[str, float]]
@@ -97,7 +97,7 @@ def ours(values: Mapping[str, Any], rows: Rows, known: StepRows) -> Found:
         rows_N=is_label.nonzero()[:, 0],
         num_rows=len(is_label),
     )
-    result = objective_of(section, known, seq_len=LONGEST).loss(scores)
+    result = section.objective(StepData(rows=known, seq_len=LONGEST)).loss(scores)
     (gradient_N,) = torch.autograd.grad(result.value, policy_N)
     gradient = torch.zeros(is_label.shape, dtype=torch.float64)
     gradient[is_label] = gradient_N
@@ -370,7 +370,7 @@ def distilled(name: str, rows: Rows) -> tuple[Found, Found]:
         top_logps_NK=teacher.values,
     )
     section = ObjectiveSection.model_validate({"method": "distill", "loss": name})
-    own = objective_of(section, known, seq_len=LONGEST).loss(
+    own = section.objective(StepData(rows=known, seq_len=LONGEST)).loss(
         Scores(
             policy_N=rows.logps(rows.logits)[is_label],
             reference_N=None,
@@ -405,7 +405,7 @@ def pair_cases() -> list[dict[str, Any]]:
     return [
         {"method": "dpo", "loss": loss, "beta": 0.3, "sft_weight": weight}
         | ({"label_smoothing": smoothed[loss]} if loss in smoothed else {})
-        for loss in LOSSES["dpo"]
+        for loss in losses_of("dpo")
         if loss != "plackett_luce"
         for weight in ((0.0, 0.5) if loss == "sigmoid" else (0.0,))
     ] + [
@@ -478,7 +478,7 @@ def main() -> None:
     rewards = torch.rand(12, generator=torch.Generator().manual_seed(1))
     noise = torch.randn(rows.label_mask.shape, generator=torch.Generator().manual_seed(2))
     sampler = (rows.logps(rows.logits) + 0.3 * noise) * rows.label_mask
-    for loss in LOSSES["grpo"]:
+    for loss in losses_of("grpo"):
         for mode in ("none", "ratio", "token_truncate", "sequence_mask"):
             if loss == "rloo" and mode not in ("none", "ratio"):
                 continue  # TRL's corrects for no sampler
@@ -494,7 +494,7 @@ def main() -> None:
             compare(
                 table, f"grpo {loss}, {mode}", rows, own, trl_grpo(values, rows, rewards, sampler)
             )
-    for name in LOSSES["distill"]:
+    for name in losses_of("distill"):
         rows = drawn(12, seed=11)
         compare(table, f"distill {name}", rows, *distilled(name, rows))
     Console(width=120).print(table)

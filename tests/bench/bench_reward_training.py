@@ -23,9 +23,8 @@ from rich.table import Table
 from torch import nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from finetune.objective.factory import objective_of
-from finetune.objective.step_rows import StepRows
-from finetune.recipe.sections import ObjectiveSection
+from finetune.data.step_rows import StepRows
+from finetune.recipe.extensions import ObjectiveSection, StepData
 from offload.engine.engine import Engine
 from tests.bench.bench_preference_training import (
     LR,
@@ -131,7 +130,9 @@ def ours(center: float, model: nn.Module, batches: list[Batch]) -> list[Mapping[
         )
         # The chosen and the rejected answer of a pair are in different micro-batches.
         cut = [{name: part[at] for name, part in whole.items()} for at in halves(num)]
-        result = engine.forward_backward(cut, objective=objective_of(section, known, seq_len=256))
+        result = engine.forward_backward(
+            cut, objective=section.objective(StepData(rows=known, seq_len=256))
+        )
         norm = nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad()

@@ -168,7 +168,7 @@ def test_a_last_step_of_one_row_is_not_compared_with_itself(
     assert run("finetune", recipe_for(write_recipe, tmp_path, "kto"), *words, *steps) == 1
     shown = " ".join(capsys.readouterr().err.split())
     assert "the last of 2 steps has 1 row of the last epoch" in shown
-    assert "KTO scores each prompt with the answer of another row of the step" in shown
+    assert "each prompt is scored with the answer of another row of the step" in shown
     assert "`train.steps: 1` in place of `train.epochs` leaves it out" in shown
 
 

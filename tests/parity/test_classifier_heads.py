@@ -15,9 +15,8 @@ from transformers import (
     PreTrainedModel,
 )
 
-from finetune.objective.factory import objective_of
-from finetune.objective.step_rows import StepRows
-from finetune.recipe.sections import ObjectiveSection
+from finetune.data.step_rows import StepRows
+from finetune.recipe.extensions import ObjectiveSection, StepData
 from offload.engine.engine import Engine, EngineOptions
 from offload.engine.objective import StepLoss
 from offload.errors import OffloadError, UnsupportedModelError
@@ -95,7 +94,9 @@ def test_reorder_gradients_are_those_of_plain_peft_however_a_step_is_cut(name: s
     assert all(gradient.abs().max() > 1e-9 for gradient in truth.values())
     values = torch.tensor(CLASSES, dtype=torch.float64)
     rows = StepRows(groups_R=torch.arange(8), values_R=values, num_trained=8)
-    objective = objective_of(ObjectiveSection(method="classify"), rows, seq_len=40)
+    objective = ObjectiveSection.model_validate({"method": "classify"}).objective(
+        StepData(rows=rows, seq_len=40)
+    )
     plain_cuts = [(sizes, False) for sizes in CUTS]
     for chunk, cuts in ((1, plain_cuts), (7, [*plain_cuts, ((5, 3), True)])):
         streamed = copy.deepcopy(model)
@@ -200,7 +201,9 @@ def test_reorder_gradients_are_those_of_plain_peft_however_a_step_is_cut_classif
         num_trained=len(CLASSIFY_TOKENS_LENGTHS),
         classes_N=all_classes[all_classes != -100],
     )
-    objective = objective_of(ObjectiveSection(method="classify_tokens"), rows, seq_len=40)
+    objective = ObjectiveSection.model_validate({"method": "classify_tokens"}).objective(
+        StepData(rows=rows, seq_len=40)
+    )
     for sizes, chunk, is_packed in [
         *((s, c, False) for s in CLASSIFY_TOKENS_CUTS for c in (1, 7)),
         ((4, 2), 7, True),
@@ -310,7 +313,7 @@ def steps(
             results = [
                 engine.forward_backward(
                     batches_of_reward(sizes, is_packed=is_packed),
-                    objective=objective_of(section, rows, seq_len=40),
+                    objective=section.objective(StepData(rows=rows, seq_len=40)),
                     dropout_seed=seed,
                 )
                 for seed in range(num_steps)

@@ -16,15 +16,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from finetune.adapter.linear_lora import compute_beside, compute_in_base_dtype
 from finetune.adapter.lora import add_noise
-from finetune.objective.factory import objective_of
-from finetune.objective.step_rows import StepRows
-from finetune.recipe.sections import LOSSES, ObjectiveSection
+from finetune.data.step_rows import StepRows
+from finetune.recipe.extensions import ObjectiveSection, StepData
 from offload.engine.engine import Engine, EngineOptions
 from offload.engine.objective import Reference, Scores, StepLoss
 from offload.engine.passes.scoring import ScoreResult
 from offload.errors import OffloadError
 from offload.plan.schedule.op import Kind
 from offload.plan.schedule.schedule import Order
+from tests.objectives import losses_of
 from tests.parity import formulas as by_hand
 from tests.parity.architectures import rel_error
 from tests.parity.formulas import Answer, Loss
@@ -827,8 +827,8 @@ CASES = {
 
 def test_every_loss_that_compares_answers_has_a_case() -> None:
     sections = [ObjectiveSection.model_validate(case.settings) for case in CASES.values()]
-    offered = {(method, loss) for method in METHODS for loss in LOSSES.get(method, (None,))}
-    assert {(section.method, section.loss) for section in sections} == offered
+    offered = {(method, loss) for method in METHODS for loss in losses_of(method)}
+    assert {(section.method, getattr(section, "loss", None)) for section in sections} == offered
 
 
 # ------------------------------------------------------------------------------------------- rows
@@ -935,7 +935,7 @@ def streamed(
         values_R=torch.tensor(values * times, dtype=torch.float64),
         num_trained=len(rows),
         sampler_N=torch.tensor([x for row in rows for x in row.sampler])
-        if section.takes_sampler
+        if case.settings.get("importance_sampling_mode", "none") != "none"
         else None,
     )
     engine = Engine(model, device=torch.device("cpu"), options=OPTIONS)
@@ -943,7 +943,7 @@ def streamed(
         for sizes in cuts:
             result = engine.forward_backward(
                 batches_of(rows, sizes),
-                objective=objective_of(section, step_rows, seq_len=SEQ_LEN),
+                objective=section.objective(StepData(rows=step_rows, seq_len=SEQ_LEN)),
                 scored=batches_of(scored, sizes[::-1]) if scored else (),
                 dropout_seed=0,
             )

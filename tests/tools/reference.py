@@ -31,6 +31,7 @@ from finetune.exits import EXIT_DOES_NOT_FIT, EXIT_USER
 from finetune.planning.candidates import chosen_plan, full_requests
 from finetune.planning.compare import budgeted, slowest_card
 from finetune.planning.subject import Subject, model_subject
+from finetune.recipe.extensions import FORMATS
 from finetune.recipe.load import shipped_shapes
 from finetune.recipe.recipe import json_schema, shipped_recipes, with_settings
 from offload.errors import DoesNotFitError, SluiceError
@@ -69,19 +70,40 @@ def settings() -> str:
     parts = []
     for name, section in schema["properties"].items():
         fields = schema["$defs"][section["$ref"].rsplit("/", 1)[-1]]
-        required = fields.get("required", ())
-        rows = [
-            [
-                f"`{key}`",
-                _limits(field),
-                "required" if key in required else f"`{json.dumps(field['default'])}`",
-                cell(field["description"] + _example(field)),
-            ]
-            for key, field in fields["properties"].items()
+        parts.append(f"## `{name}`\n\n{fields['description']}")
+        parts += [_table_of(fields)] if "oneOf" not in fields else []
+        for choice in fields.get("oneOf", ()):
+            method = choice["properties"].pop("method")["const"]
+            own = _table_of(choice) if choice["properties"] else "It has no other settings.\n"
+            default = "" if "method" in choice.get("required", ()) else " It is the default."
+            heading = f"### `{name}.method: {method}`"
+            parts.append(f"{heading}\n\n{choice['description']}{default}\n\n{own}")
+        parts += [_formats()] if name == "data" else []
+    return "\n\n".join(parts).replace("\n\n\n", "\n\n")
+
+
+def _formats() -> str:
+    """Return a table of the formats of rows."""
+    rows = [
+        [f"`{name}`", one.summary, *(", ".join(map(cell, c)) for c in (one.columns, one.optional))]
+        for name, one in FORMATS.items()
+    ]
+    return "### `data.format`\n\n" + table(("format", "a row is", "columns", "may have"), rows)
+
+
+def _table_of(fields: Json) -> str:
+    """Return a table of the settings of a section, or of one choice of it."""
+    required = fields.get("required", ())
+    rows = [
+        [
+            f"`{key}`",
+            _limits(field),
+            "required" if key in required else f"`{json.dumps(field['default'])}`",
+            cell(field["description"] + _example(field)),
         ]
-        head = ("setting", "value", "default", "meaning")
-        parts.append(f"## `{name}`\n\n{fields['description']}\n\n{table(head, rows)}")
-    return "\n".join(parts)
+        for key, field in fields["properties"].items()
+    ]
+    return table(("setting", "value", "default", "meaning"), rows)
 
 
 def _example(field: Json) -> str:

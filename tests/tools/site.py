@@ -55,8 +55,8 @@ def sources() -> list[Path]:
     )
     found = {Path(file) for file in json.loads(listed.stdout)}
     own = {file for file in found if file.is_relative_to(ROOT)} | set(shipped_shapes().values())
-    for folder in ("plan", "codecs", "optimizers"):  # extensions are imported when they are chosen
-        own |= set((ROOT / "offload" / folder).rglob("*.py"))
+    for whole in ("offload/plan", "offload/codecs", "offload/optimizers", "finetune/objectives"):
+        own |= set((ROOT / whole).rglob("*.py"))  # any of them may be asked for
     return sorted(file.relative_to(ROOT) for file in own)
 
 

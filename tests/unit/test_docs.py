@@ -21,8 +21,7 @@ from finetune import app
 from finetune.data.rows import Compared, RowForm
 from finetune.planning.request import full_request
 from finetune.recipe.load import is_recipe, load_recipe, load_shape
-from finetune.recipe.recipe import Recipe, shipped_recipes
-from finetune.recipe.sections import COMPARED
+from finetune.recipe.recipe import Recipe, sections, settings, shipped_recipes
 from finetune.sweep.variants import variants_of
 from offload.plan import model_facts, named_machine, plan
 from tests.bench.gpu.record import PAGE, brief, section, with_section
@@ -193,14 +192,13 @@ def test_modules_in_prose_exist(page: str) -> None:
 
 
 def test_every_setting_that_is_named_exists() -> None:
-    sections = {name: field.annotation for name, field in Recipe.model_fields.items()}
+    known = {name: settings(name) for name in sections()}
     for page in TEXTS:
         for text in inline(page):
             name = re.match(r"([a-z]+)\.([a-z_0-9]+)(?=[:=]|$)", text)
-            if name is None or name[1] not in sections or name[2] in ("json", "html"):
+            if name is None or name[1] not in known or name[2] in ("json", "html"):
                 continue
-            fields = sections[name[1]].model_fields  # type: ignore[union-attr]
-            is_ours = name[2] in fields or (name[1] == "offload" and is_python(text))
+            is_ours = name[2] in known[name[1]] or (name[1] == "offload" and is_python(text))
             assert is_ours, f"{page} names {text}"
 
 
@@ -252,7 +250,7 @@ def test_every_row_that_is_shown_is_read(block: Block, tmp_path: Path) -> None:
             system=None,
             ignored=(),
             loss_on="assistant",
-            formats=("sampled",) if "rewards" in first else COMPARED[:3],
+            formats=("sampled",) if "rewards" in first else ("preference", "ranking", "labelled"),
         )
         row = form.detected([("rows.jsonl:1", first)]).read("rows.jsonl:1", first)
         assert isinstance(row, Compared)

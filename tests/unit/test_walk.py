@@ -1,13 +1,19 @@
 """How much of the house a plain run walks through; `python -m tests.tools.walk` lists it."""
 
+import json
 from pathlib import Path
 
 import pytest
 
-from tests.tools.walk import PACKAGES, ROOT, core, num_statements, walks
+from finetune.data.rows import RowForm
+from finetune.data.tokenize import Encoder, Fate
+from finetune.recipe.extensions import repeated_formats
+from tests.doubles import tiny_tokenizer
+from tests.tools.walk import PACKAGES, ROOT, Walk, core, num_statements, walks
 
 MOST_CORE_STATEMENTS = 27_600
 MOST_FILES_OF_A_STEP = 30
+MOST_FILES_OF_A_ROW = 10
 MOST_FILES_THAT_NAME_RANKS = 25
 
 
@@ -27,6 +33,43 @@ def test_a_step_is_found_in_few_files(tmp_path: Path) -> None:
     start, warm = walks(tmp_path / "run")
     assert "finetune/train.py" in start.files
     assert len(warm.files) <= MOST_FILES_OF_A_STEP, warm.files
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]},
+        {"prompt": "1", "completion": "2"},
+        {"text": "1, 2"},
+        {"prompt": "1", "chosen": "2", "rejected": "3"},
+    ],
+)
+def test_a_row_becomes_an_example_in_few_files(row: dict[str, object]) -> None:
+    encoder = Encoder(
+        tokenizer=tiny_tokenizer(),
+        seq_len=64,
+        loss_on="assistant",
+        too_long="truncate",
+        empty_think="prompt",
+    )
+    form = RowForm(
+        path="rows",
+        data_format="auto",
+        columns={},
+        system=None,
+        ignored=(),
+        loss_on="assistant",
+        formats=("preference",) if "chosen" in row else repeated_formats(),
+    ).detected([("rows:1", row)])
+    walk = Walk()
+    walk.begin()
+    try:
+        fate, examples = form.read("rows:1", json.dumps(row).encode()).encode(encoder)
+    finally:
+        walk.end()
+    assert fate is Fate.WHOLE
+    assert examples
+    assert len(walk.files) <= MOST_FILES_OF_A_ROW, walk.files
 
 
 def test_the_number_of_ranks_is_known_in_few_files() -> None:

@@ -28,10 +28,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from finetune.data.step_rows import StepRows
 from finetune.data.steps import Steps, parts_of
 from finetune.errors import RunFailedError
-from finetune.objective.features import Features, PassThrough
-from finetune.objective.step_rows import StepRows
 from finetune.recipe.recipe import Recipe
 from finetune.recipe.sections import TrainSection
 from finetune.report.explain import features_took, probe_learned, probe_took
@@ -47,6 +46,7 @@ from finetune.run.probe_folder import (
 from finetune.run.run_files import Evaluation
 from finetune.training import report
 from finetune.training.kinds.adapter import AdapterRun
+from finetune.training.kinds.features import Features, PassThrough
 from finetune.training.loop import Computed, Request, StepEngine, is_due
 from finetune.training.objectives import HeadOutputs, Objectives, mean_of
 from finetune.training.optimizer import AdapterUpdate, learning_rate
@@ -122,7 +122,7 @@ class HeadRows:
             share = self.steps.share_of(rows)
             relations = cast("StepRows", share.rows)
             found = self.loss(rows, objectives.of_held_out(relations), head)
-            weight = objectives.weight(
+            weight = objectives.section.weight(
                 num_groups=num_groups, num_rows=len(rows), num_label_tokens=share.num_label_tokens
             )
             evaluation = objectives.evaluation(
@@ -132,7 +132,7 @@ class HeadRows:
                 metrics={name: float(value) for name, value in found.metrics.items()},
             )
             parts.append((weight, evaluation))
-        return mean_of(parts)
+        return mean_of(parts, objectives.section)
 
 
 def head_of(session: Session) -> dict[str, torch.Tensor]:

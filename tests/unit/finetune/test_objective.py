@@ -14,18 +14,16 @@ import pytest
 import torch
 from torch import nn
 
+from finetune.data.step_rows import Exchange, StepRows, ordered, row_sums, summed
 from finetune.errors import DataError
-from finetune.objective.classify import ClassifyObjective, counts_of, macro_f1
-from finetune.objective.dpo import LOSSES
-from finetune.objective.factory import objective_of
-from finetune.objective.features import Features, PassThrough
-from finetune.objective.pairs import Exchange, ordered, row_sums, summed
-from finetune.objective.step_rows import StepRows
-from finetune.recipe.sections import LOSSES as NAMES
-from finetune.recipe.sections import ObjectiveSection
+from finetune.objectives.classify.loss import counts_of, macro_f1
+from finetune.objectives.dpo.loss import LOSSES
+from finetune.recipe.extensions import ObjectiveSection, StepData
+from finetune.training.kinds.features import Features, PassThrough
 from finetune.training.objectives import Objectives, mean_of
 from finetune.training.ranks import Ranks
 from offload.engine.objective import Objective, OutputObjective, Scores, StepLoss
+from tests.objectives import losses_of
 from tests.tiers import mostly_slow
 
 SEQ_LEN = 50
@@ -97,7 +95,7 @@ def objective(
 ) -> Objective:
     """Make the objective of a recipe with these settings."""
     section = ObjectiveSection.model_validate(values)
-    return objective_of(section, rows, seq_len=SEQ_LEN, exchange=exchange)
+    return section.objective(StepData(rows=rows, seq_len=SEQ_LEN, exchange=exchange))
 
 
 def computed(
@@ -493,7 +491,7 @@ def test_optimal_transport_sorts_all_pairs_of_the_step(loss: str) -> None:
 
 def test_every_loss_of_the_recipe_was_written_by_hand() -> None:
     assert set(LOSSES) == set(BY_HAND) | {"aot", "aot_unpaired"}
-    assert set(NAMES["dpo"]) == set(LOSSES) | {"plackett_luce"}
+    assert set(losses_of("dpo")) == set(LOSSES) | {"plackett_luce"}
 
 
 def test_cross_entropy_of_the_chosen_answers_is_a_mean_over_their_tokens() -> None:
@@ -694,8 +692,9 @@ def test_a_divergence_that_is_no_number_makes_the_loss_none() -> None:
 def test_sums_that_are_known_take_the_place_of_the_reference() -> None:
     of = of_step()
     sums_R = torch.stack([q.sum() for q in of.of_row(of.scores.reference_N)])
-    expected, gradient, metrics = computed(KTO_VALUES, of)
-    known = KTO_VALUES | {"reference": "precomputed"}  # no recipe, but scored rows may be known too
+    values = KTO_VALUES | {"loss": "apo_zero_unpaired"}
+    expected, gradient, metrics = computed(values, of)
+    known = values | {"reference": "precomputed"}
     rows = replace(of.rows, reference_R=sums_R)
     alone = Step(rows=rows, scores=replace(of.scores, reference_N=None))
     again = computed(known, alone)
@@ -703,13 +702,14 @@ def test_sums_that_are_known_take_the_place_of_the_reference() -> None:
     torch.testing.assert_close(again[1], gradient, rtol=1e-12, atol=0)
     assert again[2] == pytest.approx(metrics, abs=1e-12)
     assert objective(known, rows).reference is None
-    assert objective(KTO_VALUES, of.rows).reference is not None
+    assert objective(values, of.rows).reference is not None
 
 
 @pytest.mark.parametrize("method", ["kto", "dpo", "grpo"])
 def test_the_recipe_says_what_is_compared_with_and_not_the_rows(method: str) -> None:
     of = of_step()
-    values = {"method": method, "beta": 0.1} | ({"loss": "rloo"} if method == "grpo" else {})
+    losses = {"grpo": "rloo", "kto": "apo_zero_unpaired", "dpo": "sigmoid"}
+    values = {"method": method, "beta": 0.1, "loss": losses[method]}
     rows = replace(of.rows, reference_R=torch.zeros(10))
     assert objective(values, rows).reference is not None
     values |= {"reference": "precomputed"}
@@ -1183,10 +1183,14 @@ def test_f1_is_the_mean_of_precision_and_recall_of_each_class() -> None:
         assert macro_f1(counts) == pytest.approx(plain_f1(classes, predicted))
 
 
+def classified(rows: StepRows, exchange: Exchange | None = None) -> Objective:
+    return objective({"method": "classify"}, rows, exchange)
+
+
 def test_the_loss_is_the_cross_entropy_and_accuracy_counts_the_largest_output() -> None:
     outputs = torch.tensor([[2.0, 0.0, -1.0], [0.5, 1.0, 0.0]], dtype=torch.float64)
     outputs.requires_grad_()
-    found = ClassifyObjective(rows=step_rows([0, 2])).loss(scores_of(outputs))
+    found = classified(step_rows([0, 2])).loss(scores_of(outputs))
     first = math.log(math.exp(2) + 1 + math.exp(-1)) - 2
     second = math.log(math.exp(0.5) + math.exp(1) + 1)
     assert found.value.item() == pytest.approx((first + second) / 2)
@@ -1201,7 +1205,7 @@ def test_the_loss_is_the_cross_entropy_and_accuracy_counts_the_largest_output() 
 def test_ranks_add_up_to_the_whole_step() -> None:
     torch.manual_seed(0)
     outputs, classes = torch.randn(5, 3, dtype=torch.float64), [0, 2, 1, 1, 0]
-    whole = ClassifyObjective(rows=step_rows(classes)).loss(scores_of(outputs))
+    whole = classified(step_rows(classes)).loss(scores_of(outputs))
     tables: list[torch.Tensor] = []
 
     def part(start: int, stop: int, others: list[torch.Tensor]) -> StepLoss:
@@ -1210,7 +1214,7 @@ def test_ranks_add_up_to_the_whole_step() -> None:
             return others
 
         rows = step_rows(classes[start:stop])
-        return ClassifyObjective(rows=rows, exchange=exchange).loss(scores_of(outputs[start:stop]))
+        return classified(rows, exchange).loss(scores_of(outputs[start:stop]))
 
     part(0, 2, [])
     part(2, 5, [])
@@ -1223,7 +1227,9 @@ def test_ranks_add_up_to_the_whole_step() -> None:
 def test_held_out_rows_in_parts_have_the_f1_of_all_rows() -> None:
     torch.manual_seed(1)
     outputs, classes = torch.randn(11, 3, dtype=torch.float64), [0, 2, 1, 1, 0, 0, 0, 2, 1, 0, 2]
-    objectives = Objectives(section=ObjectiveSection(method="classify"), seq_len=8, ranks=Ranks())
+    objectives = Objectives(
+        section=ObjectiveSection.model_validate({"method": "classify"}), seq_len=8, ranks=Ranks()
+    )
     parts = []
     for part in (slice(0, 4), slice(4, 5), slice(5, 11)):
         rows = step_rows(classes[part])
@@ -1235,9 +1241,9 @@ def test_held_out_rows_in_parts_have_the_f1_of_all_rows() -> None:
             loss=found.value.item(),
             metrics={name: value.item() for name, value in found.metrics.items()},
         )
-        weight = objectives.weight(num_groups=num, num_rows=num, num_label_tokens=num)
+        weight = objectives.section.weight(num_groups=num, num_rows=num, num_label_tokens=num)
         parts.append((weight, evaluation))
-    mean = mean_of(parts)
+    mean = mean_of(parts, objectives.section)
     predicted = outputs.argmax(1).tolist()
     assert set(mean.metrics) == {"accuracy", "f1"}
     assert mean.metrics["f1"] == pytest.approx(plain_f1(classes, predicted))
@@ -1296,7 +1302,7 @@ def found_loss(
         top_logps_NK=logps_NK,
     )
     section = ObjectiveSection.model_validate({"method": "distill", **values})
-    return objective_of(section, rows, seq_len=8, exchange=exchange).loss(scores)
+    return section.objective(StepData(rows=rows, seq_len=8, exchange=exchange)).loss(scores)
 
 
 def by_hand_distill(

@@ -17,9 +17,10 @@ from transformers import PreTrainedTokenizerFast
 
 from finetune.data.compared import Comparison, require_known_tokens
 from finetune.data.dataset import Rows, load_rows
-from finetune.data.rows import Conversation, LossOn, Tagged, TopTokens
+from finetune.data.formats.tagged import Tagged
+from finetune.data.rows import Conversation, LossOn, TopTokens
 from finetune.data.sources import RowError
-from finetune.data.tokenize import IGNORE_INDEX, Encoder, Fate, learned_turns
+from finetune.data.tokenize import IGNORE_INDEX, Encoder, Fate
 from finetune.data.turns import Message
 from finetune.errors import DataError
 from finetune.recipe.sections import DataSection
@@ -107,9 +108,9 @@ def test_a_prompt_and_its_completion_may_be_turns_of_which_the_completion_is_lea
     assert [message.role for message in long.messages] == [
         *("system", "user", "assistant", "user", "assistant")
     ]
-    assert learned_turns(long, "assistant") == {4}
-    assert learned_turns(called, "assistant") == {1, 3}
-    assert learned_turns(called, "last") == {3}
+    assert long.learned("assistant") == {4}
+    assert called.learned("assistant") == {1, 3}
+    assert called.learned("last") == {3}
     assert [tool["function"]["name"] for tool in called.tools] == ["add"]
 
 
@@ -1035,7 +1036,7 @@ def tagged(words: tuple[str, ...] = WORDS, labels: tuple[int, ...] = LABELS) -> 
 
 def test_the_first_token_of_a_word_has_its_class_as_in_transformers() -> None:
     tokenizer = byte_level()
-    fate, (one,) = encoder(tokenizer).tagged(tagged())
+    fate, (one,) = tagged().encode(encoder(tokenizer))
     split = tokenizer(list(WORDS), is_split_into_words=True)
     expected, before = [-100], None
     for word in split.word_ids():
@@ -1050,7 +1051,7 @@ def test_the_first_token_of_a_word_has_its_class_as_in_transformers() -> None:
 
 def test_the_class_is_at_the_first_letter_where_a_space_is_a_token_of_its_own() -> None:
     tokenizer = byte_level()
-    _, (one,) = encoder(tokenizer).tagged(tagged(("all", "\u00fcber"), (0, 1)))
+    _, (one,) = tagged(("all", "\u00fcber"), (0, 1)).encode(encoder(tokenizer))
     tokens = tokenizer.convert_ids_to_tokens(one.input_ids.tolist())
     assert one.labels[-1] == 1
     assert tokens[-2:] == ["\u0120", "\u00c3"]  # a space, and the first byte of the letter
@@ -1058,7 +1059,7 @@ def test_the_class_is_at_the_first_letter_where_a_space_is_a_token_of_its_own() 
 
 def test_a_space_may_be_part_of_the_first_token() -> None:
     tokenizer = tiny_tokenizer(merges=((" ", "b"),))
-    _, (one,) = encoder(tokenizer).tagged(tagged(("a", "b", "cd"), (0, 1, 2)))
+    _, (one,) = tagged(("a", "b", "cd"), (0, 1, 2)).encode(encoder(tokenizer))
     assert tokenizer.convert_ids_to_tokens(one.input_ids.tolist()[1:]) == ["a", " b", " ", "c"]
     assert one.labels.tolist() == [-100, 0, 1, -100, 2]
 
@@ -1066,17 +1067,17 @@ def test_a_space_may_be_part_of_the_first_token() -> None:
 def test_words_that_begin_in_one_token_are_refused() -> None:
     tokenizer = tiny_tokenizer(merges=(("a", " "), ("a ", "b")))
     with pytest.raises(RowError, match=r"'b' begins with no token of its own"):
-        encoder(tokenizer).tagged(tagged(("a", "b"), (0, 1)))
+        tagged(("a", "b"), (0, 1)).encode(encoder(tokenizer))
 
 
 def test_a_row_that_is_too_long_is_dropped() -> None:
     row = tagged(("abc", "de"), (0, 1))
-    assert encoder(tiny_tokenizer(), seq_len=6).tagged(row)[0] is Fate.WHOLE  # of 7 tokens, 6
-    assert encoder(tiny_tokenizer(), seq_len=5).tagged(row) == (Fate.TOO_LONG, [])
+    assert row.encode(encoder(tiny_tokenizer(), seq_len=6))[0] is Fate.WHOLE  # of 7 tokens, 6
+    assert row.encode(encoder(tiny_tokenizer(), seq_len=5)) == (Fate.TOO_LONG, [])
 
 
 def test_what_comes_after_the_last_class_is_left_out() -> None:
-    _, (one,) = encoder(tiny_tokenizer()).tagged(tagged(("ab", "cd"), (1, -100)))
+    _, (one,) = tagged(("ab", "cd"), (1, -100)).encode(encoder(tiny_tokenizer()))
     assert one.labels.tolist() == [-100, 1]
     assert torch.tensor(one.input_ids).shape == (2,)
 

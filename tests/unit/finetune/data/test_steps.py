@@ -818,7 +818,7 @@ def test_steps_that_groups_do_not_fill_are_refused(load: Callable[..., ExampleSe
     with pytest.raises(DataError, match=r"a step has 1 sequences, and needs 2"):
         steps_of_step_layout(rows, is_packed=True, grad_accum_steps=1)
     kto = load(labelled(4), "labelled")
-    with pytest.raises(DataError, match=r"needs 2; KTO scores each prompt with the answer of"):
+    with pytest.raises(DataError, match=r"needs 2; each prompt is scored with the"):
         steps_of_step_layout(kto, is_packed=True, grad_accum_steps=1, is_mismatched=True)
     ranked = [
         '{"prompt": "q", "completions": ["a", "b"], "ranks": [1, 2]}',

@@ -16,7 +16,7 @@ from finetune.recipe.capabilities import (
     broken_with,
 )
 from finetune.recipe.recipe import Recipe
-from finetune.recipe.sections import LOSSES, AdapterSection, Method, Settings
+from finetune.recipe.sections import AdapterSection, Settings
 
 PLAIN = (
     "model.path=Qwen/Qwen3-0.6B data.path=rows.jsonl train.steps=10 train.grad_accum_steps=4"
@@ -190,7 +190,7 @@ CASES = (
     (
         "offload.codec=bf16 model.dtype=float16",
         "offload.codec is bf16 and model.dtype is float16",
-        "`offload.codec: native`, or `int8`, `fp8` or `nf4`",
+        "`offload.codec: native`, or one of `int8`, `fp8`, `nf4`",
     ),
     (
         "adapter.modules_to_save=[norms,o_proj] offload.codec=fp8",
@@ -340,7 +340,7 @@ CASES = (
         for objective, known in (
             (
                 "objective.method=dpo",
-                "`objective.reference: precomputed`, in one pass before step 1",
+                "`objective.reference: precomputed`",
             ),
             (
                 "objective.method=kto",
@@ -383,43 +383,6 @@ CASES = (
         f"adapter.init_from=runs/a train.probe_steps=9 {CLASSIFY}",
         "adapter.init_from is runs/a and train.probe_steps is 9",
         "`adapter.init_from: null`, or `train.probe_steps: null`",
-    ),
-    (
-        "objective.beta=0.0 objective.method=dpo",
-        "objective.beta is 0.0 and objective.method is dpo",
-        "`objective.beta: 0.1`",
-    ),
-    (
-        "objective.desirable_weight=0.0 objective.undesirable_weight=0.0 objective.method=kto",
-        "objective.desirable_weight is 0.0 and objective.undesirable_weight is 0.0",
-        "`objective.desirable_weight: 1.0`",
-    ),
-    (
-        "objective.loss=robust objective.method=dpo data.too_long=drop",
-        "objective.label_smoothing is 0.0 and objective.loss is robust",
-        "`objective.label_smoothing: 0.1`, or `objective.loss: sigmoid`",
-    ),
-    (
-        "objective.method=grpo objective.beta=0.1 objective.loss=grpo"
-        " objective.reference=precomputed",
-        "objective.reference is precomputed and objective.loss is grpo",
-        "`objective.reference: base`, or `objective.loss: rloo`",
-    ),
-    (
-        "objective.reference=precomputed objective.loss=kto objective.method=kto",
-        "objective.reference is precomputed and objective.loss is kto",
-        "`objective.reference: base`, or `objective.loss: apo_zero_unpaired`",
-    ),
-    (
-        "objective.method=grpo objective.loss=rloo"
-        " objective.importance_sampling_mode=token_truncate",
-        "objective.importance_sampling_mode is token_truncate and objective.loss is rloo",
-        "`objective.importance_sampling_mode: sequence_truncate`",
-    ),
-    (
-        "objective.importance_sampling_mode=token_mask objective.loss=rloo objective.method=grpo",
-        "objective.importance_sampling_mode is token_mask and objective.loss is rloo",
-        "`objective.importance_sampling_mode: sequence_mask`",
     ),
     (
         "data.too_long=split objective.method=dpo",
@@ -642,36 +605,6 @@ UNREAD = (
     ("train.what=[norms] adapter.rank=8", "adapter.rank", "`train.what: adapter`"),
     (f"train.what=head {CLASSIFY} adapter.rank=4", "adapter.rank", "`train.what: adapter`"),
     (f"train.what=head {CLASSIFY} adapter.targets=[q_proj]", "adapter.targets", "`train.what:"),
-    (
-        "objective.beta=0.1",
-        "objective.beta",
-        "leave out `objective.beta`, or `objective.method: dpo`",
-    ),
-    (
-        "objective.loss=dr_grpo",
-        "objective.loss",
-        "leave out `objective.loss`, or `objective.method: grpo`",
-    ),
-    (
-        "objective.gamma=0.5",
-        "objective.gamma",
-        "leave out `objective.gamma`, or `objective.method: simpo`",
-    ),
-    (
-        "objective.reference=base",
-        "objective.reference",
-        "leave out `objective.reference`, or `objective.method: dpo`",
-    ),
-    ("objective.method=simpo objective.reference=base", "objective.reference", "leave out"),
-    (
-        "objective.method=dpo objective.loss=hinge objective.label_smoothing=0.1",
-        "objective.label_smoothing",
-        "leave out",
-    ),
-    ("objective.method=orpo objective.sft_weight=1.0", "objective.sft_weight", "leave out"),
-    ("objective.method=orpo objective.loss=sigmoid", "objective.loss", "leave out"),
-    ("objective.method=grpo objective.reference=base", "objective.reference", "leave out"),
-    ("objective.method=kto objective.loss=ipo", "objective.loss", "`objective.loss: kto`"),
     ("objective.method=dpo data.format=labelled", "data.format", "`data.format: preference`"),
     ("objective.method=kto data.format=preference", "data.format", "`data.format: labelled`"),
     ("objective.method=dpo data.format=ranking", "data.format", "`data.format: preference`"),
@@ -772,13 +705,6 @@ def test_each_row_has_a_case() -> None:
 def test_all_problems_are_found_together() -> None:
     found = breaches("train.epochs=1.0 report.samples=3 model.path=null")
     assert {one.field for one in found} == {"model.path", "train.epochs", "report.samples"}
-
-
-@pytest.mark.parametrize("method", get_args(Method))
-def test_every_loss_with_its_defaults_is_taken(method: str) -> None:
-    for loss in LOSSES.get(method, ()):
-        smoothing = "objective.label_smoothing=0.1" if loss == "robust" else ""
-        assert not breaches(f"objective.method={method} objective.loss={loss} {smoothing}")
 
 
 def test_what_trains_the_embedding_is_found_by_its_place_alone() -> None:

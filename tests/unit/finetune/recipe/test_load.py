@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from finetune.errors import ConfigError
-from finetune.recipe.load import RENAMED, REPLACED, UNSUPPORTED, load_recipe, read_draft
+from finetune.recipe.load import REPLACED, UNSUPPORTED, load_recipe, read_draft, renamed
 from finetune.recipe.recipe import near_path, resolved_yaml, sections, settings, shipped_recipes
 from tests.unit.finetune.recipe.written import VALID, assert_refused, refusal, replaced, write
 
@@ -115,6 +115,63 @@ def test_a_word_of_another_trainer_is_known_at_the_top_and_on_the_command_line_t
         limit="here it is offload.codec",
         hint="use `offload.codec=int8`",
     )
+
+
+@pytest.mark.parametrize(
+    ("objective", "key", "limit", "hint"),
+    [
+        (
+            "beta: 0.1",
+            "objective.beta is 0.1 and objective.method is sft",
+            "sft has method",
+            "leave `objective.beta` out, or `objective.method: cpo`"
+            " (dpo, grpo, kto, orpo, reward, simpo have it too)",
+        ),
+        (
+            "loss: dr_grpo",
+            'objective.loss is "dr_grpo" and objective.method is sft',
+            "sft has method",
+            "leave `objective.loss` out, or `objective.method: grpo`",
+        ),
+        (
+            "method: simpo\n  reference: base",
+            'objective.reference is "base" and objective.method is simpo',
+            "simpo has method, beta, gamma, label_smoothing, sft_weight",
+            "leave `objective.reference` out, or `objective.method: dpo` (grpo, kto have it too)",
+        ),
+        (
+            "method: orpo\n  loss: sigmoid",
+            'objective.loss is "sigmoid" and objective.method is orpo',
+            "orpo has method, beta",
+            "leave `objective.loss` out, or `objective.method: cpo` (dpo have it too)",
+        ),
+        (
+            "method: kto\n  loss: ipo",
+            'objective.loss is "ipo"',
+            "it must be kto or apo_zero_unpaired",
+            "`objective.loss: kto`",
+        ),
+        (
+            "method: dpo\n  beta: 0.0",
+            "objective.beta is 0.0",
+            "it must be a number above 0",
+            "`objective.beta: 0.1`",
+        ),
+        (
+            "method: dpo\n  loss: robust",
+            "objective.label_smoothing is 0.0 and objective.loss is robust",
+            "the loss corrects for pairs labelled the wrong way round, so some must be",
+            "`objective.label_smoothing: 0.1`, or `objective.loss: sigmoid`",
+        ),
+    ],
+)
+def test_what_a_choice_does_not_have_is_refused_with_those_that_do(
+    folder: Path, objective: str, key: str, limit: str, hint: str
+) -> None:
+    error = refusal(replaced("output:", f"objective:\n  {objective}\noutput:"))
+    at = 12 + objective.count("\n") - objective.endswith("robust") * 2
+    assert error.what == f"r.yaml:{at}: {key}"
+    assert (error.limit, error.hint) == (limit, hint)
 
 
 @pytest.mark.parametrize("key", ["stride", "quantum", "wandbx_y", "epsilon_greedy", "kappa"])
@@ -659,16 +716,16 @@ NAMES = {path.rpartition(".")[2] for path in PATHS} | set(sections())
 
 
 def test_each_word_has_one_answer_and_is_no_setting_of_ours() -> None:
-    tables = (RENAMED, REPLACED, UNSUPPORTED)
+    tables = (renamed(), REPLACED, UNSUPPORTED)
     words = [word for table in tables for word in table]
     assert len(words) == len(set(words))
     assert NAMES.isdisjoint(words)
     assert all(word == word.lower() and "-" not in word for word in words)
 
 
-@pytest.mark.parametrize("word", RENAMED)
+@pytest.mark.parametrize("word", renamed())
 def test_a_renamed_word_names_a_setting_that_exists(word: str) -> None:
-    assert RENAMED[word] in PATHS | set(sections())
+    assert renamed()[word] in PATHS | set(sections())
 
 
 @pytest.mark.parametrize("word", REPLACED)

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import yaml
@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 from finetune.adapter.methods import refuse_virtual
 from finetune.errors import ConfigError
 from finetune.model.config import read_config
+from finetune.recipe.extensions import OBJECTIVES, ObjectiveSection, Section
 from finetune.recipe.load import load_shape, published_ids, shape_of_id, shipped_shapes
 from finetune.recipe.recipe import (
     Recipe,
@@ -24,24 +25,20 @@ from finetune.recipe.recipe import (
     recipe_hash,
     recipes_dir,
     resolved_yaml,
+    sections,
+    settings,
     shipped_recipes,
 )
-from finetune.recipe.sections import (
-    LOSSES,
-    AdapterSection,
-    DataSection,
-    LossName,
-    Method,
-    ModelSection,
-    ObjectiveSection,
-    Section,
-    TrainSection,
-)
+from finetune.recipe.sections import AdapterSection, DataSection, ModelSection, TrainSection
 from tests.builders import recipe_values
+from tests.objectives import METHODS, losses_of
 from tests.tiers import mostly_slow
 from tests.tools.gallery import SHIPPED
 
-SECTIONS = [field.annotation for field in Recipe.model_fields.values()]
+SECTIONS = [
+    *(section for name, section in get_type_hints(Recipe).items() if name != "objective"),
+    *(objective.settings for objective in OBJECTIVES.values()),
+]
 
 
 def make_recipe(**changes: Any) -> Recipe:
@@ -55,8 +52,14 @@ def test_every_field_has_a_description(section: type[BaseModel]) -> None:
         assert field.description.endswith("."), f"{section.__name__}.{name}"
 
 
+def section_schemas(schema: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Each section's, and that of each choice where it has some."""
+    every = schema["$defs"].items()
+    return [(name, one) for name, section in every for one in section.get("oneOf", [section])]
+
+
 def test_every_field_has_a_default_or_an_example_to_show_in_hints() -> None:
-    for name, schema in Recipe.model_json_schema()["$defs"].items():
+    for name, schema in section_schemas(Recipe.model_json_schema()):
         for key, field in schema["properties"].items():
             assert field.get("default") is not None or field.get("examples"), f"{name}.{key}"
 
@@ -66,10 +69,12 @@ def test_the_defaults_and_examples_of_every_field_are_themselves_valid() -> None
         assert section is not None
         for name, field in section.model_fields.items():
             for example in field.examples or []:
-                validated = section.__pydantic_validator__.validate_assignment(
-                    section.model_construct(), name, example
-                )
-                assert validated
+                plain, found = section.model_construct(), list[str]()
+                try:
+                    section.__pydantic_validator__.validate_assignment(plain, name, example)
+                except ValidationError as error:
+                    found = [one["type"] for one in error.errors()]
+                assert found in ([], ["refusal"]), name  # one of another loss than the default
 
 
 def test_encoded_layers_leave_norms_routers_embeddings_and_head_as_they_are() -> None:
@@ -84,7 +89,7 @@ def test_a_section_has_at_most_16_fields(section: type[Section]) -> None:
 
 
 def test_a_recipe_has_at_most_107_fields() -> None:
-    assert sum(len(section.model_fields) for section in SECTIONS if section) <= 107
+    assert sum(len(settings(section)) for section in sections()) <= 107
 
 
 @pytest.mark.parametrize("section", SECTIONS)
@@ -259,10 +264,27 @@ def test_the_json_schema_describes_every_setting_and_closes_every_section() -> N
     assert schema["$schema"] == "https://json-schema.org/draft/2020-12/schema"
     assert schema["additionalProperties"] is False
     assert sorted(schema["required"]) == ["data", "model", "output", "train"]
-    for section in schema["$defs"].values():
+    for _, section in section_schemas(schema):
         assert section["additionalProperties"] is False
         assert all(field["description"] for field in section["properties"].values())
     assert schema["$defs"]["AdapterSection"]["properties"]["rank"]["minimum"] == 1
+
+
+@pytest.mark.parametrize(
+    ("objective", "num_fitting"),
+    [({}, 1), ({"method": "dpo", "beta": 0.2}, 1), ({"beta": 0.2}, 0), ({"method": "dpq"}, 0)],
+)
+def test_one_choice_of_the_json_schema_fits_an_objective(
+    objective: dict[str, Any], num_fitting: int
+) -> None:
+    def fits(choice: dict[str, Any]) -> bool:
+        known = choice["properties"]
+        return {*choice.get("required", ())} <= {*objective} <= {*known} and objective.get(
+            "method", known["method"]["const"]
+        ) == known["method"]["const"]
+
+    choices = json.loads(json_schema())["$defs"]["ObjectiveSection"]["oneOf"]
+    assert sum(map(fits, choices)) == num_fitting
 
 
 def test_the_shipped_recipes_lie_in_the_recipes_folder() -> None:
@@ -390,22 +412,18 @@ def test_a_kl_divergence_needs_a_reference_and_none_needs_none() -> None:
     assert "reference" not in set_values(method="grpo", beta=0.0)
 
 
-def test_each_loss_is_of_a_method() -> None:
-    assert {loss for losses in LOSSES.values() for loss in losses} == set(get_args(LossName))
-    assert set(LOSSES) <= set(get_args(Method))
-
-
 @pytest.mark.parametrize(
     ("method", "loss"),
     mostly_slow(
-        [(method, loss) for method in get_args(Method) for loss in LOSSES.get(method, (None,))],
+        [(method, loss) for method in METHODS for loss in losses_of(method)],
         ("dpo", "robust"),
         ("grpo", "rloo"),
         ("sft", None),
     ),
 )
 def test_a_run_reads_its_own_recipe_as_it_was(method: str, loss: str | None) -> None:
-    values: dict[str, object] = {"method": method, "loss": loss}
+    values: dict[str, object] = {"method": method}
+    values |= {"loss": loss} if loss else {}
     if loss == "robust":
         values["label_smoothing"] = 0.1
     has_head = method in ("reward", "classify", "classify_tokens")
@@ -424,25 +442,106 @@ def test_a_run_reads_its_own_recipe_as_it_was(method: str, loss: str | None) -> 
     assert not differences(recipe, again)
 
 
-def test_a_run_begun_before_there_were_objectives_is_the_same_recipe() -> None:
+def test_a_recipe_without_an_objective_repeats_the_rows() -> None:
     recipe = Recipe.model_validate(PLAIN)
-    before = yaml.safe_load(resolved_yaml(recipe))
-    assert before.pop("objective")["method"] == "sft"
-    assert not differences(Recipe.model_validate(before), recipe)
+    assert yaml.safe_load(resolved_yaml(recipe))["objective"] == {"method": "sft"}
+    assert recipe == Recipe.model_validate(PLAIN | {"objective": {}})
+
+
+def test_recipes_differ_in_the_settings_that_one_choice_alone_has() -> None:
+    plain = Recipe.model_validate(PLAIN)
+    orpo = Recipe.model_validate(PLAIN | {"objective": {"method": "orpo"}})
+    assert differences(plain, orpo) == [
+        'objective.method: "sft" -> "orpo"',
+        "objective.beta: null -> 0.1",
+    ]
 
 
 def test_what_a_step_needs_is_read_off_the_section() -> None:
-    sft, dpo, kto = (ObjectiveSection(method=name) for name in ("sft", "dpo", "kto"))
-    assert (sft.is_sft, sft.has_reference, sft.computes_reference) == (True, False, False)
-    assert (dpo.is_sft, dpo.has_reference, dpo.computes_reference) == (False, True, True)
-    known = ObjectiveSection(method="dpo", reference="precomputed")
-    assert (known.has_reference, known.computes_reference) == (True, False)
+    def read(**values: object) -> ObjectiveSection:
+        return ObjectiveSection.model_validate(values)
+
+    sft, dpo, kto = (read(method=name) for name in ("sft", "dpo", "kto"))
+    assert (sft.is_cross_entropy, sft.computes_reference) == (True, False)
+    assert (dpo.is_cross_entropy, dpo.computes_reference) == (False, True)
+    known = read(method="dpo", reference="precomputed")
+    assert (known.precomputes_reference, known.computes_reference) == (True, False)
     assert (dpo.scores_mismatched, kto.scores_mismatched) == (False, True)
-    assert not ObjectiveSection(method="kto", loss="apo_zero_unpaired").scores_mismatched
-    assert ObjectiveSection(method="dpo", loss="plackett_luce").is_ranking
-    assert not dpo.is_ranking
-    assert ObjectiveSection(method="grpo", importance_sampling_mode="ratio").takes_sampler
-    assert not ObjectiveSection(method="grpo").takes_sampler
+    assert not read(method="kto", loss="apo_zero_unpaired").scores_mismatched
+    assert read(method="dpo", loss="plackett_luce").read_formats == ("preference", "ranking")
+    assert dpo.read_formats == ("preference",)
+
+
+@pytest.mark.parametrize(
+    ("objective", "field", "hint"),
+    [
+        (
+            {"method": "dpo", "loss": "hinge", "label_smoothing": 0.1},
+            "label_smoothing",
+            "leave out `objective.label_smoothing`, or `objective.loss: sigmoid`",
+        ),
+        (
+            {"method": "cpo", "loss": "ipo", "label_smoothing": 0.1},
+            "label_smoothing",
+            "leave out `objective.label_smoothing`, or `objective.loss: sigmoid`",
+        ),
+        (
+            {"method": "distill", "temperature": 2.0},
+            "temperature",
+            "leave out `objective.temperature`, or `objective.loss: kl_top`",
+        ),
+        (
+            {"method": "grpo", "beta": 0.0, "reference": "base"},
+            "reference",
+            "leave out `objective.reference`, or `objective.beta: 0.05`",
+        ),
+        (
+            {"method": "grpo", "importance_sampling_cap": 2.0},
+            "importance_sampling_cap",
+            "leave out `objective.importance_sampling_cap`, or"
+            " `objective.importance_sampling_mode: sequence_truncate`",
+        ),
+        (
+            {"method": "kto", "desirable_weight": 0.0, "undesirable_weight": 0.0},
+            "desirable_weight",
+            "`objective.desirable_weight: 1.0`",
+        ),
+        (
+            {"method": "dpo", "loss": "robust"},
+            "label_smoothing",
+            "`objective.label_smoothing: 0.1`, or `objective.loss: sigmoid`",
+        ),
+        (
+            {"method": "dpo", "loss": "exo_pair", "label_smoothing": 0.0},
+            "label_smoothing",
+            "`objective.label_smoothing: 0.1`, or `objective.loss: sigmoid`",
+        ),
+        (
+            {"method": "grpo", "beta": 0.1, "reference": "precomputed"},
+            "reference",
+            "`objective.reference: base`, or `objective.loss: rloo`",
+        ),
+        (
+            {"method": "kto", "reference": "precomputed"},
+            "reference",
+            "`objective.reference: base`, or `objective.loss: apo_zero_unpaired`",
+        ),
+        (
+            {"method": "grpo", "loss": "rloo", "importance_sampling_mode": "token_mask"},
+            "importance_sampling_mode",
+            "`objective.importance_sampling_mode: sequence_mask`",
+        ),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused_by_their_objective(
+    objective: dict[str, Any], field: str, hint: str
+) -> None:
+    with pytest.raises(ValidationError) as caught:
+        Recipe.model_validate(PLAIN | {"objective": objective})
+    (error,) = caught.value.errors()
+    assert error["loc"] == ("objective",)
+    assert error["ctx"]["field"] == field
+    assert error["ctx"]["hint"] == hint
 
 
 def classified(**train: Any) -> Recipe:
@@ -476,7 +575,7 @@ def test_a_recipe_of_a_head_alone_has_the_head_and_no_adapter() -> None:
 # --------------------------------------------------------------------------------- virtual tokens
 
 
-METHODS = get_args(AdapterSection.model_fields["method"].annotation)
+ADAPTER_METHODS = get_args(AdapterSection.model_fields["method"].annotation)
 
 
 @pytest.mark.parametrize("method", ["prompt", "p_tuning", "prefix", "prefix_mlp", "lora"])
@@ -487,7 +586,7 @@ def test_virtual_tokens_are_in_front_of_rows_or_of_each_layers_keys(method: str)
     assert adapter.num_in_rows == (8 if method in ("prompt", "p_tuning") else 0)
 
 
-@pytest.mark.parametrize("method", [*METHODS, "PREFIX_TUNING", "P_TUNING", "LORA"])
+@pytest.mark.parametrize("method", [*ADAPTER_METHODS, "PREFIX_TUNING", "P_TUNING", "LORA"])
 def test_virtual_tokens_are_refused_where_rows_have_none(method: str) -> None:
     words = {"prompt", "p_tuning", "prefix", "prefix_mlp", "PREFIX_TUNING", "P_TUNING"}
     refused = pytest.raises(ConfigError, match=f"an adapter of the method {method}, and rows")

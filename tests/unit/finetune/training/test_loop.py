@@ -19,14 +19,15 @@ import offload
 from finetune.adapter import lora as adapters
 from finetune.adapter.linear_lora import is_trained_whole
 from finetune.data.order import PackedOrder, Packing, RowCost, StepSizes
+from finetune.data.step_rows import StepRows
 from finetune.data.steps import StepShare, collate, num_parts
 from finetune.data.tokenize import Example
 from finetune.errors import FinetuneError
-from finetune.objective.step_rows import StepRows
 from finetune.planning.request import facts_of, request_for
 from finetune.planning.subject import subject_of
+from finetune.recipe.extensions import ObjectiveSection
 from finetune.recipe.recipe import Recipe, with_settings
-from finetune.recipe.sections import AdapterSection, ObjectiveSection, TrainSection
+from finetune.recipe.sections import AdapterSection, TrainSection
 from finetune.report.screen import Screen
 from finetune.run.checkpoint import MAX_SKIPPED, Checkpoints, LossScale
 from finetune.run.run_dir import RunDir
@@ -682,7 +683,9 @@ def test_epochs_of_packed_rows_are_counted_in_tokens() -> None:
 def test_rewards_of_desired_answers_are_means_over_these_answers() -> None:
     policy = torch.tensor([-1.0, -2.0, -4.0, -8.0, -16.0, -32.0])
     labels = torch.tensor([1.0, 1.0, 1.0, 0.0, 1.0, 0.0])
-    section = ObjectiveSection(method="kto", loss="apo_zero_unpaired", beta=0.5)
+    section = ObjectiveSection.model_validate(
+        {"method": "kto", "loss": "apo_zero_unpaired", "beta": 0.5}
+    )
     kto = Objectives(section=section, seq_len=8, ranks=Ranks())
 
     def said(part: slice) -> tuple[int, Evaluation]:
@@ -701,7 +704,7 @@ def test_rewards_of_desired_answers_are_means_over_these_answers() -> None:
         return num, kto.evaluation(rows, label_lens=lens, loss=loss, metrics=metrics)
 
     _, whole = said(slice(0, 6))
-    cut = mean_of([said(slice(0, 4)), said(slice(4, 6))])
+    cut = mean_of([said(slice(0, 4)), said(slice(4, 6))], section)
     assert cut.metrics == pytest.approx(whole.metrics)
     assert cut.loss == pytest.approx(whole.loss)
     assert whole.metrics["rewards/chosen"] == pytest.approx(0.5 * -23 / 4)
@@ -751,7 +754,7 @@ def test_cross_entropy_of_held_out_answers_is_a_mean_over_their_tokens(
     chosen = torch.cat([logps[row] for row in (0, 3, 4, 6)])
     whole = said(list(range(8)))[1]
     assert whole.metrics["nll_loss"] == pytest.approx(-chosen.mean().item(), rel=1e-12)
-    cut = mean_of([said([0, 1]), said([2, 3, 4, 5]), said([6, 7])])
+    cut = mean_of([said([0, 1]), said([2, 3, 4, 5]), said([6, 7])], of_run.section)
     assert cut.metrics == pytest.approx(whole.metrics, rel=1e-12)
     assert cut.loss == pytest.approx(whole.loss, rel=1e-12)
 
@@ -771,7 +774,8 @@ def test_the_least_and_the_largest_reward_are_those_of_all_parts() -> None:
         metrics = {"rewards/min": least, "rewards/mean": 1.0, "rewards/max": largest}
         return Evaluation(loss=1.0, metrics=metrics)
 
-    found = mean_of([(3, part(-2.0, 1.0)), (1, part(-1.0, 4.0))])
+    reward = ObjectiveSection.model_validate({"method": "reward"})
+    found = mean_of([(3, part(-2.0, 1.0)), (1, part(-1.0, 4.0))], reward)
     assert found.metrics == {"rewards/min": -2.0, "rewards/mean": 1.0, "rewards/max": 4.0}
 
 
@@ -810,12 +814,12 @@ def test_what_held_out_samples_say_is_weighted_by_answers_and_tokens(loss: str) 
         evaluation = grpo.evaluation(
             step_rows, label_lens=own, loss=found.value.item(), metrics=metrics
         )
-        num = grpo.weight(num_groups=len(of), num_rows=len(rows), num_label_tokens=sum(own))
+        num = section.weight(num_groups=len(of), num_rows=len(rows), num_label_tokens=sum(own))
         return num, evaluation
 
     whole = said([0, 1, 2, 3])[1]
     assert {"kl", "clip_ratio/region_mean", "reward_std", "logps/accuracies"} <= {*whole.metrics}
-    cut = mean_of([said([0]), said([1, 2]), said([3])])
+    cut = mean_of([said([0]), said([1, 2]), said([3])], section)
     assert cut.loss == pytest.approx(whole.loss, rel=1e-12)
     assert cut.metrics == pytest.approx(whole.metrics, rel=1e-12)
 

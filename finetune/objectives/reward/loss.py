@@ -5,13 +5,14 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from finetune.objective.pairs import Exchange, paired, row_sums
-from finetune.objective.step_rows import StepRows
+from finetune.data.step_rows import SectionObjective
+from finetune.objectives._pairs import paired
+from finetune.objectives.reward import Reward
 from offload.engine.objective import Scores, StepLoss
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class RewardObjective:
+class RewardObjective(SectionObjective):
     """Bradley and Terry's likelihood of each pair, by the rewards of its answers.
 
     With rewards c and r of the chosen and the rejected answer, and the margin m of a pair, the loss
@@ -20,18 +21,9 @@ class RewardObjective:
 
     Source: arXiv:2203.02155 eq. 1 for pairs; margins as arXiv:2307.09288 eq. 2; the second term of
     arXiv:2312.09244. All as in trl 1.16.0, trainer/reward_trainer.py, `compute_loss`.
-
-    Attributes:
-        rows: What the step's rows are to each other; the value of a chosen answer is 1 more than
-            the margin of its pair, that of a rejected one is 0.
-        center_weight: w.
-        exchange: Gets the rows of the other ranks.
     """
 
-    rows: StepRows
-    center_weight: float
-    exchange: Exchange | None = None
-    reference: None = None
+    section: Reward
 
     @property
     def output_index(self) -> int:
@@ -47,13 +39,13 @@ class RewardObjective:
         Raises:
             DataError: Rows of a group are not one chosen and one rejected answer.
         """
-        sums = row_sums(scores, self.rows, self.exchange)
+        sums, center_weight = self.sums(scores), self.section.beta
         chosen, rejected = paired(sums)
         better_P, worse_P = sums.policy_A[chosen], sums.policy_A[rejected]
         apart_P = better_P - worse_P
         loss = -functional.logsigmoid(apart_P - (sums.values_A[chosen] - 1)).mean()
-        if self.center_weight:
-            loss = loss + self.center_weight * (better_P + worse_P).square().mean()
+        if center_weight:
+            loss = loss + center_weight * (better_P + worse_P).square().mean()
         all_R = torch.cat((better_P, worse_P))
         metrics = {
             "rewards/chosen": better_P.mean(),

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from finetune.objective.pairs import Exchange
-from finetune.objective.step_rows import StepRows
+from finetune.data.step_rows import SectionObjective
+from finetune.objectives.distill import Distill
 from offload.engine.objective import Scores, StepLoss
 
 ROUNDING = 1e-6
@@ -18,7 +18,7 @@ ROUNDING = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class DistillObjective:
+class DistillObjective(SectionObjective):
     """The KL divergence of the model from its teacher, a mean over the label tokens of a step.
 
         kl      sum of p_k log(p_k / q_k) + p log(p / q): that of the distributions over the given
@@ -29,27 +29,15 @@ class DistillObjective:
 
     Source: arXiv:1503.02531 for the loss, t and t^2; arXiv:2306.13649 for its form over the tokens
     of an answer; one more token for all others as in trl 1.16.0, `_add_tail_bucket`.
-
-    Attributes:
-        rows: With the teacher's tokens and log-probabilities.
-        name: Which of the two.
-        temperature: t; 1 for `kl`, whose rest has no other.
-        sft_weight: Weight of the mean cross-entropy of the label tokens, which is added.
-        exchange: Gets the sums of the other ranks.
     """
 
-    rows: StepRows
-    name: str
-    temperature: float
-    sft_weight: float
-    exchange: Exchange | None = None
-    reference: None = None
+    section: Distill
 
     @property
     def top_ids(self) -> torch.Tensor:
         """The teacher's tokens."""
-        assert self.rows.top_ids_NK is not None, "rows of the format have them"
-        return self.rows.top_ids_NK
+        assert self.step.rows.top_ids_NK is not None, "rows of the format have them"
+        return self.step.rows.top_ids_NK
 
     def loss(self, scores: Scores) -> StepLoss:
         """Return the loss of a step.
@@ -59,14 +47,17 @@ class DistillObjective:
         """
         assert scores.top_NK is not None
         assert scores.others_N is not None
-        assert self.rows.top_logps_NK is not None
+        rows, exchange, sft_weight = self.step.rows, self.step.exchange, self.section.sft_weight
+        assert rows.top_logps_NK is not None
         is_given_NK = self.top_ids.cpu() >= 0
-        teacher_NK = _at_most_one(self.rows.top_logps_NK.cpu().double(), is_given_NK)
+        teacher_NK = _at_most_one(rows.top_logps_NK.cpu().double(), is_given_NK)
         student_NK = scores.top_NK.cpu().double()
-        if self.name == "kl":
+        if self.section.loss == "kl":
             kl_N = _with_others(teacher_NK, student_NK, scores.others_N.cpu().double(), is_given_NK)
         else:
-            kl_N = _of_given(teacher_NK, student_NK, is_given_NK, temperature=self.temperature)
+            kl_N = _of_given(
+                teacher_NK, student_NK, is_given_NK, temperature=self.section.temperature or 1.0
+            )
         nll_N = -scores.policy_N.cpu().double()
         known_NK = student_NK.detach().where(is_given_NK, -math.inf)
         named = {
@@ -78,9 +69,9 @@ class DistillObjective:
         }
         num = torch.tensor(float(len(kl_N)), dtype=torch.float64)
         own_C = torch.stack([*(values_N.sum() for values_N in named.values()), num])
-        others = self.exchange(own_C[None]) if self.exchange else ()
+        others = exchange(own_C[None]) if exchange else ()
         all_C = torch.cat((own_C[None], *others)).sum(0)
-        losses_N = kl_N + self.sft_weight * nll_N if self.sft_weight else kl_N
+        losses_N = kl_N + sft_weight * nll_N if sft_weight else kl_N
         return StepLoss(
             value=losses_N.sum() / all_C[-1],
             metrics=dict(zip(named, all_C[:-1] / all_C[-1], strict=True)),

@@ -4,17 +4,17 @@ Macro F1 is the mean over classes of the harmonic mean of precision and recall,
 2 hits / (predicted + labelled), over the classes that some row has or is predicted to have. It is
 no mean over rows: from parts of the rows it follows by their counts.
 
-All of it is computed on the CPU in float64, as in `finetune.objective.pairs`. N rows or words of
+All of it is computed on the CPU in float64, as in `finetune.data.step_rows`. N rows or words of
 this rank, A of all ranks, C classes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from finetune.objective.pairs import Exchange
-from finetune.objective.step_rows import StepRows
+from finetune.data.step_rows import SectionObjective
+from finetune.objectives.classify import Classify
 from offload.engine.objective import Scores, StepLoss
 
 ACCURACY, F1 = "accuracy", "f1"
@@ -23,20 +23,10 @@ HITS, PREDICTED, LABELLED = COUNTS = ("hits/", "predicted/", "labelled/")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class ClassifyObjective:
-    """The cross-entropy of a step's classes, by the head's outputs; each row or word as much.
+class ClassifyObjective(SectionObjective):
+    """The cross-entropy of a step's classes, by the head's outputs; each row or word as much."""
 
-    Attributes:
-        rows: What the step's rows are; `classes_N` are the numbers of the words' classes, or else
-            the value of a row is that of its class.
-        has_counts: Whether the metrics have the counts of each class, from which F1 follows.
-        exchange: Gets the rows of the other ranks.
-    """
-
-    rows: StepRows
-    has_counts: bool = False
-    exchange: Exchange | None = None
-    reference: None = None
+    section: Classify
 
     @property
     def output_index(self) -> None:
@@ -50,21 +40,22 @@ class ClassifyObjective:
             scores: The outputs (N, C) at the last token of each row, or at the first of each word.
         """
         outputs_NC = scores.policy_N.cpu().double()
-        classes_N = self.rows.classes_N
+        rows, exchange = self.step.rows, self.step.exchange
+        classes_N = rows.classes_N
         if classes_N is None:
-            classes_N = self.rows.values_R[scores.rows_N.cpu()].long()
+            classes_N = rows.values_R[scores.rows_N.cpu()].long()
         losses_N = torch.nn.functional.cross_entropy(outputs_NC, classes_N, reduction="none")
         own_N3 = torch.stack(
             (losses_N.detach(), classes_N.double(), outputs_NC.argmax(1).double()), dim=1
         )
-        others = self.exchange(own_N3) if self.exchange is not None else ()
+        others = exchange(own_N3) if exchange is not None else ()
         all_A3 = torch.cat((own_N3, *others))
         counts = counts_of(all_A3[:, 1].long(), all_A3[:, 2].long(), outputs_NC.shape[1])
         metrics = {
             ACCURACY: (all_A3[:, 1] == all_A3[:, 2]).double().mean(),
             F1: torch.tensor(macro_f1(counts), dtype=torch.float64),
         }
-        if self.has_counts:
+        if self.step.is_held_out:
             metrics |= {name: torch.tensor(float(number)) for name, number in counts.items()}
         return StepLoss(value=losses_N.sum() / len(all_A3), metrics=metrics)
 
@@ -83,6 +74,17 @@ def counts_of(
         for name, rows in of_all
         for index, number in enumerate(rows.bincount(minlength=num_classes).tolist())
     }
+
+
+def merged(means: Mapping[str, float], parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean metrics of parts of the rows, and F1 by the counts of all of them."""
+    counts = {
+        name: sum(part[name] for part in parts if name in part)
+        for name in means
+        if name.startswith(COUNTS)
+    }
+    kept = {name: value for name, value in means.items() if name not in counts}
+    return kept | {F1: macro_f1(counts)}
 
 
 def macro_f1(counts: Mapping[str, float]) -> float:

@@ -4,14 +4,14 @@ from dataclasses import dataclass
 
 import torch
 
+from finetune.data.step_rows import RowSums, SectionObjective
 from finetune.errors import DataError
-from finetune.objective.pairs import Exchange, RowSums, row_sums
-from finetune.objective.step_rows import StepRows
-from offload.engine.objective import Reference, Scores, StepLoss
+from finetune.objectives.kto import Kto
+from offload.engine.objective import Scores, StepLoss
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class KtoObjective:
+class KtoObjective(SectionObjective):
     """The mean over all answers of a step of how far each is from where it should be.
 
     With r = log(p / p_ref) of an answer, b beta and s the logistic function, the loss of a desired
@@ -21,27 +21,9 @@ class KtoObjective:
 
     Without k the loss of an undesired answer is w_u s(b r): apo_zero_unpaired, arXiv:2408.06266
     eq. 7 for single answers.
-
-    Attributes:
-        rows: What the step's rows are to each other.
-        beta: b.
-        desirable_weight: w_d.
-        undesirable_weight: w_u.
-        has_kl: Whether k is taken, and is not 0.
-        exchange: Gets the rows of the other ranks.
     """
 
-    rows: StepRows
-    beta: float
-    desirable_weight: float
-    undesirable_weight: float
-    has_kl: bool
-    exchange: Exchange | None = None
-
-    @property
-    def reference(self) -> Reference | None:
-        """The base, unless its log-probabilities are known."""
-        return self.rows.reference
+    section: Kto
 
     def loss(self, scores: Scores) -> StepLoss:
         """Return the loss of a step.
@@ -52,7 +34,7 @@ class KtoObjective:
         Raises:
             DataError: A label is neither 0 nor 1, or no row is there to take k from.
         """
-        sums = row_sums(scores, self.rows, self.exchange, has_reference=True)
+        section, sums = self.section, self.sums(scores)
         trained = sums.is_trained_A.nonzero()[:, 0]
         labels = sums.values_A[trained]
         wrong = labels[(labels != 0) & (labels != 1)]
@@ -65,17 +47,17 @@ class KtoObjective:
         ratios = sums.log_ratios[trained]
         kl = self._kl(sums)
         signs = 2 * labels - 1
-        weights = labels * self.desirable_weight + (1 - labels) * self.undesirable_weight
-        losses = weights * (-signs * self.beta * (ratios - kl)).sigmoid()
+        weights = labels * section.desirable_weight + (1 - labels) * section.undesirable_weight
+        losses = weights * (-signs * section.beta * (ratios - kl)).sigmoid()
         metrics = self._metrics(ratios.detach(), sums.policy_A[trained].detach(), labels)
         return StepLoss(
             value=sums.own_part(losses.mean()),
-            metrics={**metrics, "kl": kl} if self.has_kl else metrics,
+            metrics={**metrics, "kl": kl} if section.scores_mismatched else metrics,
         )
 
     def _kl(self, sums: RowSums) -> torch.Tensor:
         """Return k."""
-        if not self.has_kl:
+        if not self.section.scores_mismatched:
             return torch.zeros((), dtype=torch.float64)
         scored = ~sums.is_trained_A
         if not bool(scored.any()):
@@ -100,7 +82,7 @@ class KtoObjective:
         for name, label in (("chosen", 1), ("rejected", 0)):
             of_kind = labels == label
             if bool(of_kind.any()):
-                metrics[f"rewards/{name}"] = self.beta * ratios[of_kind].mean()
+                metrics[f"rewards/{name}"] = self.section.beta * ratios[of_kind].mean()
                 metrics[f"logps/{name}"] = logps[of_kind].mean()
         if "rewards/chosen" in metrics and "rewards/rejected" in metrics:
             metrics["rewards/margins"] = metrics["rewards/chosen"] - metrics["rewards/rejected"]

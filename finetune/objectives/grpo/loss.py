@@ -7,20 +7,19 @@ moves. N label tokens and R answers of this rank, A answers of all ranks.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
+from finetune.data.step_rows import RowSums, SectionObjective, summed
 from finetune.errors import DataError
-from finetune.objective.pairs import Exchange, RowSums, row_sums, summed
-from finetune.objective.step_rows import StepRows
-from offload.engine.objective import Reference, Scores, StepLoss
+from finetune.objectives.grpo import Grpo
+from offload.engine.objective import Scores, StepLoss
 
 _STD_FLOOR = 1e-4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class GrpoObjective:
+class GrpoObjective(SectionObjective):
     """The clipped policy gradient of all answers of a step, by their advantages in their groups.
 
     With a token's ratio q, its answer's advantage a and the range [l, h], the loss of a token is
@@ -29,39 +28,16 @@ class GrpoObjective:
 
         grpo     the mean over answers of the mean over an answer's tokens   arXiv:2402.03300
         dapo     the mean over all tokens                                    arXiv:2503.14476
-        dr_grpo  the sum over all tokens / (answers x max_tokens)            arXiv:2503.20783
+        dr_grpo  the sum over all tokens / (answers x seq_len)               arXiv:2503.20783
         rloo     the mean over answers, each one action with one ratio       arXiv:2402.14740
 
     The advantage is the reward less the group's mean, over the group's standard deviation + 1e-4 in
     grpo and dapo; in rloo the reward, less b log(p / p_ref) of the answer, less the mean of the
     other answers'. The old policy is the policy at this step, so ratios are 1 and have a gradient,
     or, with `ratio`, what sampled the answers.
-
-    Attributes:
-        rows: What the step's rows are to each other.
-        name: Which of the four.
-        beta: b.
-        clip_range: l and h.
-        mode: What the sampler's log-probabilities are for, `objective.importance_sampling_mode`.
-        max_weight: Above it the weights that correct for the sampler are truncated, or answers and
-            tokens left out.
-        max_tokens: What dr_grpo divides an answer's sum by.
-        exchange: Gets the rows of the other ranks.
     """
 
-    rows: StepRows
-    name: Literal["grpo", "dapo", "dr_grpo", "rloo"]
-    beta: float
-    clip_range: tuple[float, float]
-    mode: str
-    max_weight: float
-    max_tokens: int
-    exchange: Exchange | None = None
-
-    @property
-    def reference(self) -> Reference | None:
-        """The base, if the loss has a KL divergence and it is not known beforehand."""
-        return self.rows.reference if self.beta > 0 else None
+    section: Grpo
 
     def loss(self, scores: Scores) -> StepLoss:
         """Return the loss of a step.
@@ -72,32 +48,33 @@ class GrpoObjective:
         Raises:
             DataError: A group has one answer, or a reward is not a number.
         """
-        sums = row_sums(scores, self.rows, self.exchange, has_reference=self.beta > 0)
+        section, sums = self.section, self.sums(scores)
+        mode, beta = section.importance_sampling_mode, section.beta
         rewards_A = sums.values_A
-        if self.name == "rloo":
-            rewards_A = rewards_A - self.beta * sums.log_ratios.detach()
-        advantages_A, stds_A = _advantages(rewards_A, sums, self.name)
-        tokens = _Tokens.of(scores, sums, advantages_A, self.rows.sampler_N)
+        if section.loss == "rloo":
+            rewards_A = rewards_A - beta * sums.log_ratios.detach()
+        advantages_A, stds_A = _advantages(rewards_A, sums, section.loss)
+        tokens = _Tokens.of(scores, sums, advantages_A, self.step.rows.sampler_N)
         old_N = tokens.policy_N.detach()
         weights_N = torch.ones_like(old_N)
-        if self.mode == "ratio":
+        if mode == "ratio":
             assert tokens.sampler_N is not None
             old_N = tokens.sampler_N
-        elif self.mode != "none":
+        elif mode != "none":
             assert tokens.sampler_N is not None
             weights_N = _weights(
-                old_N - tokens.sampler_N, tokens.rows_N, self.mode, max_weight=self.max_weight
+                old_N - tokens.sampler_N, tokens.rows_N, mode, max_weight=section.max_weight
             )
         log_ratios_N = tokens.policy_N - old_N
-        if self.name == "rloo":
+        if section.loss == "rloo":
             log_ratios_N = summed(log_ratios_N, tokens.rows_N, scores.num_rows)[tokens.rows_N]
         ratios_N = log_ratios_N.exp()
-        clipped_N = ratios_N.clamp(*self.clip_range)
+        clipped_N = ratios_N.clamp(*section.clip_range)
         gains_N = torch.min(ratios_N * tokens.advantages_N, clipped_N * tokens.advantages_N)
         losses_N = -weights_N * gains_N
         kl_N = _kl(tokens.policy_N, tokens.reference_N)
-        if self.beta and self.name != "rloo":
-            losses_N = losses_N + self.beta * kl_N
+        if beta and section.loss != "rloo":
+            losses_N = losses_N + beta * kl_N
         shares_N = self._shares(sums, tokens.rows_N)
         return StepLoss(
             value=(losses_N * shares_N).sum(),
@@ -106,7 +83,7 @@ class GrpoObjective:
                 **self._token_metrics(
                     tokens,
                     {"ratio": ratios_N.detach(), "kl": kl_N.detach(), "weight": weights_N},
-                    1 / sums.tokens_A[tokens.rows_N] if self.name == "rloo" else None,
+                    1 / sums.tokens_A[tokens.rows_N] if section.loss == "rloo" else None,
                 ),
             },
         )
@@ -114,10 +91,10 @@ class GrpoObjective:
     def _shares(self, sums: RowSums, rows_N: torch.Tensor) -> torch.Tensor:
         """Return what each token's loss counts for in the step's."""
         num_answers, num_tokens = len(sums.tokens_A), sums.tokens_A.sum()
-        if self.name == "dapo":
+        if self.section.loss == "dapo":
             return torch.ones(len(rows_N), dtype=torch.float64) / num_tokens
-        if self.name == "dr_grpo":
-            divisor = num_answers * self.max_tokens
+        if self.section.loss == "dr_grpo":
+            divisor = num_answers * self.step.seq_len
             return torch.ones(len(rows_N), dtype=torch.float64) / divisor
         return 1 / (sums.tokens_A[rows_N] * num_answers)
 
@@ -135,7 +112,7 @@ class GrpoObjective:
             counts_N: What each counts for; None for tokens that count alike.
         """
         ratios_N = found["ratio"]
-        low, high = self.clip_range
+        low, high = self.section.clip_range
         is_low_N = (ratios_N < low) & (tokens.advantages_N < 0)
         is_high_N = (ratios_N > high) & (tokens.advantages_N > 0)
         per_token = {
@@ -153,7 +130,7 @@ class GrpoObjective:
             counts_N = torch.ones_like(ratios_N)
         totals = [(values * counts_N).sum() for values in per_token.values()]
         own_C = torch.stack([*totals, counts_N.sum()])
-        others = self.exchange(own_C[None]) if self.exchange else ()
+        others = exchange(own_C[None]) if (exchange := self.step.exchange) else ()
         all_C = torch.cat((own_C[None], *others)).sum(0)
         return dict(zip(per_token, all_C[:-1] / all_C[-1], strict=True))
 

@@ -1,7 +1,7 @@
-"""Losses of pairs without a reference: SimPO, CPO and ORPO.
+"""The loss of odds ratios.
 
-Of a pair, c and r are the log-probabilities of the chosen and the rejected answer, summed over
-their tokens, c' and r' their means over the tokens, b is beta and e the label smoothing.
+Of a pair, c' and r' are the mean log-probabilities of the tokens of the chosen and the rejected
+answer, b is beta.
 """
 
 import math
@@ -10,13 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch.nn import functional
 
-from finetune.objective.dpo import smoothed
-from finetune.objective.pairs import Pairs
-
-
-def simpo(pairs: Pairs, *, beta: float, gamma: float, smoothing: float) -> torch.Tensor:
-    """-(1 - e) log s(x) - e log s(-x) with x = b (c' - r') - gamma. Source: arXiv:2405.14734."""
-    return smoothed(beta * pairs.differences - gamma, smoothing)
+from finetune.objectives._pairs import Pairs
 
 
 def orpo(pairs: Pairs, *, beta: float) -> torch.Tensor:
