@@ -9,10 +9,9 @@ from pathlib import Path
 from finetune import interrupts
 from finetune.env import launch_notes
 from finetune.recipe.recipe import Recipe
-from finetune.report.choice import choice_tables
-from finetune.report.plan import plan_tables, ranks_table
+from finetune.report.choice import plan_parts
+from finetune.report.rows import as_text
 from finetune.report.screen import Screen
-from finetune.report.summary import plan_summary
 from finetune.training.prepare import Planned, prepare
 from finetune.training.ranks import Ranks
 from finetune.training.run import Outcome, opened, shortage_named
@@ -78,9 +77,6 @@ def finetune(
 
 def show_plan(planned: Planned, recipe: Recipe, screen: Screen) -> None:
     """Show the plan of a step, and in detail what else was considered."""
-    choice = planned.choice
-    screen.show(plan_summary(choice, recipe.report))
-    if choice.plan.others:
-        screen.show(ranks_table(choice.plan))
-    screen.detail(plan_tables(choice.plan))
-    screen.detail(choice_tables(choice))
+    num_steps, is_verbose = planned.steps.num, screen.is_verbose
+    parts = plan_parts(planned.choice, recipe, is_verbose=is_verbose, num_steps=num_steps)
+    screen.show(as_text(parts))

@@ -10,6 +10,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from random import Random
 
@@ -73,15 +74,16 @@ def choices() -> dict[str, list[object]]:
     schema = Recipe.model_json_schema()
     found: dict[str, list[object]] = {}
     for section, reference in schema["properties"].items():
-        fields = schema["$defs"][reference["$ref"].rpartition("/")[2]]["properties"]
-        for name, described in fields.items():
+        whole = schema["$defs"][reference["$ref"].rpartition("/")[2]]
+        every = [one["properties"].items() for one in whole.get("oneOf", [whole])]
+        for name, described in chain.from_iterable(every):
             path = f"{section}.{name}"
             parts = described.get("anyOf", [described])
             values = [value for part in parts for value in _listed(part)]
             values += described.get("examples", [])
             values += MORE.get(path, ())
             if values and path not in NAMES:
-                found[path] = values
+                found[path] = [*found.get(path, ()), *values]
     return found | {"model.config": list(MODELS)}
 
 

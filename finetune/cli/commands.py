@@ -276,6 +276,7 @@ def probe(
         from finetune.commands.probe import probed_with_network
         from finetune.report.choice import host_map
         from finetune.report.plan import machine_table
+        from finetune.report.rows import as_text
 
         machine = probed_with_network(dtype, ranks, note=warn)
         if not ranks.is_main:
@@ -285,7 +286,7 @@ def probe(
         if as_json:
             print_text(machine.to_json())
         else:
-            open_console().print(host_map(machine, None), machine_table(machine), sep="\n")
+            open_console().print(as_text([host_map(machine, None), machine_table(machine)]))
 
 
 def doctor(*, as_json: AsJson = False) -> None:
@@ -402,8 +403,9 @@ def explain(
 ) -> None:
     """Show predicted against measured again, and draw both, from a run's files alone."""
     with explained(str(run_dir)):
-        from finetune.report.explain import draw, explanation_tables
+        from finetune.report.explain import compared, details_of, draw
         from finetune.report.explain import explain as explanation
+        from finetune.report.rows import as_text
 
         if html:
             from finetune.report.pages import write_run_page
@@ -414,7 +416,8 @@ def explain(
         if as_json:
             print_text(json.dumps(found.to_json(), indent=2))
             return
-        open_console().print(explanation_tables(found))
+        open_console().print(as_text(compared(found), is_compact=True))
+        open_console().print(as_text(details_of(found)))
         open_console().print(f"Drawn: {' and '.join(map(str, draw(run_dir, found)))}", markup=False)
 
 
@@ -429,14 +432,15 @@ def compare(
     with explained(" ".join(map(str, runs))):
         from finetune.files.atomic import write_atomically
         from finetune.report.compare_pages import compare_page
-        from finetune.report.compared_runs import read_runs, runs_table
+        from finetune.report.compared_runs import read_runs, runs_tables
+        from finetune.report.rows import as_text
 
         if out is not None and out.suffix != ".html":
             raise ConfigError(
                 f"--out {out}", limit="it is a page: NAME.html", hint="`--out compare.html`"
             )
         found = read_runs(runs)
-        open_console().print(runs_table(found))
+        open_console().print(as_text(runs_tables(found)))
         if out is not None:
             write_atomically(out, compare_page(found))
             open_console().print(f"Page: {out}", markup=False)
@@ -525,7 +529,7 @@ def data(
     """Show what the model will see: rows with their loss, lengths, and what is left out and why."""
     with explained(recipe):
         from finetune.commands.data import data_view
-        from finetune.report.data_view import data_html, data_json, data_tables
+        from finetune.report.data_view import data_html, data_json, data_text
         from finetune.report.screen import Screen
 
         if as_json and html is not None:
@@ -541,7 +545,7 @@ def data(
             return
         console = open_console()
         has_colour = console.is_terminal and not console.no_color
-        console.print(data_tables(view, has_colour=has_colour))
+        console.print(data_text(view, has_colour=has_colour))
 
 
 def generate(

@@ -119,7 +119,7 @@ Quiet = Annotated[bool, typer.Option("--quiet", help="Print errors only.")]
 JsonLogs = Annotated[
     bool, typer.Option("--json-logs", help="Print a JSON object a line, one for each step.")
 ]
-AsMarkdown = Annotated[bool, typer.Option("--markdown", help="Print the table as Markdown.")]
+AsMarkdown = Annotated[bool, typer.Option("--markdown", help="Print it as Markdown.")]
 Temperature = Annotated[
     float, typer.Option(min=0, help="0 takes the most probable token, more draws one.")
 ]

@@ -10,7 +10,7 @@ from finetune.data.sources import Raw, RowError, open_source
 from finetune.data.tokenize import Encoder
 from finetune.errors import ConfigError, DataError, ModelError
 from finetune.model.tokenizer import load_tokenizer
-from finetune.recipe.extensions import FORMATS
+from finetune.recipe.extensions import FORMATS, ObjectiveSection
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -64,7 +64,7 @@ class Look:
     def lines(self) -> Iterator[str]:
         """Yield what was found, for people."""
         number = f"{self.num_rows:,}" + (" or more" if self.num_rows == MOST_COUNTED else "")
-        learned = self.objective.get("method", "sft")
+        learned = self.objective.get("method", ObjectiveSection.default)
         yield f"{self.path}: {number} rows of the format {self.data_format}, learned by {learned}"
         shares = ", ".join(f"{self.quantile(q):,} (p{q * 100:g})" for q in (0.5, 0.9, 0.99))
         how = (

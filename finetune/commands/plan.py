@@ -1,49 +1,40 @@
 """What `plan` and `fit` show: one plan, a table of machines, or a table of models."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Literal
 
-from rich.console import Group, RenderableType
-from rich.text import Text
+from rich.console import RenderableType
 
 from finetune.errors import ConfigError
 from finetune.planning.candidates import chooser, full_requests, uncollected
 from finetune.planning.compare import (
-    FIT_COLUMNS,
-    MACHINE_COLUMNS,
     UNITS,
-    Comparison,
     budgeted,
     compare_on_cards,
     compare_within_memory,
     comparisons_json,
-    comparisons_markdown,
-    comparisons_table,
-    fit_rows,
+    fit_table,
     fitting,
     machine_names,
-    machine_rows,
+    machines_table,
     slowest_card,
     trained_models,
 )
-from finetune.planning.parallel import compare_ways, own_choice, share_out, ways_json, ways_lines
+from finetune.planning.parallel import compare_ways, own_choice, share_out, ways_json, ways_table
 from finetune.planning.ranks import GPUS, require_gpus
 from finetune.planning.request import find_machine, with_backend
 from finetune.planning.runs import plan_variants, variants_of
 from finetune.planning.subject import Subject, model_subject, subject_of
 from finetune.recipe.recipe import with_settings
 from finetune.recipe.sections import TrainSection
-from finetune.report import choice as choice_report
-from finetune.report.choice import host_map
-from finetune.report.energy import plan_cost
+from finetune.report.choice import host_map, plan_figures, plan_parts
 from finetune.report.format import shown_gib
-from finetune.report.plan import gpus_json, plan_json, plan_tables, ranks_json, ranks_table
+from finetune.report.plan import gpus_json, ranks_json
+from finetune.report.rows import Part, as_markdown, as_text
 from finetune.report.runs import runs_json, runs_tables
-from finetune.report.summary import plan_summary
 from finetune.report.what_if import what_if_json, what_if_table
 from offload.plan.machine.cards import CARDS
 from offload.plan.machine.machine import (
@@ -139,12 +130,6 @@ def planned(
         ConfigError: A flag that could have no effect.
         DoesNotFitError: The plan needs more memory than there is.
     """
-    if machines is None and form == "markdown":
-        raise ConfigError(
-            "--markdown without --machines",
-            limit="Markdown is for the table of machines",
-            hint="`--machines all --markdown`, or `--json`",
-        )
     if machines is not None and (machine is not None or wants_ways or form == "verbose"):
         flag = "--machine" if machine else "--what-if" if wants_ways else "--verbose"
         raise ConfigError(
@@ -213,22 +198,19 @@ def _one_plan(
     choice = chooser(recipe)(facts, here, full_requests(recipe, facts, num_ranks=num))
     made = choice.plan
     others = what_if(made, num_cards=NUM_CARDS) if wants_ways else None
-    if form == "json":
-        figures = plan_json(made) | choice_report.choice_json(choice)
-        figures |= {"notes": notes}
-        figures["energy"] |= plan_cost(made, recipe.report)
-        figures |= {} if num_gpus is None else {"gpus": gpus_json(made)}
-        figures |= {} if ways is None else {"parallel": ways_json(ways)}
-        return _json(figures | (what_if_json(others) if others else {}))
-    shown: list[RenderableType] = [*map(Text, notes), plan_summary(choice, recipe.report)]
+    figures = plan_figures(choice, recipe) | {"notes": notes}
+    figures |= {} if num_gpus is None else {"gpus": gpus_json(made)}
+    parts: list[Part] = [*notes, *plan_parts(choice, recipe, is_verbose=form == "verbose")]
     if form == "verbose":
-        tables = choice_report.choice_tables(choice)
-        shown += [plan_tables(made), tables, host_map(here, made)]
-    else:
-        shown.append(Text("`--verbose`: time by lane, memory by term, alternatives, rates"))
+        parts.append(host_map(here, made))
     if ways is not None:
-        shown += map(Text, ("", *ways_lines(ways)))
-    return Group(*shown, *([what_if_table(others, machine=here)] if others else []))
+        figures["parallel"] = ways_json(ways)
+        ways_shown = ways_table(ways)
+        parts.append(ways_shown if form == "verbose" else ways_shown.note)
+    if others is not None:
+        figures |= what_if_json(others)
+        parts.append(what_if_table(others, machine=here))
+    return _shown(form, figures, parts)
 
 
 def several_machines(names: str | None) -> list[str]:
@@ -270,15 +252,9 @@ def _of_ranks(
     others = tuple(choice.plan.as_other for choice in choices[1:])
     made = replace(choices[0].plan, others=others)
     choice = replace(choices[0], plan=made)
-    if form == "json":
-        figures = plan_json(made) | choice_report.choice_json(choice)
-        figures["energy"] |= plan_cost(made, recipe.report)
-        return _json(figures | {"ranks": ranks_json(made), "notes": notes})
-    shown: list[RenderableType] = [*map(Text, notes), plan_summary(choice, recipe.report)]
-    shown.append(ranks_table(made))
-    if form == "verbose":
-        shown += [plan_tables(made), choice_report.choice_tables(choice)]
-    return Group(*shown)
+    figures = plan_figures(choice, recipe) | {"ranks": ranks_json(made), "notes": notes}
+    parts = plan_parts(choice, recipe, is_verbose=form == "verbose")
+    return _shown(form, figures, [*notes, *parts])
 
 
 def planned_runs(
@@ -301,18 +277,18 @@ def planned_runs(
         num_runs: The number of equal runs, in place of a grid.
         machine: A named card or a file; None measures this machine.
         host: Host memory and link of a named card.
-        form: Output format: a table, or JSON.
+        form: Output format.
         note: Reports what takes time.
 
     Raises:
         ConfigError: A flag that could have no effect, or runs that cannot share their steps.
         OffloadError: A run does not fit alone.
     """
-    if form not in ("table", "json"):
+    if form == "verbose":
         raise ConfigError(
-            f"--{form} with several runs",
-            limit="a table of runs is shown as it is, or as JSON",
-            hint="`--json`",
+            "--verbose with several runs",
+            limit="a table of runs has no details",
+            hint="leave out `--verbose`, or `--json`",
         )
     if several_machines(machine):
         raise ConfigError(
@@ -330,16 +306,12 @@ def planned_runs(
         require_gpus(recipe.train, here, num_gpus=num, setting=GPUS)
     with uncollected():
         found = plan_variants(variants, here, num_ranks=num)
-    are_steps_known = variants.num_steps is not None
+    known = {"are_steps_known": variants.num_steps is not None}
     notes = [*first.notes, *machine_notes(here, dtype=dtype)]
-    if form == "json":
-        figures = runs_json(found, variants.names, are_steps_known=are_steps_known)
-        figures |= _asked_gpus(host.num_gpus)
-        return _json({"machine": here.name, **figures, "notes": notes})
-    notes += shared_by(num)
-    return Group(
-        *map(Text, notes), runs_tables(found, variants.names, are_steps_known=are_steps_known)
-    )
+    figures = {"machine": here.name, **runs_json(found, variants.names, **known)}
+    figures |= {**_asked_gpus(host.num_gpus), "notes": notes}
+    parts = runs_tables(found, variants.names, **known)
+    return _shown(form, figures, [*notes, *shared_by(num), *parts])
 
 
 @uncollected()
@@ -362,12 +334,11 @@ def _by_machine(
         f"{subject.name}: {first.tokens_per_step:,} tokens per step in sequences of"
         f" {first.seq_len:,}; {UNITS}"
     )
-    rows = machine_rows(found)
     dtype = subject.recipe.model.dtype
     of_cards = (note for machine in machines for note in machine_notes(machine, dtype=dtype))
     notes = (*subject.notes, *of_cards, *shared_by(num))
-    more = _asked_gpus(num_gpus)
-    return _shown(title, MACHINE_COLUMNS, rows, found, form, notes=notes, more=more)
+    figures = [one | _asked_gpus(num_gpus) for one in comparisons_json(found)]
+    return _shown(form, figures, [*notes, machines_table(title, found)])
 
 
 def _require_no_shares(train: TrainSection, planned: str) -> None:
@@ -438,8 +409,8 @@ def models_that_fit(
         f" {found[0].tokens_per_step:,} tokens per step in sequences of {found[0].seq_len:,};"
         f" {UNITS}"
     )
-    rows, more = fit_rows(found), _asked_gpus(host.num_gpus)
-    return _shown(title, FIT_COLUMNS, rows, found, form, notes=notes, more=more)
+    figures = [one | _asked_gpus(host.num_gpus) for one in comparisons_json(found)]
+    return _shown(form, figures, [*notes, fit_table(title, found)])
 
 
 def machine_notes(machine: Machine, *, dtype: Dtype) -> list[str]:
@@ -472,22 +443,8 @@ def probed(dtype: str, *, note: Callable[[str], None]) -> Machine:
     return probe(device=device, seconds=PROBE_S, dtype=dtype)
 
 
-def _shown(
-    title: str,
-    columns: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    found: Sequence[Comparison],
-    form: Form,
-    *,
-    notes: Sequence[str] = (),
-    more: Mapping[str, int] = MappingProxyType({}),
-) -> RenderableType:
+def _shown(form: Form, figures: object, parts: Sequence[Part]) -> RenderableType:
+    """Return figures for programs, or their parts as people asked for them."""
     if form == "json":
-        return _json([{**one, **more} for one in comparisons_json(found)])
-    if form == "markdown":
-        return comparisons_markdown("\n\n".join([*notes, title]), columns, rows)
-    return Group(*map(Text, notes), comparisons_table(title, columns, rows))
-
-
-def _json(figures: object) -> str:
-    return json.dumps(figures, indent=2)
+        return json.dumps(figures, indent=2)
+    return as_markdown(parts) if form == "markdown" else as_text(parts)

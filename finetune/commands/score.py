@@ -13,6 +13,7 @@ from finetune.files.atomic import write_atomically
 from finetune.model.tokenizer import load_tokenizer
 from finetune.planning.subject import Subject
 from finetune.report.format import shown_gib, shown_time
+from finetune.report.rows import as_text
 from finetune.scoring.contenders import Contender, contenders_of, waves
 from finetune.scoring.report import ContenderScore, row_lines, scores_json, scores_table
 from finetune.scoring.rows import RowsToScore, read_rows
@@ -91,7 +92,7 @@ def score_rows(
     if asked.out is not None:
         write_atomically(asked.out, "".join(row_lines(scores)))
         note(f"Written: {asked.out}")
-    return scores_json(scores, read, run=runs) if as_json else scores_table(scores, read)
+    return scores_json(scores, read, run=runs) if as_json else as_text([scores_table(scores, read)])
 
 
 def _in_waves(

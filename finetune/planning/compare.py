@@ -5,8 +5,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from rich.table import Table
-
 from finetune.errors import ConfigError
 from finetune.planning.candidates import chosen_plan, fits, nearest_request
 from finetune.planning.request import with_backend
@@ -14,7 +12,8 @@ from finetune.planning.subject import Subject
 from finetune.recipe.capabilities import broken_rules
 from finetune.recipe.load import shipped_shapes
 from finetune.recipe.recipe import Recipe, with_seq_len, with_settings
-from finetune.report.format import shown_break_even, shown_gib, table_of
+from finetune.report.format import shown_break_even, shown_gib
+from finetune.report.rows import Table
 from offload.errors import DoesNotFitError
 from offload.plan.facts.codec import NATIVE, codecs_that
 from offload.plan.facts.workload import WeightPlace
@@ -301,69 +300,38 @@ def slowest_card(vram_gib: float | None) -> str:
 # Shown
 
 UNITS = "VRAM and RAM in GiB, N* in tokens per step for micro-batches of the plan's size"
-MACHINE_COLUMNS = ("card", "layers", "fits", "slots", "tok/s", "VRAM", "RAM", "N*")
-FIT_COLUMNS = (
-    *("model", "layers", "inputs", "slots", "tok/s", "VRAM", "RAM", "N*"),
-    *("longest", "limited by"),
-)
+FIGURES: tuple[str, ...] = (*("slots", "tok/s|whole", "VRAM|whole", "RAM|whole", "N*|whole"),)
 
 
-def machine_rows(comparisons: Sequence[Comparison]) -> list[list[str]]:
-    """Return the rows of `MACHINE_COLUMNS`."""
-    return [
-        [
-            compared.machine,
-            _layers(compared),
+def machines_table(title: str, comparisons: Sequence[Comparison]) -> Table:
+    """Return on which machines a model trains; a name that repeats is written once."""
+    lines = [
+        (
+            *(compared.machine, _layers(compared)),
             f"no: {', '.join(compared.short)}" if compared.short else "yes",
-            str(compared.num_slots),
             *_figures(compared),
-        ]
+        )
         for compared in comparisons
     ]
+    return Table(title, ["card", "layers", "fits", *FIGURES], lines)
 
 
-def fit_rows(comparisons: Sequence[Comparison]) -> list[list[str]]:
-    """Return the rows of `FIT_COLUMNS`."""
-    return [
-        [
-            *(compared.model, _layers(compared), _inputs(compared)),
-            str(compared.num_slots),
-            *_figures(compared),
-            f"{compared.longest_seq_len:,}",
-            compared.longest_limit or "",
-        ]
+def fit_table(title: str, comparisons: Sequence[Comparison]) -> Table:
+    """Return which models train, and with which longest sequences."""
+    lines = [
+        (
+            *(compared.model, _layers(compared), _inputs(compared), *_figures(compared)),
+            *(compared.longest_seq_len, compared.longest_limit or ""),
+        )
         for compared in comparisons
     ]
+    columns = ("model", "layers", "inputs", *FIGURES)
+    return Table(title, [*columns, "longest|whole", "limited by"], lines)
 
 
 def comparisons_json(comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
     """Return the comparisons for programs; sizes in bytes."""
     return [asdict(compared) for compared in comparisons]
-
-
-def comparisons_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """Return rows for a terminal; a name that repeats is written once."""
-    table = table_of(title, *columns)
-    for column in table.columns:
-        if column.header in ("layers", "fits", "inputs", "limited by"):
-            column.justify = "left"
-    last = ""
-    for name, *others in rows:
-        if name != last and last:
-            table.add_section()
-        table.add_row("" if name == last else name, *others)
-        last = name
-    return table
-
-
-def comparisons_markdown(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return rows as a table of Markdown."""
-    lines = [title, "", _markdown_row(columns), _markdown_row(["---"] * len(columns))]
-    return "\n".join([*lines, *(_markdown_row(row) for row in rows)])
-
-
-def _markdown_row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
 
 
 def _layers(compared: Comparison) -> str:
@@ -380,9 +348,10 @@ def _inputs(compared: Comparison) -> str:
     return place + (also if moved else "")
 
 
-def _figures(compared: Comparison) -> list[str]:
+def _figures(compared: Comparison) -> list[Any]:
     return [
-        "" if compared.tokens_per_s is None else f"{compared.tokens_per_s:,.0f}",
+        compared.num_slots,
+        "" if compared.tokens_per_s is None else compared.tokens_per_s,
         f"{compared.vram_bytes / GIB:,.1f}",
         f"{compared.ram_bytes / GIB:,.1f}",
         shown_break_even(compared.break_even_tokens),

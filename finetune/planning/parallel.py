@@ -15,6 +15,7 @@ from finetune.planning.ranks import LAUNCHED, require_ranks_for
 from finetune.recipe.capabilities import broken_with
 from finetune.recipe.recipe import Recipe, with_settings
 from finetune.report.format import shown_gib, shown_time
+from finetune.report.rows import Table
 from offload.errors import DoesNotFitError, SluiceError
 from offload.plan.facts.facts import ModelFacts
 from offload.plan.machine.machine import Machine
@@ -285,25 +286,20 @@ def _sharded(recipe: Recipe, facts: ModelFacts, machine: Machine, *, num_ranks: 
         return Way(name=FSDP2, choice=None, why_not=_why(error), error=error)
 
 
-def way_line(way: Way) -> str:
-    """Return a way's time and memory in words, or why there is none."""
-    plan = way.plan
-    if plan is None:
-        return f"{way.name}: not possible, {way.why_not}"
-    return (
-        f"{way.name}: {shown_time(plan.step_s)} per step,"
-        f" {plan.tokens_per_step / plan.step_s:,.0f} tokens/s; {shown_gib(plan.peak_bytes)} of each"
-        f" GPU, {shown_gib(plan.host_bytes)} of RAM; {_spent(plan)}"
-    )
-
-
-def ways_lines(ways: Ways) -> list[str]:
-    """Return how a step could be shared, and which way is faster, in words."""
-    return [
-        f"train.parallel: {way_line(ways.stream)}",
-        f"train.parallel: {way_line(ways.sharded)}",
-        f"train.parallel: auto takes {ways.reason}",
+def ways_table(ways: Ways) -> Table:
+    """Return how a step could be shared, and which way is faster."""
+    lines = [
+        (way.name, *([None] * 4), f"not possible, {way.why_not}")
+        if (plan := way.plan) is None
+        else (
+            *(way.name, plan.step_s, plan.tokens_per_step / plan.step_s),
+            *(plan.peak_bytes, plan.host_bytes, _spent(plan)),
+        )
+        for way in (ways.stream, ways.sharded)
     ]
+    columns = ("", "step|s", "tokens/s|whole", "VRAM of each|bytes", "RAM|bytes", "moves")
+    note = f"train.parallel: auto takes {ways.reason}"
+    return Table("Ways to share a step: `train.parallel`", columns, lines, note, level="brief")
 
 
 def ways_json(ways: Ways) -> dict[str, Any]:

@@ -1,8 +1,5 @@
 """Whether a step can be shared: by processes of a launcher, or by GPUs that are planned for."""
 
-from collections.abc import Callable
-from typing import Any
-
 from finetune.errors import ConfigError
 from finetune.recipe.capabilities import OF_PROCESSES, OF_SHARED_WEIGHTS, PROCESSES, require
 from finetune.recipe.sections import TrainSection
@@ -72,27 +69,9 @@ def require_ranks_for(train: TrainSection, *, num_ranks: int, setting: str = LAU
     Raises:
         ConfigError: There are several, or one that is to share the model.
     """
-    weights = OF_SHARED_WEIGHTS if train.parallel == "stream" else ()
-    require((*OF_PROCESSES, *weights), _reader(train, num_ranks), option=setting)
-
-
-def require_sharded(train: TrainSection, *, num_ranks: int, setting: str = LAUNCHED) -> None:
-    """Refuse several processes that stream weights of the model which train.
-
-    Args:
-        train: The recipe's section.
-        num_ranks: Processes that share the step.
-        setting: The option or command that sets their number.
-
-    Raises:
-        ConfigError: There are several, and the model is not sharded.
-    """
-    require(OF_SHARED_WEIGHTS, _reader(train, num_ranks), option=setting)
-
-
-def _reader(train: TrainSection, num_ranks: int) -> Callable[[str], Any]:
+    rows = (*OF_PROCESSES, *(OF_SHARED_WEIGHTS if train.parallel == "stream" else ()))
     values = {PROCESSES: num_ranks, **{f"train.{name}": value for name, value in train}}
-    return values.__getitem__
+    require(rows, values.__getitem__, option=setting)
 
 
 def require_gpus(train: TrainSection, machine: Machine, *, num_gpus: int, setting: str) -> None:

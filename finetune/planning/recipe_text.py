@@ -8,7 +8,7 @@ from typing import Any
 
 from finetune.planning.suggestion import SOME_ROWS, Form, Suggestion
 from finetune.report.format import shown_break_even, shown_time
-from finetune.report.summary import SOURCES
+from finetune.report.plan import SOURCES
 from offload.plan.facts.codec import CODECS, NATIVE
 from offload.plan.machine.machine import GIB
 

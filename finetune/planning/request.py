@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Literal
 from finetune.adapter.targets import chosen_targets
 from finetune.errors import ConfigError
 from finetune.model.config import read_config
-from finetune.planning.ranks import require_sharded
+from finetune.planning.ranks import LAUNCHED
 from finetune.recipe.capabilities import (
     DEVICE,
     MLPS,
     MODEL,
     OF_MODEL,
+    OF_SHARED_WEIGHTS,
     PLACED,
+    PROCESSES,
     WEIGHTS,
     require,
     setting,
@@ -341,7 +343,6 @@ def _places(offload: OffloadSection, facts: ModelFacts) -> tuple[WeightPlace, We
 def _request(
     recipe: Recipe, facts: ModelFacts, *, typical: Workload, largest: Workload, num_ranks: int
 ) -> PlanRequest:
-    require_sharded(recipe.train, num_ranks=num_ranks)
     num = recipe.adapter.num_in_front
     if recipe.train.seq_len + num > facts.max_position_embeddings:
         raise ConfigError(
@@ -351,7 +352,7 @@ def _request(
             limit=f"it was made for at most {facts.max_position_embeddings} positions",
             hint=f"`train.seq_len: {facts.max_position_embeddings - num}`",
         )
-    _require_model(recipe, facts, adapter=typical.adapter)
+    _require_model(recipe, facts, adapter=typical.adapter, num_ranks=num_ranks)
     has_backward = not recipe.train.is_head_alone
     return PlanRequest(
         typical=typical,
@@ -384,9 +385,14 @@ def _request(
 
 
 def _require_model(
-    recipe: Recipe, facts: ModelFacts, *, device: str = "", adapter: AdapterSpec | None = None
+    recipe: Recipe,
+    facts: ModelFacts,
+    *,
+    device: str = "",
+    adapter: AdapterSpec | None = None,
+    num_ranks: int = 1,
 ) -> None:
-    """Check that a recipe goes with the model, and with the device or what trains if it is known.
+    """Check that a recipe goes with the model, and with what else is known of the run.
 
     Raises:
         ConfigError: It does not.
@@ -395,6 +401,7 @@ def _require_model(
     whys = [adapter and why(facts, adapter) for why in (why_on_device, why_head_on_device)]
     given = {
         DEVICE: device,
+        PROCESSES: num_ranks,
         MODEL: "a mixture of experts" if facts.has_experts else "dense",
         MLPS: "dense" if has_tiles else "a mixture of experts",
         WEIGHTS: 1 if facts.tie_word_embeddings else 2,
@@ -403,7 +410,11 @@ def _require_model(
             for name, why in zip(PLACED.values(), whys, strict=True)
         },
     }
-    require(OF_MODEL, lambda name: given[name] if name in given else setting(recipe, name))
+    require(
+        (*OF_MODEL, *OF_SHARED_WEIGHTS),
+        lambda name: given[name] if name in given else setting(recipe, name),
+        option=LAUNCHED,
+    )
 
 
 def _objective_cost(objective: ObjectiveSection) -> ObjectiveCost | None:

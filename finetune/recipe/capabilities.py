@@ -11,10 +11,10 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 from finetune.errors import ConfigError
-from finetune.recipe.extensions import FORMATS, OBJECTIVES, ObjectiveSection
+from finetune.recipe.extensions import FORMATS, OBJECTIVES, Head, ObjectiveSection
 from finetune.recipe.sections import MAX_MICRO_BATCHES, AdapterSection, Settings, TrainSection
 from offload.plan.facts.codec import CODECS, FLOATS, NATIVE, codecs_that
 from offload.plan.facts.optimizer import DEFAULT, OPTIMIZERS, optimizers_that
@@ -95,6 +95,27 @@ OFF = Values("`false`", lambda value: value is False)
 UNSET = Values("not set", lambda value: not value)
 NUMBER = Values("a number", lambda value: type(value) is int)
 FUSED = Values("`fused` or a list", lambda value: value not in ("auto", "plain"))
+
+
+def objectives(words: str, have: Callable[[type[ObjectiveSection]], object]) -> Values:
+    """Return the methods of objectives that state something of themselves."""
+    return Values(words, lambda method: have(OBJECTIVES[method].settings))
+
+
+def with_head(head: str) -> Values:
+    """Return the methods of objectives that learn by a head."""
+    return objectives(f"of {head}", lambda one: one.head == head)
+
+
+STEP_LOSS = objectives("other than `sft`", lambda one: not one.is_cross_entropy)
+NEW_HEAD = objectives("with a head of its own", lambda one: one.head != "tokens")
+COMPARING = objectives(
+    "of answers that are compared", lambda one: not one.is_cross_entropy and one.head == "tokens"
+)
+CLASSES = objectives("of classes", lambda one: one.has_classes)
+NO_CLASSES = objectives("without classes", lambda one: not one.has_classes)
+OF_TOKENS = with_head("tokens")
+NEW_HEADS = [head for head in get_args(Head) if head != "tokens"]
 FULL = Values("`all` or patterns", lambda value: value not in ("adapter", "head"))
 
 
@@ -191,21 +212,12 @@ _BY_PARTS = optimizers_that(lambda one: one.moments is not None)
 """Optimizers of `train.parallel: fsdp2`."""
 STREAMED = "`train.parallel: stream`, with one process if weights of the model train"
 
-
-def objectives_that(holds: Callable[[type[ObjectiveSection]], object]) -> list[str]:
-    """Return the names of the objectives of which something holds."""
-    return [name for name, one in OBJECTIVES.items() if holds(one.settings)]
-
-
-_REPEATING = objectives_that(lambda one: one.is_cross_entropy)
-_WITH_HEAD = objectives_that(lambda one: one.head != "tokens")
-_CLASSIFYING = objectives_that(lambda one: one.has_classes)
-_NEW = f"`objective.method: {_CLASSIFYING[0]}`"
 _IN_ROWS = ("prompt", "p_tuning")
 _VIRTUAL = (*_IN_ROWS, "prefix", "prefix_mlp")
+_NEW = "`objective.method: classify`"
 _NO_STEP_BACK = "no step goes back through the layers"
 _FOR_ALL = "the head that predicts tokens is trained already; a new one is of classes or rewards"
-_STEPPED = "nothing is streamed: each process holds its part of all layers"
+_IN_PARTS = "nothing is streamed: each process holds its part of all layers"
 _WHOLE = "each micro-batch passes through the model's own head and MLPs whole"
 _OWN_CODE = "layers are computed by the model's own code"
 
@@ -336,7 +348,7 @@ PAIRS: tuple[Row, ...] = (
         only(*_VIRTUAL),
         Row(
             "objective.method",
-            but(*_REPEATING),
+            STEP_LOSS,
             "rows that are compared, classified or scored by a reference have no virtual tokens",
             ObjectiveSection.default,
         ),
@@ -572,7 +584,7 @@ PAIRS: tuple[Row, ...] = (
             "offload.codec",
             but("auto", NATIVE),
             "weights that train are updated in the form that they compute in",
-            "native",
+            NATIVE,
         ),
         Row(
             "offload.tier",
@@ -610,7 +622,7 @@ PAIRS: tuple[Row, ...] = (
         only("head"),
         Row(
             "objective.method",
-            but(*_WITH_HEAD),
+            OF_TOKENS,
             _FOR_ALL,
             hint="`train.what: adapter`",
             instead=_NEW,
@@ -631,7 +643,7 @@ PAIRS: tuple[Row, ...] = (
         SET,
         Row(
             "objective.method",
-            but(*_WITH_HEAD),
+            OF_TOKENS,
             _FOR_ALL,
             hint="`train.probe_steps: null`",
             instead=_NEW,
@@ -646,12 +658,12 @@ PAIRS: tuple[Row, ...] = (
     ),
     *_with(
         "objective.method",
-        but(*_REPEATING, *_WITH_HEAD),
+        COMPARING,
         Row("data.too_long", only("split"), "half an answer cannot be compared", "truncate"),
     ),
     *_with(
         "objective.method",
-        but(*_REPEATING),
+        STEP_LOSS,
         Row(
             "data.loss_on",
             but("assistant"),
@@ -674,22 +686,21 @@ PAIRS: tuple[Row, ...] = (
     ),
     *(
         row
-        for method in _WITH_HEAD
-        for head in (OBJECTIVES[method].settings.head,)
+        for head in NEW_HEADS
         for row in _with(
             "objective.method",
-            only(method),
+            with_head(head),
             Row("model.head", but(head), "what is learned is the output of its own head", head),
         )
     ),
     *_with(
         "objective.method",
-        but(*_WITH_HEAD),
+        OF_TOKENS,
         Row("model.head", but("tokens"), "the loss is that of predicted tokens", "tokens"),
     ),
     *_with(
         "objective.method",
-        only(*_CLASSIFYING),
+        CLASSES,
         Row(
             "model.num_classes",
             UNSET,
@@ -699,12 +710,12 @@ PAIRS: tuple[Row, ...] = (
     ),
     *_with(
         "objective.method",
-        but(*_CLASSIFYING),
+        NO_CLASSES,
         Row("model.num_classes", SET, "it has no classes", "null"),
     ),
     *_with(
         "objective.method",
-        only(*_WITH_HEAD),
+        NEW_HEAD,
         Row(
             "data.too_long",
             but("drop", "error"),
@@ -729,7 +740,7 @@ PAIRS: tuple[Row, ...] = (
         only("fsdp2"),
         Row(
             "objective.method",
-            but(*_REPEATING),
+            STEP_LOSS,
             "a loss that compares rows needs all of a step's at once, and here each micro-batch"
             " passes through the model by itself",
             ObjectiveSection.default,
@@ -781,7 +792,7 @@ PAIRS: tuple[Row, ...] = (
             SET,
             "modules that train whole have another type than adapters, and are added up apart",
             "[]",
-            also=(("objective.method", but(*_WITH_HEAD)),),
+            also=(("objective.method", OF_TOKENS),),
         ),
         Row(
             "train.optimizer",
@@ -810,7 +821,7 @@ PAIRS: tuple[Row, ...] = (
             "offload.codec",
             but("auto", NATIVE),
             "parts of layers are gathered in the form that they compute in",
-            "native",
+            NATIVE,
         ),
         Row(
             "offload.tier",
@@ -830,13 +841,13 @@ PAIRS: tuple[Row, ...] = (
             "answers are generated by one process, and it has a part of the model only",
             "0",
         ),
-        Row("offload.num_slots", but("auto"), _STEPPED, "auto"),
-        Row("offload.kept_graphs", but("auto"), _STEPPED, "auto"),
-        Row("offload.sent_graphs", but("auto"), _STEPPED, "auto"),
-        Row("offload.attention_outputs", but("auto"), _STEPPED, "auto"),
-        Row("offload.stash", but("auto"), _STEPPED, "auto"),
-        Row("offload.embeddings", but("auto"), _STEPPED, "auto"),
-        Row("offload.head", but("auto"), _STEPPED, "auto"),
+        Row("offload.num_slots", but("auto"), _IN_PARTS, "auto"),
+        Row("offload.kept_graphs", but("auto"), _IN_PARTS, "auto"),
+        Row("offload.sent_graphs", but("auto"), _IN_PARTS, "auto"),
+        Row("offload.attention_outputs", but("auto"), _IN_PARTS, "auto"),
+        Row("offload.stash", but("auto"), _IN_PARTS, "auto"),
+        Row("offload.embeddings", but("auto"), _IN_PARTS, "auto"),
+        Row("offload.head", but("auto"), _IN_PARTS, "auto"),
         Row("offload.head_chunk", but("auto"), _WHOLE, "auto"),
         Row("offload.mlp_chunk", but("auto"), _WHOLE, "auto"),
         instead=STREAMED,

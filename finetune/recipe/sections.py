@@ -471,7 +471,7 @@ class AdapterSection(Section):
     modules_to_save: Names = Field(
         default=(),
         description="Trained whole with LoRA: norms, router, embed_tokens, lm_head, or linears;"
-        " `objective.method: reward`, `classify` or `classify_tokens` adds its head, score.",
+        " an objective with a head of its own adds that, score.",
         examples=[["norms", "router"]],
     )
     num_virtual_tokens: int = Field(

@@ -1,1 +1,1 @@
-"""From values to tables, drawings and JSON; it computes nothing that a run depends on."""
+"""Plans and runs as rows, and drawings; it computes nothing that a run depends on."""

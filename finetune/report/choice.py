@@ -1,167 +1,180 @@
-"""What the planner chose, and what it rejected and why: as tables and as JSON."""
+"""What the planner chose, and what it rejected and why."""
 
 from typing import Any
 
-from rich import box
-from rich.console import Group, RenderableType
-from rich.padding import Padding
-from rich.panel import Panel
-from rich.table import Table
-from rich.text import Text
-
-from finetune.report.format import (
-    free_streaming,
-    shown_count,
-    shown_gib,
-    shown_graphs,
-    shown_mib,
-    shown_outputs,
-    shown_sent_graphs,
-    shown_time,
-    table_of,
-)
-from finetune.report.plan import outputs_json
+from finetune.recipe.recipe import Recipe
+from finetune.report.energy import plan_cost
+from finetune.report.format import shown_count, shown_gib, shown_mib
+from finetune.report.plan import outputs_json, ranks_table, rows_of
+from finetune.report.rows import BRIEF, VERBOSE, Part, Row, Table, as_json, tables
 from offload.plan.facts.codec import CODECS
 from offload.plan.facts.facts import WeightInventory
-from offload.plan.fit import Shortage
-from offload.plan.machine.machine import Machine, Node, Rate
+from offload.plan.machine.machine import Machine, Rate
 from offload.plan.plan import Plan
-from offload.plan.request import HEAD_CHUNK_TOKENS
-from offload.plan.schedule.schedule import Order
 from offload.plan.search import Candidate, Choice, WhatIf
 
+SAME_FRAC = 0.0005  # what is shown as 0.0 %
+LEAST_GAIN_FRAC = 0.005
+ABSENT = {"embeddings": "device", "head": "device"}  # what a setting is that JSON leaves out
+NOT_SET = ("memory", "link")  # what-ifs that no setting makes true
 
-def inventory_table(stock: WeightInventory) -> RenderableType:
+
+def inventory_table(stock: WeightInventory) -> list[Part]:
     """Return a line for each class of weights in each form, and what share of them is encoded."""
-    table = table_of("Weights", "class", "form", "parameters", "share", "decoded", "as stored")
-    keys = dict.fromkeys((row.kind, row.codec) for row in stock.rows)
-    for kind, codec in keys:
-        rows = [row for row in stock.rows if (row.kind, row.codec) == (kind, codec)]
-        num_parameters = sum(row.num_parameters for row in rows)
-        table.add_row(
-            kind,
-            codec,
-            shown_count(num_parameters),
-            f"{num_parameters / stock.num_parameters:.1%}",
+    columns = ("class", "form", "parameters", "share", "decoded", "as stored")
+    kinds = dict.fromkeys((row.kind, row.codec) for row in stock.rows)
+    groups = {key: [row for row in stock.rows if (row.kind, row.codec) == key] for key in kinds} | {
+        ("all", ""): list(stock.rows)
+    }
+    lines = [
+        (
+            *key,
+            shown_count(num := sum(row.num_parameters for row in rows)),
+            f"{num / stock.num_parameters:.1%}",
             shown_mib(sum(row.decoded_bytes for row in rows)),
             shown_mib(sum(row.encoded_bytes for row in rows)),
         )
-    table.add_section()
-    table.add_row(
-        "all",
-        "",
-        shown_count(stock.num_parameters),
-        "100.0%",
-        shown_mib(stock.decoded_bytes),
-        shown_mib(stock.encoded_bytes),
-        style="bold",
+        for key, rows in groups.items()
+    ]
+    note = (
+        f"{stock.encoded_frac:.1%} of all parameters are stored encoded,"
+        f" {stock.layers_encoded_frac:.1%} of the decoder layers' bytes"
     )
-    return Group(
-        table,
-        Text(
-            f"{stock.encoded_frac:.1%} of all parameters are stored encoded,"
-            f" {stock.layers_encoded_frac:.1%} of the decoder layers' bytes"
-        ),
-    )
+    return [Table("Weights", columns, lines, note)]
 
 
-def host_map(machine: Machine, plan: Plan | None) -> RenderableType:
-    """Draw the memories of a machine from the fastest to the slowest, each rate with its source.
+def host_map(machine: Machine, plan: Plan | None) -> Table:
+    """Return the memories of a machine from the fastest to the slowest, each rate with its source.
 
     Args:
         machine: Its rates and capacities.
         plan: What is to be stored in the memories, if it is known.
     """
-    is_cuda = machine.device == "cuda"
-    on_device, in_host, on_disk = ("", "", "layers, with `offload.tier: disk`")
+    is_cuda, device, name = machine.device == "cuda", "", machine.name
+    host, disk = "", "layers, with `offload.tier: disk`"
     if plan is not None:
-        on_device, in_host, on_disk = _planned(plan)
+        cargo = [cost.weight_bytes for cost in plan.costs.layers]
+        size = shown_gib(sum(cargo))
+        device = f"{shown_gib(plan.peak_bytes)}, {plan.num_slots} slots of {shown_gib(max(cargo))}"
+        host, disk = f"{shown_gib(plan.host_bytes)}, {size} of layers", "nothing"
+        if plan.request.is_on_disk:
+            host, disk = shown_gib(plan.host_bytes), f"{size} of layers"
+    vram = f"VRAM of {name}" if is_cuda else f"slots, in the RAM of {name}"
     duplex = "while the other direction is busy" if is_cuda else "while the CPU computes"
-    locked = f"up to {shown_gib(machine.pinned_bytes)} of it page-locked"
-    return Group(
-        _host_memory(
-            f"VRAM of {machine.name}" if is_cuda else f"slots, in the RAM of {machine.name}",
-            f"{shown_gib(machine.vram_bytes)}, read and written at"
-            f" {_shown(machine.memory_bytes_per_s)}",
-            on_device,
+    locked = f" ({shown_gib(machine.pinned_bytes)} may be page-locked)" if is_cuda else ""
+    rates = {
+        "copies to the device": machine.h2d_bytes_per_s,
+        f"  {duplex}": machine.h2d_duplex_bytes_per_s,
+        "copies to the host": machine.d2h_bytes_per_s,
+    }
+    nodes = [
+        (
+            f"  node {one.number}, {one.num_cpus} CPUs{', near the device' * one.is_near}",
+            *(shown_gib(one.ram_bytes), _rate(one.copy_bytes_per_s), ""),
+        )
+        for one in machine.nodes
+    ]
+    lines = [
+        (vram, shown_gib(machine.vram_bytes), _rate(machine.memory_bytes_per_s), device),
+        *((what, "", _rate(rate), "") for what, rate in rates.items()),
+        (
+            f"RAM{locked}",
+            *(shown_gib(machine.ram_bytes), _rate(machine.host_memory_bytes_per_s), host),
         ),
-        _link(
-            ("GPU link" if is_cuda else "copies by a thread", ""),
-            ("to the device", _shown(machine.h2d_bytes_per_s)),
-            (duplex, _shown(machine.h2d_duplex_bytes_per_s)),
-            ("to the host", _shown(machine.d2h_bytes_per_s)),
-        ),
-        _host_memory(
-            "RAM",
-            f"{shown_gib(machine.ram_bytes)}, large new tensors at"
-            f" {_shown(machine.host_memory_bytes_per_s)}",
-            locked if is_cuda else "",
-            *(_node(node) for node in machine.nodes),
-            in_host,
-        ),
-        _link(("reads", _shown(machine.disk_bytes_per_s))),
-        _host_memory("disk", on_disk),
-    )
+        *nodes,
+        ("disk", "", _rate(machine.disk_bytes_per_s), disk),
+    ]
+    columns = ("", "size", "rate", "" if plan is None else "planned")
+    return Table("Memories, the fastest first", columns, lines)
 
 
-def _planned(plan: Plan) -> tuple[str, str, str]:
-    """Return what a plan puts into device memory, host memory and on disk."""
-    cargo = [cost.weight_bytes for cost in plan.costs.layers]
-    slots = f"{plan.num_slots} slots of {shown_gib(max(cargo))}"
-    layers = f"{shown_gib(sum(cargo))} of layers"
-    is_on_disk = plan.request.is_on_disk
-    on_disk = f"planned: {layers}" if is_on_disk else "nothing of this plan"
-    return (
-        f"planned: {shown_gib(plan.peak_bytes)}, {slots} in it",
-        f"planned: {shown_gib(plan.host_bytes)}" + ("" if is_on_disk else f", {layers} in it"),
-        on_disk,
-    )
+def _rate(rate: Rate | None) -> str:
+    return "not measured" if rate is None else f"{rate.value / 1e9:,.1f} GB/s ({rate.source})"
 
 
-def _host_memory(title: str, *lines: str) -> Panel:
-    """Draw a box; empty lines are left out."""
-    text = "\n".join(line for line in lines if line)
-    return Panel(text, title=title, title_align="left", box=box.SQUARE, expand=False)
+def plan_rows(choice: Choice, recipe: Recipe, *, num_steps: int | None = None) -> list[Row]:
+    """Return all that the chosen plan says, for so many steps or those that the recipe names."""
+    steps = num_steps or recipe.train.steps
+    return rows_of(choice.plan, faster=faster_rows(choice), prices=recipe.report, num_steps=steps)
 
 
-def _link(*lines: tuple[str, str]) -> Padding:
-    """Draw the link between two boxes."""
-    width = max(len(name) for name, value in lines if value)
-    rows = [f"|  {name:{width}}  {value}".rstrip() for name, value in lines]
-    return Padding("\n".join(rows), (0, 0, 0, 4))
+def plan_figures(choice: Choice, recipe: Recipe) -> dict[str, Any]:
+    """Return the same with the alternatives for programs; sizes in bytes, times in seconds."""
+    figures = as_json(plan_rows(choice, recipe)) | choice_json(choice)
+    return figures | {"energy": figures["energy"] | plan_cost(choice.plan, recipe.report)}
 
 
-def _node(node: Node) -> str:
-    near = ", near the device" if node.is_near else ""
-    return (
-        f"node {node.number}: {shown_gib(node.ram_bytes)}, {node.num_cpus} CPUs{near};"
-        f" a thread copies {_shown(node.copy_bytes_per_s)}"
-    )
+def plan_parts(
+    choice: Choice, recipe: Recipe, *, is_verbose: bool, num_steps: int | None = None
+) -> list[Part]:
+    """Return a plan as it is shown: what a user acts on, and where the rest is or the rest.
+
+    Args:
+        choice: The plan, and the alternatives to it.
+        recipe: The recipe, for its prices and steps.
+        is_verbose: Whether details are shown.
+        num_steps: Optimizer steps; None means those that the recipe names.
+    """
+    plan, level = choice.plan, VERBOSE if is_verbose else BRIEF
+    num = plan.request.local_ranks
+    name = f"{num} x {plan.machine.name}" if num > 1 else plan.machine.name
+    rows = plan_rows(choice, recipe, num_steps=num_steps)
+    ranks = [ranks_table(plan)] if plan.others else []
+    more = choice_tables(choice) if is_verbose else ["Details: `--verbose`"]
+    return [*tables(f"Plan for {name}: it fits", rows, level), *ranks, *more]
 
 
-def _shown(rate: Rate | None) -> str:
-    if rate is None:
-        return "not measured"
-    return f"{rate.value / 1e9:,.1f} GB/s ({rate.source})"
+def choice_tables(choice: Choice) -> list[Table]:
+    """Return the best alternatives to what was chosen, and what other options would gain."""
+    rejected = [
+        (_differences(one, choice.chosen), one.least_s, reason_against(one, choice.chosen))
+        for one in choice.rejected
+    ]
+    what_ifs = [
+        (
+            in_words(what_if, choice),
+            what_if.tokens_per_s,
+            reason_against(what_if.best, choice.chosen) if gain is None else f"{gain:+.1%}",
+        )
+        for what_if, gain in zip(choice.what_ifs, _gains(choice), strict=True)
+    ]
+    now = ("as planned", choice.chosen.tokens_per_s, "")
+    return [
+        Table("Rejected", ["with", "step|s", ""], rejected),
+        Table("What if", ["", "tokens/s|whole", ""], [now, *what_ifs]),
+    ]
 
 
-SAME_PERCENT = 0.05  # what is shown as 0.0 %
+def faster_rows(choice: Choice) -> list[Row]:
+    """Return what makes the step faster: settings before other machines, the best first."""
+    if choice.plan.request.is_on_features:
+        return []
+    gains = [
+        (what_if.change in NOT_SET, -gain, in_words(what_if, choice))
+        for what_if, gain in zip(choice.what_ifs, _gains(choice), strict=True)
+        if gain is not None and gain >= LEAST_GAIN_FRAC
+    ]
+    rows = [
+        Row("faster_with" if not number else "", "faster with", f"{change}: {-gain:+.1%}")
+        for number, (_, gain, change) in enumerate(sorted(gains))
+    ]
+    nothing = f"nothing that was tried gains as much as {LEAST_GAIN_FRAC:.1%}"
+    return rows or [Row("", "faster with", nothing)]
 
 
-def choice_tables(choice: Choice) -> RenderableType:
-    """Return what was chosen, the best alternatives, and what other options would gain."""
-    return Group(_choice_table(choice), _what_if_table(choice))
+def _gains(choice: Choice) -> list[float | None]:
+    """Return by what part each what-if makes the tokens per second more, or fewer, if it fits."""
+    now = choice.chosen.tokens_per_s
+    rates = [what_if.tokens_per_s for what_if in choice.what_ifs]
+    return [None if rate is None else rate / now - 1 for rate in rates]
 
 
 def choice_json(choice: Choice) -> dict[str, Any]:
-    """Return the same for programs; sizes in bytes, times in seconds."""
+    """Return the choice for programs; sizes in bytes, times in seconds."""
     chosen = choice.chosen
+    times = {"step_s": choice.plan.step_s, "break_even_tokens": choice.plan.break_even_tokens}
     return {
-        "choice": _settings(chosen)
-        | {
-            "step_s": choice.plan.step_s,
-            "break_even_tokens": choice.plan.break_even_tokens,
-        },
+        "choice": _settings(chosen) | times,
         "rejected": [
             _settings(one)
             | _shortages(one)
@@ -186,153 +199,56 @@ def choice_json(choice: Choice) -> dict[str, Any]:
 
 
 def _settings(one: Candidate) -> dict[str, Any]:
-    request = one.request
+    request, typical = one.request, one.request.typical
     return {
-        "codec": request.typical.codec,
+        "codec": typical.codec,
         "num_slots": one.residency.num_slots,
         "kept_graphs": one.residency.num_kept_graphs,
         **outputs_json(one.residency),
         "stash": "host" if request.is_stashed else "device",
-        **({"embeddings": "host"} if request.typical.embeddings == "host" else {}),
-        **({"head": "host"} if request.typical.head == "host" else {}),
-        "head_chunk_tokens": request.typical.head_chunk_tokens,
-        "mlp_chunk_tokens": request.typical.mlp_chunk_tokens,
-        "micro_batch_size": request.typical.micro_batch_size,
+        **({"embeddings": "host"} if typical.embeddings == "host" else {}),
+        **({"head": "host"} if typical.head == "host" else {}),
+        "head_chunk_tokens": typical.head_chunk_tokens,
+        "mlp_chunk_tokens": typical.mlp_chunk_tokens,
+        "micro_batch_size": typical.micro_batch_size,
         "num_micro_batches": request.num_micro_batches,
         "order": request.order.value,
     }
 
 
 def _shortages(one: Candidate) -> dict[str, Any]:
-    return {"short_bytes": {_memory(s): s.short_bytes for s in one.shortages}}
+    return {"short_bytes": {s.what.removeprefix("of "): s.short_bytes for s in one.shortages}}
 
 
-def _memory(shortage: Shortage) -> str:
-    return shortage.what.removeprefix("of ")
-
-
-def _words(one: Candidate) -> dict[str, str]:
-    """Return a candidate's settings in words, by name."""
-    request = one.request
-    chunk, tile = request.typical.head_chunk_tokens, request.typical.mlp_chunk_tokens
-    return {
-        "codec": request.typical.codec,
-        "slots": f"{one.residency.num_slots} slots",
-        "graphs": shown_graphs(one.residency.num_kept_graphs),
-        "sent graphs": shown_sent_graphs(one.residency),
-        "outputs": shown_outputs(one.residency),
-        "inputs": f"inputs {_place('host' if request.is_stashed else 'device')}",
-        "sequences": (
-            f"{request.num_micro_batches} x {request.typical.micro_batch_size} sequences"
-        ),
-        "chunk": f"head chunks of {chunk}",
-        "tiles": f"MLPs in tiles of {tile} tokens" if tile else "MLPs whole",
-        "embeddings": f"embeddings {_place(request.typical.embeddings)}",
-        "head": f"head {_place(request.typical.head)}",
-        "order": f"order {request.order.value}",
-    }
-
-
-def _place(where: str) -> str:
-    return "in RAM" if where == "host" else "on the device"
-
-
-def _settings_line(one: Candidate) -> str:
-    """Return a candidate's settings in one line, without those of every usual plan."""
-    request, residency = one.request, one.residency
-    usual = {
-        "graphs": not residency.num_kept_graphs,
-        "sent graphs": not residency.num_sent_graphs,
-        "outputs": not residency.has_outputs,
-        "chunk": request.typical.head_chunk_tokens >= HEAD_CHUNK_TOKENS,
-        "tiles": request.typical.mlp_chunk_tokens is None,
-        "embeddings": request.typical.embeddings == "device",
-        "head": request.typical.head == "device",
-        "order": request.order is Order.LAYER_MAJOR,
-    }
-    return ", ".join(words for name, words in _words(one).items() if not usual.get(name))
-
-
-def changed_settings(one: Candidate, chosen: Candidate) -> str:
+def _differences(one: Candidate, chosen: Candidate) -> str:
     """Return the settings in which a candidate differs from the chosen one."""
-    others = _words(chosen)
-    return ", ".join(words for name, words in _words(one).items() if words != others[name])
-
-
-def gains(choice: Choice) -> dict[str, float]:
-    """Return by what part each change that fits makes the tokens per second more, or fewer."""
-    now = choice.chosen.tokens_per_s
-    return {
-        _change(what_if, choice): what_if.tokens_per_s / now - 1
-        for what_if in choice.what_ifs
-        if what_if.tokens_per_s is not None
-    }
+    own, others = _settings(one), _settings(chosen)
+    return ", ".join(
+        f"{name.replace('_', ' ')} {own.get(name, ABSENT.get(name, 0))}"
+        for name in {**others, **own}
+        if own.get(name) != others.get(name)
+    )
 
 
 def reason_against(one: Candidate, chosen: Candidate) -> str:
     """Return why a candidate was not chosen."""
     if one.shortages:
-        return "short of " + " and ".join(
-            f"{shown_gib(s.short_bytes)} {s.what}" for s in one.shortages
-        )
-    percent = 100 * (one.least_s / chosen.least_s - 1)
-    return "no faster" if percent < SAME_PERCENT else f"slower by {percent:.1f} %"
+        short = [f"{shown_gib(s.short_bytes)} {s.what}" for s in one.shortages]
+        return f"short of {' and '.join(short)}"
+    more = one.least_s / chosen.least_s - 1
+    return "no faster" if more < SAME_FRAC else f"slower by {100 * more:.1f} %"
 
 
-def _choice_table(choice: Choice) -> Table:
-    plan, chosen = choice.plan, choice.chosen
-    table = table_of("The choice", "", "step", "")
-    table.columns[2].justify = "left"
-    table.add_row(_settings_line(chosen), shown_time(chosen.least_s), "chosen")
-    for one in choice.rejected:
-        limit = "" if one.step_s is not None else "at least "
-        table.add_row(
-            _settings_line(one), limit + shown_time(one.least_s), reason_against(one, chosen)
-        )
-    if plan.num_slots < plan.facts.num_layers:
-        table.caption_justify = "left"
-        typical = plan.request.typical
-        table.caption = (
-            f"In micro-batches of {typical.size}, streaming "
-            + free_streaming(plan.break_even_tokens, is_in_rounds=plan.request.num_rounds > 1)
-            + f"; this step has {plan.tokens_per_step:,} tokens."
-        )
-    return table
-
-
-def _what_if_table(choice: Choice) -> Table:
-    plan = choice.plan
-    table = table_of("What if", "", "tokens/s", "")
-    table.columns[2].justify = "left"
-    now = plan.tokens_per_step / choice.chosen.least_s
-    table.add_row("as chosen", f"{now:,.0f}", "")
-    for what_if in choice.what_ifs:
-        rate = what_if.tokens_per_s
-        if rate is None:
-            table.add_row(
-                _change(what_if, choice), "-", reason_against(what_if.best, choice.chosen)
-            )
-        else:
-            table.add_row(
-                _change(what_if, choice), f"{rate:,.0f}", f"{100 * (rate / now - 1):+.1f} %"
-            )
-    return table
-
-
-def _change(what_if: WhatIf, choice: Choice) -> str:
-    machine = choice.plan.machine
-    if what_if.change == "memory":
-        return f"1 GiB more {'VRAM' if machine.device == 'cuda' else 'RAM'}"
-    if what_if.change == "link":
-        return "a link of twice the rate"
-    if what_if.change == "tokens":
-        return f"{2 * choice.plan.tokens_per_step:,} tokens per step"
-    if what_if.change == "fewer_tokens":
-        return f"{choice.plan.tokens_per_step // 2:,} tokens per step"
-    if what_if.change == "micro_batch":
-        then = what_if.best.request
-        size = f"`train.micro_batch_size: {then.typical.micro_batch_size}`"
-        is_same = then.tokens_per_step == choice.plan.tokens_per_step
-        return size if is_same else f"{size}, {then.tokens_per_step:,} tokens per step"
-    rounding = CODECS[what_if.change].rounding
-    return f"offload.codec: {what_if.change}, which rounds each weight, by {rounding:.1%} RMS"
+def in_words(what_if: WhatIf, choice: Choice) -> str:
+    """Return what another machine, step or codec is."""
+    then, tokens = what_if.best.request, choice.plan.tokens_per_step
+    more = "" if then.tokens_per_step == tokens else f", {then.tokens_per_step:,} tokens per step"
+    words = {
+        "memory": f"1 GiB more {'VRAM' if choice.plan.machine.device == 'cuda' else 'RAM'}",
+        "link": "a link of twice the rate",
+        "tokens": f"{2 * tokens:,} tokens per step",
+        "fewer_tokens": f"{tokens // 2:,} tokens per step",
+        "micro_batch": f"`train.micro_batch_size: {then.typical.micro_batch_size}`{more}",
+    }
+    rounding = f"rounds each weight by {CODECS[then.typical.codec].rounding:.1%}"
+    return words.get(what_if.change, f"`offload.codec: {what_if.change}` ({rounding})")

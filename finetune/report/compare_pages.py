@@ -3,11 +3,11 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import Any
 
-from finetune.report.compared_runs import COLUMNS, ComparedRun, figures_of, recipe_changes
-from finetune.report.pages import Chart, curves, page, same_colours, table
+from finetune.report.compared_runs import ComparedRun, runs_tables
+from finetune.report.pages import metric_charts, page
+from finetune.report.rows import Table, as_html
 from finetune.run.run_files import EVAL_LOSS
 
 
@@ -56,75 +56,29 @@ def sweep_page(title: str, facts: Sequence[tuple[str, str]], runs: Sequence[Swep
         facts: About all runs together, each with its name.
         runs: In the order of the sweep.
     """
-    drawn = loss_charts(runs)
-    title_of_runs = "Runs, the best first"
-    body = [
-        table("All runs together", ("", ""), facts),
-        f"<h2>{title_of_runs}</h2>",
-        _table(title_of_runs, best_first(runs)),
-    ]
-    return page(title, "\n".join([*body, *(chart.html for chart in drawn)]), drawn)
-
-
-def loss_charts(runs: Sequence[SweptRun]) -> list[Chart]:
-    """Return the curves of held-out and training losses, where there are any."""
-    losses = [
-        {"run": run.name, "step": row["step"], "loss": row["loss"]}
-        for run in runs
-        for row in run.rows
-    ]
-    evaluated = [
-        {"run": run.name, "step": row["step"], "loss": row[EVAL_LOSS]}
-        for run in runs
-        for row in run.rows
-        if EVAL_LOSS in row
-    ]
-    drawn = []
-    if evaluated:
-        drawn.append(
-            curves(
-                "eval",
-                "Held-out loss",
-                evaluated,
-                y="loss",
-                by="run",
-                summary=f"Held-out loss of {len(runs)} runs; {best_first(runs)[0].name} is lowest.",
-                has_points=True,
-            )
-        )
-    if losses:
-        drawn.append(
-            curves(
-                "loss",
-                "Training loss",
-                losses,
-                y="loss",
-                by="run",
-                summary=f"Training loss of {len(runs)} runs by step.",
-            )
-        )
-    return same_colours(drawn, [run.name for run in runs])
-
-
-def _table(name: str, runs: Sequence[SweptRun]) -> str:
+    drawn = metric_charts({run.name: run.rows for run in runs}, ("eval", "loss"))
     fields = list(dict.fromkeys(field for run in runs for field in run.settings))
-    heads = ("run", *fields, "held-out loss", "training loss", "steps", "tokens/s", "state")
-    return table(
-        name,
-        heads,
-        [
-            (
-                run.name,
-                *(str(run.settings.get(field, "")) for field in fields),
-                _number(run.eval_loss),
-                _number(run.last_loss),
-                run.rows[-1]["step"] if run.rows else 0,
-                _number(run.rows[-1]["tokens_per_s"] if run.rows else math.nan),
-                run.state,
-            )
-            for run in runs
-        ],
-    )
+    settings: list[str] = ["run", *fields]
+    lines = [
+        (
+            *(run.name, *(str(run.settings.get(field, "")) for field in fields)),
+            *(_number(run.eval_loss), _number(run.last_loss)),
+            run.rows[-1]["step"] if run.rows else 0,
+            *(run.rows[-1]["tokens_per_s"] if run.rows else None, run.state),
+        )
+        for run in best_first(runs)
+    ]
+    columns = [*settings, "held-out loss|loss", "training loss|loss", "steps|whole"]
+    tables = [
+        Table("All runs together", [""] * 2, facts, level="brief"),
+        Table(
+            "Runs, the best first",
+            [*columns, "tokens/s|whole", "state"],
+            lines,
+            level="brief",
+        ),
+    ]
+    return page(title, "\n".join([as_html(tables), *(chart.html for chart in drawn)]), drawn)
 
 
 def _number(value: float) -> float | None:
@@ -133,42 +87,6 @@ def _number(value: float) -> float | None:
 
 def compare_page(runs: Sequence[ComparedRun]) -> str:
     """Return the page of two runs or more."""
-    drawn = _charts(runs)
-    changes = [
-        (name, line) for name, lines in recipe_changes(runs).items() for line in lines or ["none"]
-    ]
-    heads = ("run", f"settings that differ from those of {runs[0].name}")
-    names, *figures = zip(*map(figures_of, runs), strict=True)
-    rows = [
-        (column, *cells)
-        for column, cells in zip(COLUMNS[1:], figures, strict=True)
-        if any(cell != "-" for cell in cells)
-    ]
-    body = [
-        table("Figures", ("", *names), rows),
-        table("Settings that differ", heads, changes),
-        *(f"<p>{escape(run.name)} has done no step yet.</p>" for run in runs if not run.rows),
-        *(chart.html for chart in drawn),
-    ]
+    drawn = metric_charts({run.name: run.rows for run in runs})
+    body = [as_html(runs_tables(runs)), *(chart.html for chart in drawn)]
     return page(f"{len(runs)} runs", "\n".join(body), drawn)
-
-
-def _charts(runs: Sequence[ComparedRun]) -> list[Chart]:
-    drawn = loss_charts(
-        [SweptRun(name=run.name, settings={}, state="", rows=run.rows) for run in runs]
-    )
-    for name, title, key, field in (
-        ("rate", "Tokens per second", "tokens_per_s", "tokens/s"),
-        ("lr", "Learning rate", "lr", "rate"),
-        ("energy", "Joules per token", "energy_per_token_j", "J"),
-    ):
-        points = [
-            {"run": run.name, "step": row["step"], field: row[key]}
-            for run in runs
-            for row in run.rows
-            if key in row
-        ]
-        summary = f"{title} of {len(runs)} runs by step."
-        if points:
-            drawn.append(curves(name, title, points, y=field, by="run", summary=summary))
-    return same_colours(drawn, [run.name for run in runs])

@@ -5,22 +5,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Group, RenderableType
-from rich.text import Text
-
 from finetune.errors import CheckpointError, ConfigError
 from finetune.recipe.recipe import Recipe, differences
-from finetune.report.energy import RunEnergy, cost_of, run_energy, shown_kwh
+from finetune.report.energy import RunEnergy, cost_of, run_energy
 from finetune.report.explain import Explanation, explain
-from finetune.report.format import shown_time, table_of
+from finetune.report.rows import Part, Table
 from finetune.run.run_dir import RunDir
 from finetune.run.run_files import EVAL_LOSS
 
 NAMES = ("output.name:", "output.dir:")  # in which all runs differ
-COLUMNS = (
-    *("run", "steps", "loss", "held-out", "tokens/s", "predicted", "measured"),
-    *("J/token", "energy", "cost"),
+COLUMNS: tuple[str, ...] = (
+    *("run", "steps|whole", "loss|loss", "held-out|loss"),
+    *("tokens/s|whole", "predicted|s", "measured|s"),
+    *("J/token", "energy|kWh", "cost"),
 )
+ALWAYS = 7  # columns that are shown where all are empty
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,42 +127,41 @@ def recipe_changes(runs: Sequence[ComparedRun]) -> dict[str, list[str]]:
     }
 
 
-def figures_of(run: ComparedRun) -> tuple[str, ...]:
-    """Return a run's figures as they are shown, in the order of COLUMNS; "-" for none."""
-    step_s, kwh = run.step_s, run.energy.kwh
-    cost, currency = cost_of(kwh, run.recipe.report), run.recipe.report.currency
+def figures_of(run: ComparedRun) -> tuple[Any, ...]:
+    """Return a run's figures, in the order of COLUMNS; None for what there is not."""
+    cost, currency = cost_of(run.energy.kwh, run.recipe.report), run.recipe.report.currency
     return (
-        run.name,
-        f"{run.rows[-1]['step']:,}" if run.rows else "0",
-        "-" if run.loss is None else f"{run.loss:.4f}",
-        "-" if run.eval_loss is None else f"{run.eval_loss:.4f}",
-        "-" if run.tokens_per_s is None else f"{run.tokens_per_s:,.0f}",
-        "-" if step_s is None else shown_time(step_s[0]),
-        "-" if step_s is None else shown_time(step_s[1]),
-        "-" if run.energy.j_per_token is None else f"{run.energy.j_per_token:.3g}",
-        "-" if kwh is None else shown_kwh(kwh),
-        "-" if cost is None else f"{cost:,.3g}{f' {currency}' if currency else ''}",
+        *(run.name, run.rows[-1]["step"] if run.rows else 0, run.loss, run.eval_loss),
+        *(run.tokens_per_s, *(run.step_s or (None, None)), run.energy.j_per_token, run.energy.kwh),
+        None if cost is None else f"{cost:,.3g} {currency or ''}".strip(),
     )
 
 
-def runs_table(runs: Sequence[ComparedRun]) -> RenderableType:
-    """Return a row for each run, and the differences of their recipes; empty columns are left out.
+def runs_tables(runs: Sequence[ComparedRun]) -> list[Part]:
+    """Return a line for each run, and the differences of their recipes; no column is empty.
 
     Args:
         runs: Two or more.
     """
     cells = [figures_of(run) for run in runs]
-    shown = [i for i in range(len(COLUMNS)) if i < 7 or any(row[i] != "-" for row in cells)]
-    table = table_of("Runs", *(COLUMNS[i] for i in shown))
-    for row in cells:
-        table.add_row(*(Text(row[i]) for i in shown))
-    lines = [f"Settings that differ from those of {runs[0].name}:"]
-    for name, changes in recipe_changes(runs).items():
-        lines += [f"  {name}: {', '.join(changes) or 'none'}"]
-    lines += [
-        f"{run.name}: energy: {line}"
-        for run in runs
-        if run.energy.joules is None and run.energy.missing
-        for line in run.energy.lines()
+    shown = [i for i, column in enumerate(zip(*cells, strict=True)) if i < ALWAYS or any(column)]
+    changes = [
+        (name, line) for name, lines in recipe_changes(runs).items() for line in lines or ["none"]
     ]
-    return Group(table, *map(Text, lines))
+    title = f"Settings that differ from those of {runs[0].name}"
+    return [
+        Table(
+            "Runs",
+            [COLUMNS[i] for i in shown],
+            [[row[i] for i in shown] for row in cells],
+            level="brief",
+        ),
+        Table(title, ["run", "setting"], changes, level="brief"),
+        *(f"{run.name} has done no step yet." for run in runs if not run.rows),
+        *(
+            f"{run.name}: energy: {line}"
+            for run in runs
+            if run.energy.joules is None and run.energy.missing
+            for line in run.energy.lines()
+        ),
+    ]

@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from html import escape
 
-from rich.console import Group, RenderableType
+from rich.console import RenderableType
 from rich.text import Text
 
-from finetune.report.format import table_of
+from finetune.report.pages import page
+from finetune.report.rows import Part, Row, Table, as_html, as_text, tables
 
 _BAR = 40
 _MAX_SHOWN = 400  # characters of a piece of a row, of its beginning and its end together
@@ -154,67 +155,51 @@ def data_json(view: DataView) -> str:
     return json.dumps({**asdict(view), **figures}, indent=2)
 
 
-def data_tables(view: DataView, *, has_colour: bool) -> RenderableType:
+def tables_of(view: DataView) -> list[Part]:
+    """Return figures of sources and of an epoch, lengths, and what was left out and why."""
+    share = view.epoch_loss_tokens / max(view.epoch_tokens, 1)
+    packed = "" if view.packed_fill is None else f"; {view.packed_fill:.1%} packed"
+    rows = [
+        Row("", "rows per epoch", view.epoch_rows),
+        Row("", "tokens per epoch", view.epoch_tokens),
+        Row("", "with a loss", view.epoch_loss_tokens, "", f"({share:.1%})"),
+        Row("", "mean row", f"{view.epoch_tokens / view.epoch_rows:,.1f} tokens"),
+        Row("", "longest row", view.longest, "", "tokens"),
+        Row("", "fill of seq_len", f"{view.fill:.1%} of {view.seq_len:,}{packed}"),
+        Row("", "held-out rows", view.held_out_rows),
+        Row("", "data hash", view.data_hash[:16]),
+    ]
+    sources = [
+        (one.path, one.num_rows, one.epoch_rows, one.epoch_tokens, one.epoch_loss_tokens)
+        for one in view.sources
+    ]
+    columns = ("source", "rows", "per epoch", "tokens", "with loss")
+    most = max((one.num_rows for one in view.lengths), default=1)
+    lengths = [
+        (f"{one.first:,} - {one.last:,}", one.num_rows, "#" * -(-_BAR * one.num_rows // most))
+        for one in view.lengths
+    ]
+    bars = ["tokens", "rows", ""]
+    return [
+        Table(f"Data of {view.recipe}", columns, sources, level="brief"),
+        *tables("An epoch", rows),
+        Table("Rows by length, in tokens", bars, lengths, level="brief"),
+        *view.notes,
+    ]
+
+
+def data_text(view: DataView, *, has_colour: bool) -> RenderableType:
     """Return the view as people read it.
 
     Args:
         view: What to show.
         has_colour: Whether loss is shown by colour; else between marks.
     """
-    parts: list[RenderableType] = [_sources(view), _lengths(view), Text()]
-    if view.notes:
-        parts += [Text(note) for note in view.notes] + [Text()]
     how = "in green" if has_colour else f"between {_MARKS[0]} and {_MARKS[1]}"
-    parts.append(Text(f"Rows as the model sees them; tokens with a loss {how}", style="italic"))
-    for row in (row for source in view.sources for row in source.rows):
-        parts += [Text(), _row(row, has_colour=has_colour)]
-    return Group(*parts)
-
-
-def figures(view: DataView) -> list[tuple[str, str]]:
-    """Return the figures of an epoch, by name, as they are shown."""
-    share = view.epoch_loss_tokens / max(view.epoch_tokens, 1)
-    return [
-        ("rows per epoch", f"{view.epoch_rows:,}"),
-        ("tokens per epoch", f"{view.epoch_tokens:,}"),
-        ("with a loss", f"{view.epoch_loss_tokens:,} ({share:.1%})"),
-        ("mean row", f"{view.epoch_tokens / view.epoch_rows:,.1f} tokens"),
-        ("longest row", f"{view.longest:,} tokens"),
-        ("fill of seq_len", _shown_fill(view)),
-        ("held-out rows", f"{view.held_out_rows:,}"),
-        ("data hash", view.data_hash[:16]),
-    ]
-
-
-def _shown_fill(view: DataView) -> str:
-    alone = f"{view.fill:.1%} of {view.seq_len:,}"
-    return alone if view.packed_fill is None else f"{alone}; {view.packed_fill:.1%} packed"
-
-
-def _sources(view: DataView) -> RenderableType:
-    table = table_of(f"Data of {view.recipe}", "source", "rows", "per epoch", "tokens", "with loss")
-    for one in view.sources:
-        table.add_row(
-            Text(one.path),
-            f"{one.num_rows:,}",
-            f"{one.epoch_rows:,}",
-            f"{one.epoch_tokens:,}",
-            f"{one.epoch_loss_tokens:,}",
-        )
-    totals = table_of("An epoch")
-    for name, value in figures(view):
-        totals.add_row(name, value)
-    return Group(table, totals)
-
-
-def _lengths(view: DataView) -> RenderableType:
-    table = table_of("Rows by length, in tokens")
-    most = max((one.num_rows for one in view.lengths), default=1)
-    width = max((len(f"{one.num_rows:,}") for one in view.lengths), default=1)
-    for one in view.lengths:
-        bar = "#" * -(-_BAR * one.num_rows // most)
-        table.add_row(f"{one.first:,} - {one.last:,}", f"{one.num_rows:>{width},} {bar}")
-    return table
+    said = Text(f"Rows as the model sees them; tokens with a loss {how}", style="italic")
+    rows = [row for source in view.sources for row in source.rows]
+    shown = [part for row in rows for part in ("", _row(row, has_colour=has_colour))]
+    return as_text([*tables_of(view), "", said, *shown])
 
 
 def _row(row: SeenRow, *, has_colour: bool) -> Text:
@@ -268,81 +253,14 @@ def histogram(lengths: Sequence[int], *, num_bins: int = 10) -> tuple[Bin, ...]:
     )
 
 
-_STYLE = """
-:root { color-scheme: light dark; --ink: #1b1f24; --paper: #fff; --soft: #59636e; --line: #d1d9e0;
-  --loss: #0a5c2b; --wash: #d9f2e1; --bar: #2f7d4f; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e6edf3; --paper: #0d1117; --soft: #9198a1;
-  --line: #3d444d; --loss: #9be9b4; --wash: #12321f; --bar: #3fb968; } }
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem;
-  color: var(--ink); background: var(--paper); }
-table { border-collapse: collapse; margin: 1rem 0; }
-th, td { text-align: left; padding: .2rem 1rem .2rem 0; border-bottom: 1px solid var(--line); }
-td.figure, th.figure { text-align: right; font-variant-numeric: tabular-nums; }
-.bar { background: var(--bar); height: .8rem; min-width: 1px; }
-.wide { width: 20rem; }
-pre { white-space: pre-wrap; overflow-wrap: anywhere; border: 1px solid var(--line);
-  border-radius: 6px; padding: .8rem; }
-mark { background: var(--wash); color: var(--loss); font-weight: 600; }
-h3 { font-size: 1rem; color: var(--soft); margin-bottom: 0; overflow-wrap: anywhere; }
-"""
-
-
 def data_html(view: DataView) -> str:
     """Return the view as a page; every text of the rows is escaped."""
-    title = escape(f"Data of {view.recipe}")
-    heads = ("rows", "per epoch", "tokens", "with loss")
-    head = "".join(f'<th class="figure">{name}</th>' for name in heads)
-    sources = "".join(
-        f"<tr><td>{escape(one.path)}</td>"
-        + "".join(
-            f'<td class="figure">{number:,}</td>'
-            for number in (one.num_rows, one.epoch_rows, one.epoch_tokens, one.epoch_loss_tokens)
-        )
-        + "</tr>\n"
-        for one in view.sources
-    )
-    totals = "".join(
-        f"<tr><td>{escape(name)}</td><td>{escape(value)}</td></tr>\n"
-        for name, value in figures(view)
-    )
-    notes = "".join(f"<li>{escape(printable(note))}</li>\n" for note in view.notes)
+    parts = [printable(one) if isinstance(one, str) else one for one in tables_of(view)]
     rows = "\n".join(_html_row(row) for source in view.sources for row in source.rows)
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<title>{title}</title>
-<style>{_STYLE}</style>
-</head>
-<body>
-<h1>{title}</h1>
-<table>
-<tr><th>source</th>{head}</tr>
-{sources}</table>
-<h2>An epoch</h2>
-<table>
-{totals}</table>
-<h2>Rows by length, in tokens</h2>
-<table>
-{_html_lengths(view)}</table>
-{f"<h2>Left out, cut, and noted</h2><ul>{notes}</ul>" if notes else ""}
-<h2>Rows as the model sees them</h2>
-<p>Tokens with a loss are <mark>marked</mark>.</p>
-{rows}
-</body>
-</html>
-"""
-
-
-def _html_lengths(view: DataView) -> str:
-    most = max((one.num_rows for one in view.lengths), default=1)
-    return "".join(
-        f'<tr><td class="figure">{one.first:,} - {one.last:,}</td>'
-        f'<td class="figure">{one.num_rows:,}</td><td class="wide">'
-        f'<div class="bar" style="width: {100 * one.num_rows / most:.1f}%"></div></td></tr>\n'
-        for one in view.lengths
+    return page(
+        f"Data of {view.recipe}",
+        f"{as_html(parts)}\n<h2>Rows as the model sees them</h2>\n"
+        f"<p>Tokens with a loss are <mark>marked</mark>.</p>\n{rows}",
     )
 
 

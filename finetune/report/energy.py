@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from finetune.recipe.sections import ReportSection
+from finetune.report.format import shown_kwh
 from offload.plan.machine.machine import board_w
 from offload.plan.plan import Plan
 from offload.probe.energy import LEAST_WINDOW_S
@@ -101,15 +102,13 @@ class RunEnergy:
 
     def lines(self, prices: ReportSection | None = None) -> list[str]:
         """Return the same in words."""
-        found = []
-        for one in self.parts:
-            some = "" if one.num_steps == self.num_steps else f", in {one.num_steps:,} steps of"
-            some += f" {self.num_steps:,}" if some else ""
-            found.append(
-                f"{one.part}: {shown_kwh(one.joules / J_PER_KWH)}, {one.j_per_token:.3g} J per"
-                f" token, {one.mean_w:,.0f} W on average{some}"
-            )
-        found += [f"{part} not counted: {why}" for part, why in self.missing.items()]
+        of = f" of {self.num_steps:,}"
+        found = [
+            f"{one.part}: {shown_kwh(one.joules / J_PER_KWH)}, {one.j_per_token:.3g} J per token,"
+            f" {one.mean_w:,.0f} W on average"
+            + ("" if one.num_steps == self.num_steps else f", in {one.num_steps:,} steps{of}")
+            for one in self.parts
+        ] + [f"{part} not counted: {why}" for part, why in self.missing.items()]
         found = found or ["not counted"]
         if self.at_most_j_per_token is not None:
             found.append(f"GPU predicted: at most {self.at_most_j_per_token:.3g} J per token")
@@ -215,8 +214,3 @@ def shown_cost(cost: float, prices: ReportSection) -> str:
     currency = f" {prices.currency}" if prices.currency else ""
     amount = f"{cost:,.2f}" if cost >= 1 else f"{cost:.2g}"
     return f"{amount}{currency} at {prices.price_per_kwh:g}{currency} per kWh"
-
-
-def shown_kwh(kwh: float) -> str:
-    """Write energy in kWh, or in Wh where that would be nearly 0."""
-    return f"{kwh:,.3g} kWh" if kwh >= 0.1 else f"{kwh * 1e3:.3g} Wh"

@@ -13,24 +13,26 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from finetune.errors import CheckpointError
 from finetune.files.atomic import write_atomically
+from finetune.recipe.recipe import Recipe
 from finetune.report import prediction
 from finetune.report.energy import RunEnergy, run_energy
-from finetune.report.format import shown_mib, shown_time, table_of
+from finetune.report.format import shown_gib, shown_mib, shown_time, signed
 from finetune.report.gantt import gantt_svg
-from finetune.report.memory import MemoryRow, memory_rows
+from finetune.report.memory import PEAKS, MemoryRow, memory_rows
+from finetune.report.plan import SOURCES
 from finetune.report.prediction import SEAL, Prediction
+from finetune.report.rows import Part, Row, Table
 from finetune.run import run_files
 from finetune.run.probe_folder import read_features, read_probe
 from finetune.run.run_files import EVAL_LOSS, EVAL_PREFIX, read_rows
 from offload.plan.schedule import timeline
 from offload.plan.schedule.op import Kind
 from offload.plan.schedule.timeline import Parts, Timeline, perfetto_trace
+from offload.plan.time.costs import Grade
 
 METRICS, MEASURED, REPORT = "metrics.jsonl", "measured.json", "report.json"
 GANTT, TRACE = "gantt.svg", "trace.json"
@@ -134,8 +136,8 @@ class Section:
 
     prediction: int
     sha256: str
-    grade: str
-    first_grade: str
+    grade: Grade
+    first_grade: Grade
     first_step_s: float
     machine: str
     steps: tuple[int, int]
@@ -456,100 +458,153 @@ NUM_NAMED = 3  # parts of a miss that are described in words
 NUM_LAYERS_NAMED = 6
 
 
-def explanation_tables(explanation: Explanation) -> RenderableType:
-    """Return a run's comparison with its prediction: time, where it went, memory, the bound."""
-    parts: list[RenderableType] = [*notices(explanation)]
-    if explanation.features is not None:
-        parts.append(Text(f"Features: {features_took(explanation.features)}"))
-    if explanation.probe is not None:
-        parts.append(Text(f"Probe: {probe_took(explanation.probe)}"))
-        parts.append(Text(f"Its head: {probe_learned(explanation.probe)}"))
-    for section in explanation.sections:
-        parts += [_time_table(section), _miss_table(section)]
-        parts += [Text(line) for line in _section_lines(section)]
-    if explanation.memory:
-        parts.append(_memory_table(explanation.memory))
-    parts += [Text(line) for line in _bound_lines(explanation)]
-    if not explanation.changes:
-        seals = ", ".join(section.sha256[:12] for section in explanation.sections)
-        parts.append(Text(f"Prediction unchanged since before step 1: SHA-256 {seals}..."))
-    return Group(*parts)
+def learned_rows(rows: Sequence[Mapping[str, Any]], *, step: int | None = None) -> list[Row]:
+    """Return what the steps of a run have learned, up to the one whose weights are its result.
 
-
-def notices(explanation: Explanation) -> list[Text]:
-    """Return what comes before any figure: changed predictions, and steps that are not done."""
-    found = [
-        Text(f"PREDICTION CHANGED: {change}", style="bold red") for change in explanation.changes
+    Args:
+        rows: Its metrics.
+        step: The number of that step; None means the last one.
+    """
+    if not rows:
+        return []
+    until = [row for row in rows if step is None or row["step"] <= step]
+    first, last, done = until[0], until[-1], rows[-1]["step"]
+    result = "" if last["step"] == done else f"; the result is that of step {last['step']:,}"
+    tokens, at = sum(row["num_tokens"] for row in until), f"step {last['step']:,}"
+    evaluated = [row for row in until if EVAL_LOSS in row]
+    best = min(evaluated, key=lambda row: float(row[EVAL_LOSS]), default=last)
+    held_out = {row["step"]: row for row in (best, last) if EVAL_LOSS in row}
+    return [
+        Row("", "steps", done, "", result),
+        Row("", "tokens trained on", tokens),
+        Row("", f"training loss, step {first['step']:,}", first["loss"], "loss"),
+        Row("", f"training loss, {at}", last["loss"], "loss"),
+        *(
+            Row("", f"held-out loss, step {step:,}", row[EVAL_LOSS], "loss", note)
+            for step, row in held_out.items()
+            for note in ("" if row is last else "(the lowest)",)
+        ),
     ]
-    if explanation.num_done < explanation.num_steps:
-        left = f"{explanation.num_done} of {explanation.num_steps} steps are done"
-        found.append(Text(f"{left}; `--resume` runs the others"))
-    return found
 
 
-def section_title(section: Section) -> str:
-    """Return what is compared: the prediction's grade, and which steps."""
-    first, last = section.steps
-    return (
-        f"Predicted ({section.grade}) against measured"
+def rows_of(run: Explanation, recipe: Recipe) -> list[Row]:
+    """Return what is to say of a run besides its losses.
+
+    Args:
+        run: What its files say.
+        recipe: For the price of its energy.
+    """
+    lines = {"steps of the run": f"{run.num_done:,} of {run.num_steps:,} done"}
+    if run.features is not None:
+        lines["features"] = features_took(run.features)
+    if run.probe is not None:
+        lines |= {"probe": probe_took(run.probe), "head of the probe": probe_learned(run.probe)}
+    lines["machine"] = run.sections[-1].machine
+    named = [*lines.items(), *(("energy", line) for line in run.energy.lines(recipe.report))]
+    if run.versions:
+        packages = (f"{name} {version}" for name, version in run.versions.items())
+        named.append(("versions", ", ".join(packages)))
+    return [Row("", *line) for line in named]
+
+
+def compared(explanation: Explanation) -> list[Part]:
+    """Return step time and peaks, predicted against measured, and where they differ."""
+    found = explanation
+    parts: list[Part] = [
+        Text(f"PREDICTION CHANGED: {change}", style="bold red") for change in found.changes
+    ]
+    if found.num_done < found.num_steps:
+        left = f"{found.num_done} of {found.num_steps} steps are done"
+        parts.append(f"{left}; `--resume` runs the others")
+    for section in found.sections:
+        newest = found.memory if section is found.sections[-1] else ()
+        peaks = [row for row in newest if row.name in PEAKS and row.error is not None]
+        parts += [_comparison_table(section, peaks), *disturbance(section), largest_misses(section)]
+    return parts
+
+
+def details_of(explanation: Explanation) -> list[Part]:
+    """Return what else is known: phases, parts of the difference, memory by term, the bound."""
+    found = explanation
+    parts: list[Part] = []
+    if found.features is not None:
+        parts.append(f"Features: {features_took(found.features)}")
+    if found.probe is not None:
+        parts.append(f"Probe: {probe_took(found.probe)}")
+        parts.append(f"Its head: {probe_learned(found.probe)}")
+    for section in found.sections:
+        parts += [_phases_table(section), _miss_table(section)]
+        parts += _section_lines(section)
+    if found.memory:
+        parts.append(_memory_table(found.memory))
+    section, own = found.sections[-1], found.measured_step
+    step = section.comparison[0]
+    parts.append(
+        f"Bound R3 ({section.grade}): {shown_time(section.bound_s)}; the measured step reached"
+        f" {section.bound_s / step.measured:.0%} of it, the predicted one"
+        f" {section.bound_s / step.predicted:.0%}"
+    )
+    if own is not None:
+        parts.append(
+            f"Step {own.step} took {shown_time(own.step_s)}: {own.bound_s / own.step_s:.0%} of the"
+            f" R3 that its own visits and loads set, {shown_time(own.bound_s)}"
+        )
+    if not found.changes:
+        seals = ", ".join(section.sha256[:12] for section in found.sections)
+        parts.append(f"Prediction unchanged since before step 1: SHA-256 {seals}...")
+    return parts
+
+
+def _comparison_table(section: Section, peaks: Sequence[MemoryRow]) -> Table:
+    """Compare the time of a step, and peaks of memory."""
+    (first, last), step = section.steps, section.comparison[0]
+    title = (
+        f"Predicted from {SOURCES[section.grade]} against measured"
         f" (mean of the middle {section.num_middle} of {section.num_steps} steps,"
         f" {first} to {last})"
     )
+    lines = [(row.name, row.predicted, row.measured, row.error, "", "") for row in peaks]
+    times = (step.name, *map(shown_time, (step.predicted, step.measured)), step.error)
+    columns = ("", "predicted|MiB", "measured|MiB", "error|error", "p20|s", "p80|s")
+    return Table(title, columns, [(*times, step.p20, step.p80), *lines], level="brief")
 
 
-def shown_error(error: float | None) -> str:
-    """Write a relative error; nothing where there is none."""
-    return "" if error is None else f"{error:+.0%}"
+def _phases_table(section: Section) -> Table:
+    def error(row: Comparison) -> str:
+        return "" if row.error is None else f"{row.error:+.0%}"
 
-
-def _time_table(section: Section) -> Table:
-    columns = ("lane", "phase", "predicted", "measured", "error", "p20", "p80")
-    table = table_of(section_title(section), *columns)
-    table.columns[1].justify = "left"
-    for row in section.comparison:
-        error = shown_error(row.error)
-        if error and row.is_within_spread:
-            error = f"({error})"
-        times = (row.p20, row.p80)
-        table.add_row(
-            row.lane,
-            row.name,
-            shown_time(row.predicted),
-            shown_time(row.measured),
-            error,
-            *map(shown_time, times),
+    lines = [
+        (
+            *(row.lane, row.name, row.predicted, row.measured),
+            f"({error(row)})" if row.is_within_spread and row.error is not None else error(row),
+            *(row.p20, row.p80),
         )
-    return table
+        for row in section.comparison
+    ]
+    columns = ("lane", "phase", "predicted|s", "measured|s", "error|s", "p20|s", "p80|s")
+    return Table("A step, phase by phase", columns, lines)
 
 
 def _miss_table(section: Section) -> Table:
     """Every part of the difference, and their sum, which is the difference."""
-    table = table_of(
-        "Where the difference is: wall time of a step, its wait for data included",
-        *("term (part)", "predicted", "measured", "difference", "layers"),
-    )
-    table.columns[-1].justify = "left"
-    for miss in section.misses:
-        if miss.predicted_s or miss.measured_s:
-            table.add_row(
-                _part_name(miss),
-                shown_time(miss.predicted_s),
-                shown_time(miss.measured_s),
-                _signed(miss.difference_s),
-                shown_layers(miss.layers),
-            )
+    lines = [
+        (
+            *(_part_name(miss), miss.predicted_s, miss.measured_s),
+            *(signed(miss.difference_s, shown_time), shown_layers(miss.layers)),
+        )
+        for miss in section.misses
+        if miss.predicted_s or miss.measured_s
+    ]
     apart_s = sum(miss.difference_s for miss in section.misses)
-    table.add_section()
-    total = (shown_time(section.predicted_s), shown_time(section.wall_s), _signed(apart_s))
-    table.add_row("all", *total, "", style="bold")
-    return table
+    total = ("all", section.predicted_s, section.wall_s, signed(apart_s, shown_time), "")
+    title = "Where the difference is: wall time of a step, its wait for data included"
+    columns = ("term (part)", "predicted|s", "measured|s", "difference|s", "layers")
+    return Table(title, columns, [*lines, total])
 
 
 def _section_lines(section: Section) -> Iterator[str]:
-    """Describe the largest parts of the miss in words, and what else a reader has to know."""
+    """Say what else a reader has to know of the figures."""
     step = section.comparison[0]
-    yield from disturbance(section)
-    yield largest_misses(section)
     if step.is_within_spread:
         yield "An error in brackets is within the spread of the steps themselves (p20 to p80)"
     if section.first_grade != section.grade:
@@ -593,7 +648,7 @@ def largest_misses(section: Section) -> str:
 def _cause(miss: Miss) -> str:
     where = shown_layers(miss.layers)
     of = f" (mostly layers {where})" if where else ""
-    return f"{_signed(miss.difference_s)} {_part_name(miss)}{of}"
+    return f"{signed(miss.difference_s, shown_time)} {_part_name(miss)}{of}"
 
 
 def _part_name(miss: Miss) -> str:
@@ -603,34 +658,16 @@ def _part_name(miss: Miss) -> str:
 
 
 def _memory_table(rows: Sequence[MemoryRow]) -> Table:
-    table = table_of("Memory", "term", "grade", "predicted", "measured", "error", "how")
-    table.columns[1].justify = table.columns[5].justify = "left"
-    for row in rows:
-        table.add_row(
-            row.name,
-            row.grade,
-            "-" if row.predicted is None else shown_mib(row.predicted),
-            "-" if row.measured is None else shown_mib(row.measured),
-            shown_error(row.error),
-            row.how,
+    lines = [
+        (
+            *(row.name, row.grade, row.predicted, row.measured, row.error),
+            row.how if row.limit is None else f"{row.how}; limit {shown_gib(row.limit)}",
         )
-    return table
-
-
-def _bound_lines(explanation: Explanation) -> Iterator[str]:
-    section = explanation.sections[-1]
-    step = section.comparison[0]
-    yield (
-        f"Bound R3 ({section.grade}): {shown_time(section.bound_s)}; the measured step reached"
-        f" {section.bound_s / step.measured:.0%} of it, the predicted one"
-        f" {section.bound_s / step.predicted:.0%}"
-    )
-    own = explanation.measured_step
-    if own is not None:
-        yield (
-            f"Step {own.step} took {shown_time(own.step_s)}: {own.bound_s / own.step_s:.0%} of the"
-            f" R3 that its own visits and loads set, {shown_time(own.bound_s)}"
-        )
+        for row in rows
+    ]
+    sizes = ("predicted|MiB", "measured|MiB", "error|error")
+    columns = ("term", "grade", *sizes, "how it was measured")
+    return Table("Memory, term by term", columns, lines)
 
 
 def shown_layers(layers: Sequence[int]) -> str:
@@ -643,7 +680,3 @@ def shown_layers(layers: Sequence[int]) -> str:
             ranges.append([layer])
     words = [str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in ranges[:NUM_LAYERS_NAMED]]
     return ", ".join(words) + (", ..." if len(ranges) > NUM_LAYERS_NAMED else "")
-
-
-def _signed(seconds: float) -> str:
-    return f"{'+' if seconds >= 0 else '-'}{shown_time(abs(seconds))}"

@@ -6,7 +6,6 @@ prompts are left out unless the recipe asks for them. peft would leave a form to
 """
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +13,9 @@ import yaml
 from pydantic import BaseModel
 
 from finetune.recipe.recipe import Recipe, recipe_hash, resolved_yaml
-from finetune.report.explain import METRICS, REPORT, probe_learned
-from finetune.run.run_files import EVAL_LOSS, EVAL_PREFIX, read_rows
+from finetune.report.explain import METRICS, REPORT, learned_rows, probe_learned
+from finetune.report.rows import Row, as_markdown, tables
+from finetune.run.run_files import EVAL_PREFIX, read_rows
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -48,7 +48,7 @@ def model_card(
     if is_on_hub:
         header = {"base_model": base, **header}
     sources = ", ".join(source.path for source in public.data.sources)
-    rows = "\n".join(f"| {name} | {value} |" for name, value in _figures(run_dir).items())
+    (figures,) = tables("", _figures(run_dir))
     prompted = f"## Prompt\n\n{prompt}\n\n" if prompt else ""
     return f"""---
 {yaml.safe_dump(header, sort_keys=False).strip()}
@@ -60,9 +60,7 @@ def model_card(
 {"" if is_on_hub else unpublished.format(base=base)}
 {prompted}## Measured
 
-| | |
-|---|---|
-{rows}
+{as_markdown([figures])}
 
 "Held-out" rows were not trained on. Nothing else was evaluated.
 
@@ -148,28 +146,25 @@ def _without_prompts(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"data": data})
 
 
-def _figures(run_dir: Path) -> Mapping[str, str]:
-    """Return what was measured, by name, as it is shown."""
-    rows = {row["step"]: row for row in read_rows(run_dir / METRICS)}
+def _figures(run_dir: Path) -> list[Row]:
+    """Return what was measured."""
     report = json.loads((run_dir / REPORT).read_text())
-    step, done = report["adapter_step"], max(rows)
-    found = {}
+    rows = []
     if "probe" in report:
-        found["steps of the head alone, before"] = f"{report['probe']['num_steps']:,}"
-        found["what it learned in them"] = probe_learned(report["probe"])
-    found |= {
-        "steps": f"{done:,}" if step == done else f"{done:,}; the result is that of step {step:,}",
-        "tokens trained on": f"{sum(rows[i]['num_tokens'] for i in rows if i <= step):,}",
-        "training loss, first step": f"{rows[min(rows)]['loss']:.4f}",
-        f"training loss, step {step:,}": f"{rows[step]['loss']:.4f}",
-    }
-    if EVAL_LOSS in rows[step]:
-        found[f"held-out loss, step {step:,}"] = f"{rows[step][EVAL_LOSS]:.4f}"
+        steps = report["probe"]["num_steps"]
+        rows = [
+            Row("", "steps of the head alone, before", steps),
+            Row("", "what it learned in them", probe_learned(report["probe"])),
+        ]
+    rows += learned_rows(read_rows(run_dir / METRICS), step=report["adapter_step"])
     for when, figures in report["held_out"].items():
-        for name in ("rewards/accuracies", "rewards/margins", "logps/accuracies", "logps/margins"):
-            if EVAL_PREFIX + name in figures:
-                shown = f"{figures[EVAL_PREFIX + name]:.4f}"
-                found[f"held-out {name}, {when} training"] = shown
-    for when, share in report["exact_match"].items():
-        found[f"held-out answers right to the letter, {when} training"] = f"{share:.1%}"
-    return found
+        names = ("rewards/accuracies", "rewards/margins", "logps/accuracies", "logps/margins")
+        rows += [
+            Row("", f"held-out {name}, {when} training", figures[EVAL_PREFIX + name], "loss")
+            for name in names
+            if EVAL_PREFIX + name in figures
+        ]
+    return rows + [
+        Row("", f"held-out answers right to the letter, {when} training", f"{share:.1%}")
+        for when, share in report["exact_match"].items()
+    ]

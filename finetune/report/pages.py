@@ -7,7 +7,7 @@ interpreted, so the page needs no `eval`. Nothing is loaded: the page's policy f
 
 import itertools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from importlib import resources
@@ -21,13 +21,15 @@ from finetune.report.explain import (
     METRICS,
     Explanation,
     Miss,
+    compared,
+    details_of,
     explain,
-    features_took,
-    probe_learned,
-    probe_took,
+    learned_rows,
+    rows_of,
 )
-from finetune.report.format import shown_time
 from finetune.report.memory import MemoryRow
+from finetune.report.rows import Part, Table, as_html, tables
+from finetune.report.rows import Row as FactRow
 from finetune.run.run_dir import RunDir
 from finetune.run.run_files import EVAL_LOSS, SAMPLES, read_rows, read_sealed
 from offload.plan.machine.machine import GIB
@@ -112,43 +114,6 @@ def page(title: str, body: str, charts: Sequence[Chart] = ()) -> str:
 """
 
 
-def table(name: str, heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Return a table; the columns after the first are figures where they are numbers.
-
-    Where it is wider than the screen it is scrolled, by keys too.
-
-    Args:
-        name: What it is, for those who cannot see it.
-        heads: Of its columns.
-        rows: Their cells.
-    """
-    listed = [list(row) for row in rows]
-    head = "".join(
-        f'<th scope="col"{_figure(listed[0][i] if listed else "")}>{escape(name)}</th>'
-        for i, name in enumerate(heads)
-    )
-    lines = "".join(
-        "<tr>" + "".join(f"<td{_figure(cell)}>{_shown(cell)}</td>" for cell in row) + "</tr>\n"
-        for row in listed
-    )
-    return (
-        f'<div class="wide" tabindex="0" role="group" aria-label="{escape(name)}"><table>\n'
-        f"<tr>{head}</tr>\n{lines}</table></div>"
-    )
-
-
-def _figure(cell: object) -> str:
-    return ' class="figure"' if isinstance(cell, int | float) or cell is None else ""
-
-
-def _shown(cell: object) -> str:
-    if cell is None:
-        return "-"
-    if isinstance(cell, float):
-        return f"{cell:,.4g}" if abs(cell) < 1000 else f"{cell:,.0f}"
-    return f"{cell:,}" if isinstance(cell, int) else escape(str(cell))
-
-
 def asset(name: str) -> str:
     """Return a style sheet or script of pages."""
     return (resources.files("finetune.report") / "assets" / name).read_text("utf-8")
@@ -168,49 +133,80 @@ _HEIGHT = 260
 _WHICH = ["predicted", "measured"]
 
 
+# The charts of a run's metrics: what each is called, the metric, and the name of its values.
+CURVES = {
+    "eval": ("Held-out loss", EVAL_LOSS, "loss"),
+    "loss": ("Training loss", "loss", "loss"),
+    "rate": ("Tokens per second", "tokens_per_s", "tokens/s"),
+    "lr": ("Learning rate", "lr", "rate"),
+    "energy": ("Joules per token", "energy_per_token_j", "J"),
+}
+
+
+def metric_charts(
+    runs: Mapping[str, Sequence[Row]], names: Sequence[str] = tuple(CURVES)
+) -> list[Chart]:
+    """Return curves over the steps of runs, of each metric that one of them has.
+
+    Args:
+        runs: Rows of metrics by the run's name, which has one colour in all charts.
+        names: Of the charts.
+    """
+    found = []
+    for name in names:
+        title, key, y = CURVES[name]
+        points = [
+            {"run": run, "step": row["step"], y: row[key]}
+            for run, rows in runs.items()
+            for row in rows
+            if key in row
+        ]
+        if points:
+            found.append(
+                curves(name, title, points, y=y, runs=list(runs), is_held_out=name == "eval")
+            )
+    return found
+
+
 def curves(
     name: str,
     title: str,
     points: Sequence[Row],
     *,
     y: str,
-    by: str | None = None,
-    summary: str,
-    has_points: bool = False,
-    is_log: bool = False,
+    runs: Sequence[str] = (),
+    is_held_out: bool = False,
 ) -> Chart:
     """Return curves over steps that can be zoomed.
 
     Args:
         name: The chart's id.
         title: Its heading.
-        points: Each with `step`, the value, and what tells curves apart.
+        points: Each with `step`, the value, and `run` where there are several.
         y: Name of the value.
-        by: What tells curves apart; None for one curve.
-        summary: What it shows, in words.
-        has_points: Whether each value is marked, as where there are few.
-        is_log: Whether the values' scale is logarithmic.
+        runs: Names of all runs, in the order of their colours.
+        is_held_out: Whether each value is marked, as there are few.
     """
     colour: dict[str, Any] = {}
-    if by is not None:
-        colour = {"color": {"field": by, "type": "nominal", "legend": {"orient": "top"}}}
-        colour["color"]["title"] = None
-    shown = [{"field": key, "type": "nominal"} for key in ([by] if by else [])]
-    scale = {"type": "log"} if is_log else {"zero": False}
+    if runs[1:]:
+        domain = {"scale": {"domain": list(runs)}, "legend": {"orient": "top"}}
+        colour = {"color": {"field": "run", "type": "nominal", "title": None, **domain}}
+    last = points[-1]
     return Chart(
         name=name,
         title=title,
-        summary=summary,
+        summary=f"{title}: {last[y]:.5g} in step {last['step']}"
+        + (f" of {last['run']}, the last of {len(runs)} runs." if runs[1:] else "."),
         spec={
             "height": _HEIGHT,
             "params": _ZOOM,
-            "data": {"values": thinned(points, by)},
-            "mark": {"type": "line", "point": has_points, "clip": True, "strokeWidth": 1.5},
+            "data": {"values": thinned(points, "run" if runs[1:] else None)},
+            "mark": {"type": "line", "point": is_held_out, "clip": True, "strokeWidth": 1.5},
             "encoding": {
                 "x": {"field": "step", "type": "quantitative", "axis": {"tickMinStep": 1}},
-                "y": {"field": y, "type": "quantitative", "scale": scale},
+                "y": {"field": y, "type": "quantitative", "scale": {"zero": False}},
                 "tooltip": [
-                    *shown,
+                    *([{"field": "run", "type": "nominal"}] if runs[1:] else []),
                     {"field": "step", "type": "quantitative"},
                     {"field": y, "type": "quantitative", "format": ".5~g"},
                 ],
@@ -218,17 +214,6 @@ def curves(
             },
         },
     )
-
-
-def same_colours(drawn: Sequence[Chart], names: Sequence[str]) -> list[Chart]:
-    """Return charts of curves in which each name has one colour, also where another is absent."""
-    found = []
-    for chart in drawn:
-        encoding = chart.spec["encoding"]
-        colour = encoding["color"] | {"scale": {"domain": list(names)}}
-        spec = {**chart.spec, "encoding": encoding | {"color": colour}}
-        found.append(replace(chart, spec=spec))
-    return found
 
 
 def step_times(rows: Sequence[Row], *, predicted_s: float) -> Chart:
@@ -513,15 +498,17 @@ def run_page(run_dir: Path, *, goes_on: bool = False) -> str:
     recipe, rows = RunDir(run_dir).recipe(), read_rows(run_dir / METRICS)
     explanation = explain(run_dir) if rows else None
     drawn = _charts(rows, explanation) if explanation is not None else {}
-    notes = (f"<p>{escape(note)}</p>" for note in _notes(rows, run_dir, goes_on=goes_on))
-    parts = [*notes, _facts(recipe, rows, explanation)]
+    body = [as_html([*_notes(rows, run_dir, goes_on=goes_on), *_facts(recipe, rows, explanation)])]
     for pair in (("loss", "eval"), ("lr", "rate"), ("times", "parts"), ("memory",), ("gantt",)):
         found = "".join(drawn[name].html for name in pair if name in drawn)
-        parts.append(f'<div class="pair">{found}</div>' if len(pair) > 1 else found)
-    if explanation is not None:
-        parts += [_comparison(explanation), _memory(explanation)]
-    parts += [_samples(run_dir), _recipe(run_dir, explanation)]
-    return page(f"Run {recipe.output.run_dir.name}", "\n".join(parts), list(drawn.values()))
+        body.append(f'<div class="pair">{found}</div>' if len(pair) > 1 else found)
+    seals = [] if explanation is None else [one.sha256 for one in explanation.sections]
+    text = escape(RunDir(run_dir).recipe_file.read_text("utf-8"))
+    recipe_part = f"<details><summary><b>Recipe</b></summary>\n<pre>{text}</pre></details>"
+    sealed = Table("Seals of what was predicted", [""], [[seal] for seal in seals])
+    more = [*([] if explanation is None else details_of(explanation)), *_samples(run_dir)]
+    body += [as_html(more), recipe_part, as_html([sealed] if seals else [])]
+    return page(f"Run {recipe.output.run_dir.name}", "\n".join(body), list(drawn.values()))
 
 
 def _notes(rows: Sequence[Row], run_dir: Path, *, goes_on: bool) -> list[str]:
@@ -535,118 +522,32 @@ def _notes(rows: Sequence[Row], run_dir: Path, *, goes_on: bool) -> list[str]:
     ]
 
 
-def _facts(recipe: Recipe, rows: Sequence[Row], explanation: Explanation | None) -> str:
-    found: list[tuple[str, str]] = [
-        ("model", str(recipe.model.path)),
-        ("trains", _TRAINED.get(str(recipe.train.what), "weights of the model")),
-        ("learns by", recipe.objective.method),
-        ("data", ", ".join(source.path for source in recipe.data.sources)),
+def _facts(recipe: Recipe, rows: Sequence[Row], explanation: Explanation | None) -> list[Part]:
+    """Return what the run is and has learned, and its prediction against what was measured."""
+    facts = [
+        FactRow("", "model", str(recipe.model.path)),
+        FactRow("", "trains", _TRAINED.get(str(recipe.train.what), "weights of the model")),
+        FactRow("", "learns by", recipe.objective.method),
+        FactRow("", "data", ", ".join(source.path for source in recipe.data.sources)),
+        *learned_rows(rows),
     ]
-    if rows:
-        tokens = sum(row["num_tokens"] for row in rows)
-        found += [
-            ("loss", f"{rows[0]['loss']:.4f} at first, {rows[-1]['loss']:.4f} at last"),
-            ("tokens", f"{tokens:,} in {len(rows):,} steps"),
-        ]
-    evaluated = [row for row in rows if EVAL_LOSS in row]
-    if evaluated:
-        best = min(evaluated, key=lambda row: float(row[EVAL_LOSS]))
-        found.append(("best held-out loss", f"{best[EVAL_LOSS]:.4f} after step {best['step']}"))
-    if explanation is not None:
-        section, probe = explanation.sections[-1], explanation.probe
-        if explanation.features is not None:
-            found.append(("features", features_took(explanation.features)))
-        if probe is not None:
-            found += [("probe", probe_took(probe)), ("head of the probe", probe_learned(probe))]
-        found += [
-            ("steps", f"{explanation.num_done:,} of {explanation.num_steps:,} done"),
-            ("machine", section.machine),
-            (
-                "a step",
-                f"{shown_time(section.predicted_s)} predicted ({section.grade}),"
-                f" {shown_time(section.wall_s)} measured",
-            ),
-        ]
-        found += [("energy", line) for line in explanation.energy.lines(recipe.report)]
-        if explanation.versions:
-            versions = (f"{name} {version}" for name, version in explanation.versions.items())
-            found.append(("versions", ", ".join(versions)))
-        for change in explanation.changes:
-            found.append(("changed since", change))
-    return table("The run", ("", ""), found)
+    if explanation is None:
+        return [*tables("The run", facts)]
+    return [*tables("The run", [*facts, *rows_of(explanation, recipe)]), *compared(explanation)]
 
 
 def _charts(rows: Sequence[Row], explanation: Explanation) -> dict[str, Chart]:
-    first, last = rows[0], rows[-1]
-    evaluated = [{"step": row["step"], "loss": row[EVAL_LOSS]} for row in rows if EVAL_LOSS in row]
-    found = [
-        curves(
-            "loss",
-            "Training loss",
-            [{"step": row["step"], "loss": row["loss"]} for row in rows],
-            y="loss",
-            summary=f"Loss from {first['loss']:.4f} to {last['loss']:.4f} in {last['step']} steps.",
-        ),
-        curves(
-            "lr",
-            "Learning rate",
-            [{"step": row["step"], "rate": row["lr"]} for row in rows],
-            y="rate",
-            summary=f"Learning rate, {last['lr']:.3g} at last.",
-        ),
-        curves(
-            "rate",
-            "Tokens per second",
-            [{"step": row["step"], "tokens/s": row["tokens_per_s"]} for row in rows],
-            y="tokens/s",
-            summary=f"Tokens per second, {last['tokens_per_s']:.4g} in the last step.",
-        ),
-        step_times(rows, predicted_s=explanation.sections[-1].predicted_s),
-        misses(explanation.sections[-1].misses),
-    ]
-    if evaluated:
-        found.append(
-            curves(
-                "eval",
-                "Held-out loss",
-                evaluated,
-                y="loss",
-                summary=f"Held-out loss, {evaluated[-1]['loss']:.4f} at last.",
-                has_points=True,
-            )
-        )
-    if explanation.memory:
-        found.append(memory(explanation.memory))
-    timelines = {"predicted": explanation.predicted}
+    section, timelines = explanation.sections[-1], {"predicted": explanation.predicted}
     if explanation.measured_step is not None:
         timelines["measured"] = explanation.measured_step.timeline
-    found.append(gantt(timelines))
+    found = [
+        *metric_charts({"": rows}, ("eval", "loss", "lr", "rate")),
+        step_times(rows, predicted_s=section.predicted_s),
+        misses(section.misses),
+        *([memory(explanation.memory)] if explanation.memory else []),
+        gantt(timelines),
+    ]
     return {chart.name: chart for chart in found}
-
-
-def _comparison(explanation: Explanation) -> str:
-    rows = [
-        (row.name, row.lane, row.predicted * 1e3, row.measured * 1e3, _error(row.error))
-        for row in explanation.sections[-1].comparison
-    ]
-    heads = ("phase", "lane", "predicted ms", "measured ms", "error")
-    return _details("Predicted and measured, phase by phase", heads, rows)
-
-
-def _memory(explanation: Explanation) -> str:
-    rows = [
-        (
-            row.name,
-            None if row.predicted is None else row.predicted / GIB,
-            None if row.measured is None else row.measured / GIB,
-            None if row.limit is None else row.limit / GIB,
-            _error(row.error),
-            row.how,
-        )
-        for row in explanation.memory
-    ]
-    heads = ("term", "predicted GiB", "measured GiB", "limit GiB", "error", "how it was measured")
-    return _details("Memory, term by term", heads, rows) if rows else ""
 
 
 def answers(run_dir: Path) -> list[Answer]:
@@ -670,16 +571,11 @@ def answers(run_dir: Path) -> list[Answer]:
     ]
 
 
-def _samples(run_dir: Path) -> str:
-    rows = [(one.prompt, one.wanted, one.before, one.after) for one in answers(run_dir)]
-    title, heads = "Answers to held-out rows", ("prompt", "wanted", "before training", "after")
-    if not rows:
-        return ""
-    return f"<h2>{title}</h2>\n<p>{escape(_drawn(run_dir))}</p>\n{table(title, heads, rows)}"
-
-
-def _drawn(run_dir: Path) -> str:
-    """Return after which prompts the answers to held-out rows were drawn."""
+def _samples(run_dir: Path) -> list[Part]:
+    """Return the first answers, and after which prompts they were drawn."""
+    lines = [(one.prompt, one.wanted, one.before, one.after) for one in answers(run_dir)]
+    if not lines:
+        return []
     files = (run_dir / "samples_before.json", run_dir / "samples_after.json")
     found = next(read_sealed(SAMPLES, file) for file in files if file.exists())
     said = [
@@ -687,26 +583,6 @@ def _drawn(run_dir: Path) -> str:
         + (f"the prompt with {given}" if given else "the chat template's default prompt")
         for given, num in found["prompts"].items()
     ]
-    return f"Answers were drawn: {', '.join(said)}."
-
-
-def _recipe(run_dir: Path, explanation: Explanation | None) -> str:
-    text = RunDir(run_dir).recipe_file.read_text("utf-8")
-    seals = "".join(
-        f"<p class=soft>Prediction {one.prediction}: <code>{escape(one.sha256)}</code></p>"
-        for one in (explanation.sections if explanation else ())
-    )
-    recipe = _unfolded("Recipe", f"<pre>{escape(text)}</pre>")
-    return recipe + (f"<h2>Seals of what was predicted</h2>{seals}" if seals else "")
-
-
-def _details(title: str, heads: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    return _unfolded(title, table(title, heads, rows))
-
-
-def _unfolded(title: str, body: str) -> str:
-    return f"<details><summary><b>{escape(title)}</b></summary>\n{body}</details>"
-
-
-def _error(error: float | None) -> str:
-    return "-" if error is None else f"{error:+.1%}"
+    columns = ("prompt", "wanted", "before training", "after")
+    note = f"Answers were drawn: {', '.join(said)}."
+    return [Table("Answers to held-out rows", columns, lines, note, level="brief")]

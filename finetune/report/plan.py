@@ -1,32 +1,25 @@
-"""A plan as tables for people and as JSON for programs."""
+"""A plan as rows: first what a user acts on, then all that was counted and predicted."""
 
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, fields, replace
+from typing import Any, get_args
 
-from rich.console import Group, RenderableType
-from rich.table import Table
-
-from finetune.report.energy import plan_energy
-from finetune.report.format import (
-    shown_count,
-    shown_gib,
-    shown_gigabits,
-    shown_mib,
-    shown_time,
-    table_of,
-)
-from offload.plan.facts.facts import WholeWeights
+from finetune.recipe.sections import ReportSection
+from finetune.report.energy import plan_energy, plan_energy_line
+from finetune.report.format import free_streaming, shown_count, shown_gib, shown_time
+from finetune.report.rows import Row, Table, as_json, heading
+from offload.plan.facts.codec import CODECS, NATIVE
 from offload.plan.facts.linears import FP32_BYTES
 from offload.plan.facts.optimizer import LOW_HALVES, host_update_bytes
 from offload.plan.facts.trainable import adapter_parameters, trained_parameters
-from offload.plan.feature_pass import FeaturePass, feature_pass
-from offload.plan.machine.machine import Implementation, Machine, Network, Rate
+from offload.plan.facts.workload import FusedPart
+from offload.plan.feature_pass import feature_pass
+from offload.plan.machine.machine import Implementation, Machine, Rate
 from offload.plan.place_cost import EmbeddingCost, HeadCost
 from offload.plan.plan import Plan
-from offload.plan.schedule.op import Kind
-from offload.plan.schedule.schedule import Residency
-from offload.plan.step import FREE_FRAC
-from offload.plan.time.roofline import Count, layer_flops
+from offload.plan.schedule.schedule import NUM_STAGING, Residency
+from offload.plan.time.costs import Grade
+from offload.plan.time.roofline import Bound, Count, layer_flops
 
 REFERENCE_FLOPS_PER_S = 250e12
 MATRIX_CLASSES = ("attention", "mlp", "experts", "shared_experts")
@@ -34,11 +27,79 @@ COUNTS: dict[Count, str] = {
     "causal": "attention counted exactly",
     "lecture": "attention as 3 S x h products",
 }
-
-FACTS_GRADES = {
-    "config": "from the config alone",
-    "built": "off the model, built without weights",
+SOURCES: dict[Grade, str] = {
+    "spec": "published rates",
+    "probed": "rates measured on the machine",
+    "calibrated": "timed steps",
 }
+STASHED = "in RAM until the backward (`offload.stash: host`)"
+LEAST_WAIT_FRAC = 0.02  # of a step: below it, waits for weights are not what limits it
+DETAILS: dict[str, dict[str, tuple[str, str]]] = {
+    "The model": {
+        "model.num_active_parameters": ("active per token", "parameters"),
+        "model.facts_grade": ("counted from", ""),
+        "per_layer.weight_bytes": ("weights of layer 0", "bytes"),
+        "per_layer.norm_bytes": ("its norms", "bytes"),
+        "per_layer.router_bytes": ("its router", "bytes"),
+        "per_layer.other_bytes": ("its others", "bytes"),
+        "per_layer.cargo_bytes": ("its slot", "bytes"),
+        "per_layer.forward_s": ("its forward, a micro-batch", "s"),
+        "per_layer.backward_s": ("its backward", "s"),
+        "per_layer.recompute_s": ("of it recomputed", "s"),
+        "per_layer.h2d_s": ("its load", "s"),
+        "per_layer.bound": ("its forward is bound by", ""),
+    },
+    "How a step is run": {
+        "schedule.num_slots": ("slots", ""),
+        "schedule.num_micro_batches": ("micro-batches", ""),
+        "schedule.order": ("order", ""),
+        "schedule.num_loads": ("loads", ""),
+        "schedule.h2d_bytes": ("to the device", "bytes"),
+        "schedule.d2h_bytes": ("back from it", "bytes"),
+        "schedule.kept_graphs": ("kept graphs", ""),
+        "schedule.sent_graphs": ("sent graphs", ""),
+        "schedule.kept_outputs": ("kept attention outputs", ""),
+        "schedule.sent_outputs": ("sent attention outputs", ""),
+        "schedule.recompute_saved_s": ("recompute that they save", "s"),
+        "embeddings.saved_vram_bytes": ("embedding in RAM: device memory saved", "bytes"),
+        "embeddings.most_h2d_bytes": ("embedding in RAM: rows to the device, at most", "bytes"),
+        "embeddings.added_s": ("embedding in RAM: longer by", "s"),
+        "head.saved_vram_bytes": ("head in RAM: device memory saved", "bytes"),
+        "head.num_loads": ("head in RAM: more loads", ""),
+        "head.added_s": ("head in RAM: longer by", "s"),
+        "objective.has_reference": ("rows are scored by a reference", ""),
+        "objective.time_frac": ("longer by scoring rows first", "error"),
+        "objective.num_loads": ("more loads for it", ""),
+        "probe.num_features": ("features", ""),
+        "probe.one_pass_s": ("features of a step's rows", "s"),
+        "probe.pass_s": ("features of all rows", "s"),
+        "probe.feature_bytes": ("RAM of a feature", "bytes"),
+        "probe.num_parameters": ("head on them", "parameters"),
+        "network.num_ranks": ("ranks", ""),
+        "network.num_bytes": ("sent by each rank", "bytes"),
+        "network.bytes_per_s": ("network", "Gb/s"),
+        "network.source": ("network's rate", ""),
+        "network.hidden_frac": ("of it during compute", "%"),
+        "network.needed_bytes_per_s": ("network that would add at most 1 %", "Gb/s"),
+    },
+    "Predicted step": {
+        "predicted.phases_s.forward": ("forward", "s"),
+        "predicted.phases_s.decode": ("decoding of weights", "s"),
+        "predicted.phases_s.head and loss": ("head and loss", "s"),
+        "predicted.phases_s.backward": ("backward", "s"),
+        "predicted.phases_s.stall": ("waits for weights", "s"),
+        "predicted.phases_s.optimizer": ("optimizer", "s"),
+        "predicted.phases_s.exposed network": ("waits for the network", "s"),
+        "predicted.phases_s.exposed updates": ("waits for updates", "s"),
+        "predicted.phases_s.h2d": ("meanwhile: copies to the device", "s"),
+        "predicted.phases_s.d2h": ("meanwhile: copies to the host", "s"),
+        "predicted.phases_s.reads": ("meanwhile: reads into page-locked buffers", "s"),
+        "predicted.phases_s.updates": ("meanwhile: updates of weights", "s"),
+        "predicted.phases_s.network": ("meanwhile: the network", "s"),
+        "predicted.bound_s": ("bound R3", "s"),
+    },
+}
+"""What people read of a plan's figures, by their place in JSON: a label and a unit."""
 
 
 def predicted_phases(plan: Plan) -> dict[str, float]:
@@ -48,53 +109,90 @@ def predicted_phases(plan: Plan) -> dict[str, float]:
     return phases | {"optimizer": plan.costs.optimizer_s, "data wait": 0.0}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ComputeFigure:
-    """The matrix products and attention of one layer's forward, by one counting method."""
-
-    name: str
-    flops: float
-    seconds: float
-
-
-def compute_figures(plan: Plan) -> list[ComputeFigure]:
-    """Count a layer's forward by both methods, at the machine's rate and at a round 250 TFLOP/s.
-
-    Neither includes adapters, norms or launches, which the plan prices too.
-    """
-    typical = plan.request.typical
-    rate = plan.machine.gemm_flops_per_s
-    figures = []
-    for count, words in COUNTS.items():
-        flops = layer_flops(
-            plan.facts,
-            plan.facts.layers[0],
-            num_tokens=typical.num_tokens,
-            context_tokens=typical.seq_len,
-            count=count,
-        )
-        rates = [(rate.value, rate.source)]
-        if plan.machine.device == "cuda":
-            rates.append((REFERENCE_FLOPS_PER_S, "a round figure"))
-        for flops_per_s, source in rates:
-            name = f"{words}, {flops_per_s / 1e12:,.2f} TFLOP/s ({source})"
-            figures.append(ComputeFigure(name=name, flops=flops, seconds=flops / flops_per_s))
-    return figures
-
-
 def plan_json(plan: Plan) -> dict[str, Any]:
     """Return the plan's figures for programs; sizes in bytes, times in seconds."""
-    facts, typical = plan.facts, plan.request.typical
-    layer, cost = facts.layers[0], plan.costs.layers[0]
+    return as_json(rows_of(plan))
+
+
+def rows_of(
+    plan: Plan,
+    *,
+    faster: Sequence[Row] = (),
+    prices: ReportSection | None = None,
+    num_steps: int | None = None,
+) -> list[Row]:
+    """Return all that a plan says.
+
+    Args:
+        plan: It.
+        faster: What would make the step faster, the best first.
+        prices: Of its energy; None for none.
+        num_steps: Optimizer steps of the run, where they are known.
+    """
+    figures = dict(_flat(_figures(plan), ""))
+    step_s = figures["predicted.step_s"]
+    brief = _acted_on(plan, figures, faster, num_steps)
+    shown = [Row("", *line) for line in _lines(plan, prices)]
+    for title, named in DETAILS.items():
+        known = [(key, *how) for key, how in named.items() if figures.get(key)]
+        shown.append(heading(title))
+        for key, label, unit in known:
+            value = figures.pop(key)
+            share = f"({value / step_s:.0%})" if "phases_s" in key else ""
+            shown.append(Row(key, label, value, unit, share))
+    for place, terms in (("device", plan.device_memory), ("host", plan.host_memory)):
+        shown.append(heading(f"Predicted peak of {place} memory ({plan.memory_grade})"))
+        shown += [Row("", term.name, term.num_bytes, "MiB") for term in terms if term.num_bytes]
+    return [
+        *brief,
+        heading("Where it runs"),
+        *shown,
+        *(Row(key, "", value) for key, value in figures.items()),
+    ]
+
+
+def _flat(figures: Mapping[str, Any], place: str) -> Iterator[tuple[str, Any]]:
+    """Yield figures with their places; a list is one."""
+    for name, value in figures.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{place}{name}.")
+        else:
+            yield f"{place}{name}", value
+
+
+def _figures(plan: Plan) -> dict[str, Any]:
+    """Return the figures as programs read them; sizes in bytes, times in seconds."""
+    facts, typical, schedule = plan.facts, plan.request.typical, plan.schedule
+    layer, cost, objective = facts.layers[0], plan.costs.layers[0], plan.request.objective
     classes = {
         name: count * typical.dtype_bytes for name, count in layer.parameters_by_class().items()
     }
-    phases, head, embedding = predicted_phases(plan), HeadCost.of(plan), EmbeddingCost.of(plan)
+    phases, network = predicted_phases(plan), plan.network
+    kernel, num_adapter = (
+        plan.machine.experts_implementation,
+        adapter_parameters(facts, typical.adapter),
+    )
+    probe = feature_pass(plan, plan.request)
+    places = {"embeddings": EmbeddingCost.of(plan), "head": HeadCost.of(plan)}
+    figures = {name: asdict(one) for name, one in places.items() if one is not None}
+    if probe is not None:
+        figures["probe"] = asdict(probe) | {"pass_s": probe.pass_s}
+    if network is not None:
+        figures["network"] = {
+            "num_ranks": plan.request.num_ranks,
+            "num_bytes": schedule.network_bytes,
+            "latency_s": network.latency_s.value,
+            "bytes_per_s": network.bytes_per_s.value,
+            "source": network.bytes_per_s.source,
+            "hidden_frac": plan.network_hidden_frac,
+            "needed_bytes_per_s": plan.network_needed_bytes_per_s,
+        }
+    if objective is not None:
+        price = dict(zip(("time_frac", "num_loads"), plan.objective_price, strict=True))
+        figures["objective"] = asdict(objective) | price
     return {
         "machine": plan.machine.name,
-        "experts_implementation": asdict(plan.machine.experts_implementation)
-        if facts.has_experts
-        else None,
+        "experts_implementation": asdict(kernel) if facts.has_experts else None,
         "grade": plan.costs.grade,
         "model": {
             "type": facts.model_type,
@@ -102,9 +200,8 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             "num_layers": facts.num_layers,
             "num_parameters": facts.num_parameters,
             "num_active_parameters": facts.num_active_parameters,
-            "num_adapter_parameters": adapter_parameters(facts, typical.adapter),
-            "num_module_parameters": trained_parameters(facts, typical.adapter)
-            - adapter_parameters(facts, typical.adapter),
+            "num_adapter_parameters": num_adapter,
+            "num_module_parameters": trained_parameters(facts, typical.adapter) - num_adapter,
         },
         "per_layer": {
             "weight_bytes": sum(classes[name] for name in MATRIX_CLASSES),
@@ -117,29 +214,25 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             "recompute_s": cost.recompute_s,
             "h2d_s": plan.costs.load_s(0),
             "bound": cost.bound,
-            "compute_figures": [
-                {"name": figure.name, "flops": figure.flops, "seconds": figure.seconds}
-                for figure in compute_figures(plan)
-            ],
+            "compute_figures": compute_figures(plan),
         },
         "schedule": {
             "num_slots": plan.num_slots,
             "kept_graphs": plan.num_kept_graphs,
             **outputs_json(plan.residency),
+            "recompute_saved_s": recompute_saved_s(plan),
             "num_micro_batches": plan.request.num_micro_batches,
             "order": plan.request.order.value,
             "tokens_per_step": plan.tokens_per_step,
-            "num_loads": plan.schedule.num_loads,
-            "h2d_bytes": plan.schedule.h2d_bytes,
-            "d2h_bytes": plan.schedule.d2h_bytes,
+            "num_loads": schedule.num_loads,
+            "h2d_bytes": schedule.h2d_bytes,
+            "d2h_bytes": schedule.d2h_bytes,
             "break_even_tokens": plan.break_even_tokens,
         },
-        **({} if embedding is None else {"embeddings": asdict(embedding)}),
-        **({} if head is None else {"head": asdict(head)}),
-        **({} if plan.network is None else {"network": _network_json(plan, plan.network)}),
-        "objective": _objective_json(plan),
-        **_probe_json(plan),
+        "objective": None,
+        **figures,
         "energy": plan_energy(plan),
+        "limited_by": limit_line(plan, phases),
         "predicted": {
             "step_s": phases["step"],
             "tokens_per_s": plan.tokens_per_step / phases["step"],
@@ -154,26 +247,54 @@ def plan_json(plan: Plan) -> dict[str, Any]:
     }
 
 
-def embeddings_line(cost: EmbeddingCost, *, is_tied: bool) -> str:
-    """Return what an input embedding in host memory saves and costs, for people."""
-    saved = cost.saved_vram_bytes
-    size = f"{shown_gib(abs(saved))} {'less' if saved > 0 else 'more'} of device memory"
-    one = ", one weight with the head" if is_tied else ""
-    return (
-        f"in RAM (`offload.embeddings: host`{one}): {size}, and at most"
-        f" {shown_mib(cost.most_h2d_bytes)} of rows to it per step, which is"
-        f" {shown_time(cost.added_s)} longer"
-    )
+def _acted_on(
+    plan: Plan, figures: Mapping[str, Any], faster: Sequence[Row], num_steps: int | None
+) -> list[Row]:
+    """Return what trains on what, how fast, in how much memory, and what would be faster."""
+    facts, request = plan.facts, plan.request
+    step_s, tokens_per_s = figures["predicted.step_s"], figures["predicted.tokens_per_s"]
+    trains = dict.fromkeys(trained_line(replace(plan, request=run)) for run in request.runs)
+    model = f"{facts.model_type}, {facts.num_layers} layers, {shown_count(facts.num_parameters)}"
+    source = SOURCES[plan.costs.grade]
+    rows = [
+        Row("", "model", f"{model} parameters"),
+        *(Row("", "trains", line) for line in trains),
+        Row(
+            "",
+            "a step",
+            step_s,
+            "s",
+            f"for {plan.tokens_per_step:,} tokens, predicted from {source}",
+        ),
+        Row("", "speed", tokens_per_s, "tokens/s"),
+        Row("", "1 M tokens", 1e6 / tokens_per_s, "s")
+        if num_steps is None
+        else Row("", "all steps", num_steps * step_s, "s", f"for {num_steps:,}"),
+        *_peaks(plan),
+        Row("", "limited by", figures["limited_by"]),
+        *faster[:1],
+    ]
+    return [row._replace(level="brief") for row in rows]
 
 
-def head_line(cost: HeadCost) -> str:
-    """Return what a head in host memory saves and costs, for people."""
-    loads = "1 load" if cost.num_loads == 1 else f"{cost.num_loads} loads"
-    return (
-        f"in RAM (`offload.head: host`): {shown_gib(cost.saved_vram_bytes)} less of device"
-        f" memory; copied over slots once per step, and {loads} more, which is"
-        f" {shown_time(cost.added_s)} longer"
-    )
+def limit_line(plan: Plan, phases: Mapping[str, float]) -> str:
+    """Return what a step takes its time with: computing, or waiting for weights."""
+    device = "GPU" if plan.machine.device == "cuda" else "CPU"
+    wait_frac, copy_s = phases["stall"] / phases["step"], max(phases["h2d"], phases["reads"])
+    waits, copies = "the link: the {} waits for layers from RAM", "layers from RAM"
+    if plan.request.is_on_disk:
+        waits, copies = "the disk: the {} waits for layers", "layers from the disk"
+    if plan.request.is_sharded:
+        waits = "the network: the {} waits for layers"
+    if wait_frac >= LEAST_WAIT_FRAC:
+        return f"{waits.format(device)} {wait_frac:.0%} of the step"
+    why: dict[Bound, str] = {
+        "compute": f"computing on the {device}",
+        "memory": f"the {device}'s memory: it takes longer to read weights than to compute",
+        "launch": "the host: the GPU waits for its kernels to be started",
+    }
+    hidden = f"; {shown_time(copy_s)} of copying {copies} hides behind it" if copy_s else ""
+    return why[plan.costs.bound if device == "GPU" else "compute"] + hidden
 
 
 def memory_limits(machine: Machine) -> dict[str, int]:
@@ -182,12 +303,169 @@ def memory_limits(machine: Machine) -> dict[str, int]:
     return {"RAM": machine.ram_bytes} if machine.device == "cpu" else limits
 
 
-def gpus_json(plan: Plan) -> dict[str, Any]:
-    """Return how GPUs of a machine share the step; memory of the device is that of each."""
+def _peaks(plan: Plan) -> list[Row]:
+    """Return the peak of each memory against what there is; a CPU has only one."""
+    machine, budget_bytes = plan.machine, plan.request.vram_budget_bytes
+    is_cuda, limit_bytes, limit = machine.device == "cuda", machine.vram_bytes, ""
+    if budget_bytes is not None and budget_bytes < limit_bytes:
+        limit_bytes, limit = budget_bytes, " (`offload.vram_budget`)"
+    elif is_cuda and budget_bytes is not None and budget_bytes > limit_bytes:
+        limit = ", less than `offload.vram_budget`"
+    is_shared = is_cuda and plan.request.local_ranks > 1
+    of_each, of_all = (", of each card", ", of all") if is_shared else ("", "")
+    ram_bytes = plan.host_bytes if is_cuda else plan.peak_bytes + plan.host_bytes
+    rows = [Row("", "RAM", ram_bytes, "bytes", f"of {shown_gib(machine.ram_bytes)}{of_all}")]
+    if is_cuda or limit:
+        note = f"of {shown_gib(limit_bytes)}{limit}{of_each}"
+        rows.insert(0, Row("", "VRAM" if is_cuda else "computing", plan.peak_bytes, "bytes", note))
+    return rows
+
+
+def trained_line(plan: Plan) -> str:
+    """Return what is trained, in words."""
+    spec, facts = plan.request.typical.adapter, plan.facts
+    trained = f"{shown_count(trained_parameters(facts, spec))} parameters"
+    if spec.whole is not None:
+        return f"{shown_count(spec.whole.num_parameters)} weights of the model, and no adapter"
+    if plan.request.is_on_features:
+        return f"{trained}: the head alone"
+    if spec.virtual:
+        num = spec.virtual[0][0]
+        if spec.num_past:
+            return f"{trained}: prefix tuning, {num} keys and values in front of each layer's"
+        name = "p-tuning" if spec.virtual[1:] else "prompt tuning"
+        return f"{trained}: {name}, {num} virtual tokens in front of each row"
+    places = [*spec.targets, *(["the experts"] if spec.experts else [])]
+    ranks = ", ".join(f"{name} {rank}" for name, rank in spec.rank_pattern)
+    name = f"{'DoRA' if spec.is_dora else 'LoRA'} rank {spec.rank}"
+    return (
+        f"{trained}: {name if spec.method is None else spec.method.name}"
+        + (f" ({ranks})" if ranks else "")
+        + f" on {', '.join(places[:-1])}{' and ' if places[1:] else ''}{places[-1]}"
+        + (f", with {', '.join(spec.modules)} whole" if spec.modules else "")
+    )
+
+
+def _lines(plan: Plan, prices: ReportSection | None) -> Iterator[tuple[str, str]]:
+    """Yield what the figures alone do not say, each with its name."""
+    request, typical, schedule = plan.request, plan.request.typical, plan.schedule
+    spec, num_layers, kernel = (
+        typical.adapter,
+        plan.facts.num_layers,
+        plan.machine.experts_implementation,
+    )
+    if prices is not None:
+        yield "energy", plan_energy_line(plan, prices)
+    if spec.targets and typical.dtype_bytes < FP32_BYTES and not spec.are_branches_grouped:
+        yield "adapter", "computed in float32"
+    if spec.whole is not None and not request.is_sharded:
+        sizes = host_update_bytes(typical.dtype_bytes, typical.optimizer, spec.whole.low_bytes)
+        names = {LOW_HALVES: "fp32 masters"} if spec.whole.low_bytes else {}
+        parts = ", ".join(f"{size:.3g} {names.get(n, n)}" for n, size in sizes.items() if size)
+        yield "weights", f"{sum(sizes.values()):.3g} bytes each in RAM ({parts})"
+    yield "layers", layers_line(plan)
+    yield "layer inputs", STASHED if request.is_stashed else "on the device"
+    shapes = " and ".join(dict.fromkeys(run.typical.size for run in request.runs))
+    num, runs = sum(run.num_micro_batches for run in request.runs), len(request.runs)
+    of_runs = f" of {runs} runs" if runs > 1 else ""
+    ranks = f", at most {request.rank_micro_batches} of them on each of {request.num_ranks} ranks"
+    ranks = ranks if request.num_ranks > 1 else ""
+    yield "tokens", f"{plan.tokens_per_step:,} in {num} micro-batches{of_runs} of {shapes}{ranks}"
+    if plan.num_slots < num_layers and not request.is_on_features:
+        is_in_rounds = request.num_rounds > 1
+        free = free_streaming(plan.break_even_tokens, is_in_rounds=is_in_rounds)
+        yield "streaming", f"in micro-batches of this size it {free}"
+    if request.num_ranks > 1 and plan.machine.device == "cuda" and schedule.num_loads:
+        all_of_them = f"{request.local_ranks * plan.costs.h2d_bytes_per_s / 1e9:,.0f} GB/s"
+        yield "assumed", f"a link for each GPU, and {all_of_them} for all of them at once"
+    if plan.facts.has_experts:
+        rate = plan.machine.expert_gemm_flops_per_s
+        yield "expert kernels", f"{kernel.value} ({kernel.source})"
+        yield "experts", f"{rate.value / 1e12:,.2f} TFLOP/s ({rate.source})"
+    code = typical.code_on(plan.machine.device)
+    if code != "plain":
+        fused = [x for x in get_args(FusedPart) if code == "fused" or x != "loss"]
+        own = [part for part in fused if part in typical.plain_parts]
+        rest = f"; {', '.join(own)} by the model's code" if own else ""
+        trial = " (assumed until a run tries them)" if typical.layer_code == "auto" else ""
+        yield "layer kernels", f"{code}: {', '.join(x for x in fused if x not in own)}{rest}{trial}"
+
+
+def layers_line(plan: Plan) -> str:
+    """Return where layers wait, in which form, and how many of them are on the device."""
+    request, codec, num_layers = plan.request, plan.request.typical.codec, plan.facts.num_layers
+    size = shown_gib(sum(cost.weight_bytes for cost in plan.costs.layers))
+    if request.is_sharded:
+        return (
+            f"{size} over {request.num_ranks} ranks, a part of each layer on each (fsdp2): gathered"
+            f" before each of {2 * request.rank_micro_batches} visits, two at a time"
+        )
+    rate = plan.machine.disk_bytes_per_s
+    place = "in RAM"
+    if request.is_on_disk:
+        place = "on a disk that could not be measured (priced as if in RAM)"
+        if rate is not None:
+            place = f"on disk, read at {rate.value / 1e9:,.2f} GB/s ({rate.source})"
+    rounding = f", each weight rounded by {CODECS[codec].rounding:.1%} RMS"
+    form = "" if codec == NATIVE else f" in {codec}{rounding if CODECS[codec].rounding else ''}"
+    staged = f", through {NUM_STAGING} page-locked buffers" if plan.schedule.is_staged else ""
+    moved = "" if plan.schedule.num_loads else ": loaded once, then resident"
+    if request.is_on_features:
+        moved = ": visited for the features, and in no step"
+    return f"{size} {place}{form}; slots for {plan.num_slots} of {num_layers}{moved}{staged}"
+
+
+def recompute_saved_s(plan: Plan) -> float:
+    """Return the time that graphs and attention outputs save which are kept, or sent and back."""
+    layers, saved, num_layers = plan.costs.layers, plan.saved, plan.facts.num_layers
+    kept = {*range(num_layers - plan.num_kept_graphs, num_layers), *saved.graphs}
+    saved_s: float = sum(layers[i].recompute_s for i in kept)
+    saved_s += sum(layers[i].attention_s for i in saved.kept | saved.sent)
+    saved_s -= sum(layers[i].graph_pack_s for i in saved.graphs)
+    saved_s -= sum(layers[i].pack_s for i in saved.sent)
+    return saved_s * plan.request.rank_micro_batches
+
+
+def outputs_json(residency: Residency) -> dict[str, int]:
+    """Return how many layers send their graph, and keep or send the output of their attention."""
+    graphs = {"sent_graphs": residency.num_sent_graphs} if residency.num_sent_graphs else {}
+    if not residency.has_outputs:
+        return graphs
     return {
-        "num_gpus": plan.request.num_ranks,
-        "most_micro_batches": plan.request.rank_micro_batches,
+        **graphs,
+        "kept_outputs": residency.num_kept_outputs,
+        "sent_outputs": residency.num_sent_outputs,
     }
+
+
+def compute_figures(plan: Plan) -> list[dict[str, Any]]:
+    """Count a layer's forward by both methods, at the machine's rate and at a round 250 TFLOP/s.
+
+    Neither includes adapters, norms or launches, which the plan prices too.
+    """
+    typical, rate = plan.request.typical, plan.machine.gemm_flops_per_s
+    rates = [(rate.value, rate.source)]
+    if plan.machine.device == "cuda":
+        rates.append((REFERENCE_FLOPS_PER_S, "a round figure"))
+    counted = {
+        words: layer_flops(
+            plan.facts,
+            plan.facts.layers[0],
+            num_tokens=typical.num_tokens,
+            context_tokens=typical.seq_len,
+            count=count,
+        )
+        for count, words in COUNTS.items()
+    }
+    return [
+        {
+            "name": f"{words}, {flops_per_s / 1e12:,.2f} TFLOP/s ({source})",
+            "flops": flops,
+            "seconds": flops / flops_per_s,
+        }
+        for words, flops in counted.items()
+        for flops_per_s, source in rates
+    ]
 
 
 def ranks_json(plan: Plan) -> list[dict[str, Any]]:
@@ -211,294 +489,41 @@ def ranks_json(plan: Plan) -> list[dict[str, Any]]:
 
 def ranks_table(plan: Plan) -> Table:
     """Return the same for people; the plan is that of rank 0."""
-    columns = ("rank", "card", "micro-batches", "slots", "kept graphs", "step", "waits")
-    table = table_of("Ranks: each one's share, and its step before it waits for others", *columns)
-    for number, row in enumerate(ranks_json(plan)):
-        waits_for = row["waits_for"]
-        waits = "" if waits_for is None else f"{shown_time(row['waits_s'])} for rank {waits_for}"
-        counts = (row["num_micro_batches"], row["num_slots"], row["kept_graphs"])
-        table.add_row(
-            str(number), row["machine"], *map(str, counts), shown_time(row["alone_s"]), waits
-        )
-    return table
-
-
-def gpus_lines(plan: Plan) -> list[str]:
-    """Return the same in words, and what is assumed."""
-    request, machine = plan.request, plan.machine
-    if request.own_micro_batches is not None:
-        return [
-            f"{request.num_ranks} ranks share the step's {request.num_micro_batches} micro-batches;"
-            f" this is the plan of rank 0, which takes {request.rank_micro_batches}"
-        ]
-    if request.num_ranks == 1 or machine.device == "cpu":
-        return []
-    most_bytes_per_s = request.local_ranks * plan.costs.h2d_bytes_per_s
+    columns = ["rank", "card", "micro-batches", "slots"]
     lines = [
-        f"{request.num_ranks} share the step, each with at most {request.rank_micro_batches} of its"
-        f" {request.num_micro_batches} micro-batches",
-        f"VRAM is of each, RAM of all{', layers in it once' if request.num_slabs == 1 else ''}",
-    ]
-    if plan.schedule.num_loads:
-        rate = f"{most_bytes_per_s / 1e9:,.0f} GB/s"
-        lines.append(f"assumed: a link for each, and {rate} for all of them at once")
-    return lines
-
-
-def _probe_json(plan: Plan) -> dict[str, Any]:
-    cost = feature_pass(plan, plan.request)
-    return {} if cost is None else {"probe": asdict(cost) | {"pass_s": cost.pass_s}}
-
-
-def _objective_json(plan: Plan) -> dict[str, Any] | None:
-    if plan.request.objective is None:
-        return None
-    time_frac, num_loads = plan.objective_price
-    return {**asdict(plan.request.objective), "time_frac": time_frac, "num_loads": num_loads}
-
-
-def _network_json(plan: Plan, network: Network) -> dict[str, Any]:
-    return {
-        "num_ranks": plan.request.num_ranks,
-        "num_bytes": plan.schedule.network_bytes,
-        "latency_s": network.latency_s.value,
-        "bytes_per_s": network.bytes_per_s.value,
-        "source": network.bytes_per_s.source,
-        "hidden_frac": plan.network_hidden_frac,
-        "needed_bytes_per_s": plan.network_needed_bytes_per_s,
-    }
-
-
-def network_line(plan: Plan, network: Network) -> str:
-    """Return what ranks send each other, over what, and which network would cost no time."""
-    rate, needed = network.bytes_per_s, plan.network_needed_bytes_per_s
-    what = "layers and gradients" if plan.request.is_sharded else "gradients"
-    return (
-        f"each rank moves {shown_mib(plan.schedule.network_bytes)} of {what} per step at"
-        f" {shown_gigabits(rate.value)} ({rate.source}): {plan.network_hidden_frac:.0%} of the time"
-        f" overlaps with compute; at {shown_gigabits(needed)} or more it adds at most"
-        f" {FREE_FRAC:.0%} to the step"
-    )
-
-
-def objective_line(plan: Plan) -> str:
-    """Return what a loss over the whole step costs, in words."""
-    assert plan.request.objective is not None
-    time_frac, num_loads = plan.objective_price
-    reference = ", also by the reference" if plan.request.objective.has_reference else ""
-    return f"rows are scored before they are trained on{reference}: +{time_frac:.0%} time, " + (
-        f"+{num_loads} loads"
-    )
-
-
-def probe_line(cost: FeaturePass) -> str:
-    """Return what a probe's features are predicted to cost, and what trains on them."""
-    trained = f"then the head alone, {shown_count(cost.num_parameters)} trained"
-    one = f"{shown_time(cost.one_pass_s)} for the rows of a step"
-    if cost.num_features is None or cost.pass_s is None:
-        return f"features of each row once, {one}, {cost.feature_bytes:,} bytes each; {trained}"
-    size = shown_gib(cost.num_features * cost.feature_bytes)
-    return (
-        f"{cost.num_features:,} features once, {shown_time(cost.pass_s)} ({one}), {size} of RAM;"
-        f" {trained}"
-    )
-
-
-def plan_tables(plan: Plan) -> RenderableType:
-    """Return the figures behind a plan: of a layer, of the step by lane, of memory by term."""
-    return Group(_layer_table(plan), _time_table(plan), _memory_table(plan))
-
-
-def _layer_table(plan: Plan) -> Table:
-    table = table_of("One layer, and how it is counted")
-    table.add_row("counted", FACTS_GRADES[plan.facts.grade])
-    table.add_row("layer 0", _layer_line(plan))
-    table.add_row("slot", shown_mib(plan.costs.layers[0].weight_bytes))
-    if plan.facts.has_experts:
-        rate = plan.machine.expert_gemm_flops_per_s
-        table.add_row("experts", f"{rate.value / 1e12:,.2f} TFLOP/s ({rate.source})")
-    for figure in compute_figures(plan):
-        seconds = shown_time(figure.seconds)
-        table.add_row("compute", f"{seconds} per layer and micro-batch: {figure.name}")
-    return table
-
-
-def place_of_layers(plan: Plan) -> str:
-    """Return where layers wait, in words."""
-    rate = plan.machine.disk_bytes_per_s
-    if not plan.request.is_on_disk:
-        return "in RAM"
-    if rate is None:
-        return "on a disk that could not be measured (priced as if in RAM)"
-    return f"on disk, read at {rate.value / 1e9:,.2f} GB/s ({rate.source})"
-
-
-def sharded_line(plan: Plan) -> str:
-    """Return where the parts of layers are, and how often a layer is gathered, in words."""
-    num, size = plan.request.num_ranks, sum(cost.weight_bytes for cost in plan.costs.layers)
-    return (
-        f"{shown_gib(size)} over {num} ranks, a part of each layer on each (fsdp2): gathered before"
-        f" each of {2 * plan.request.rank_micro_batches} visits, two at a time"
-    )
-
-
-def adapter_line(plan: Plan) -> str:
-    """Return what is trained, in words."""
-    spec = plan.request.typical.adapter
-    if spec.whole is not None:
-        return _whole_line(plan, spec.whole)
-    if plan.request.is_on_features:
-        return f"none: the head alone trains, {shown_count(trained_parameters(plan.facts, spec))}"
-    if spec.virtual:
-        num, trained = spec.virtual[0][0], shown_count(trained_parameters(plan.facts, spec))
-        if spec.num_past:
-            return (
-                f"prefix tuning, {num} keys and values in front of each layer's: {trained} trained"
-            )
-        name = "p-tuning" if spec.virtual[1:] else "prompt tuning"
-        return f"{name}, {num} virtual tokens in front of each row: {trained} trained"
-    places = [*spec.targets, *(["the experts"] if spec.experts else [])]
-    ranks = ", ".join(f"{name} {rank}" for name, rank in spec.rank_pattern)
-    dtype_bytes = plan.request.typical.dtype_bytes
-    is_wider = bool(spec.targets) and dtype_bytes < FP32_BYTES and not spec.are_branches_grouped
-    name = f"{'DoRA' if spec.is_dora else 'LoRA'} rank {spec.rank}"
-    if spec.method is not None:
-        name = spec.method.name
-    return (
-        name
-        + (f" ({ranks})" if ranks else "")
-        + f" on {', '.join(places[:-1])}{' and ' if places[1:] else ''}{places[-1]}"
-        + (f", with {', '.join(spec.modules)} whole" if spec.modules else "")
-        + f": {shown_count(trained_parameters(plan.facts, spec))} trained"
-        + (", computed in float32" if is_wider else "")
-    )
-
-
-def _whole_line(plan: Plan, whole: WholeWeights) -> str:
-    """Return how many weights train, what each takes in RAM, and how long their update does."""
-    workload = plan.request.typical
-    if plan.request.is_sharded:
-        return (
-            f"no adapter: {shown_count(whole.num_parameters)} of"
-            f" {shown_count(plan.facts.num_parameters)} weights trained, with fp32 masters; each"
-            f" rank updates its part by {workload.optimizer}"
+        (
+            *(number, row["machine"], row["num_micro_batches"], row["num_slots"], row["alone_s"]),
+            ""
+            if row["waits_for"] is None
+            else f"{shown_time(row['waits_s'])} for rank {row['waits_for']}",
         )
-    sizes = host_update_bytes(workload.dtype_bytes, workload.optimizer, whole.low_bytes)
-    words = {LOW_HALVES: "fp32 masters"} if whole.low_bytes else {}
-    parts = ", ".join(f"{size:.3g} {words.get(n, n)}" for n, size in sizes.items() if size)
-    timeline = plan.predict()
-    update_s = timeline.busy_s(Kind.UPDATE)
-    exposed = f"{shown_time(timeline.exposed_s(Kind.UPDATE))} of it exposed"
-    return (
-        f"no adapter: {shown_count(whole.num_parameters)} of"
-        f" {shown_count(plan.facts.num_parameters)} weights trained,"
-        f" {sum(sizes.values()):.3g} bytes each in RAM ({parts}); updated there by"
-        f" {workload.optimizer}, each layer before its next load: {shown_time(update_s)},"
-        f" {exposed}"
-    )
+        for number, row in enumerate(ranks_json(plan))
+    ]
+    title = "Ranks: each one's share, and its step before it waits for others; above is rank 0"
+    return Table(title, [*columns, "step|s", "waits"], lines, level="brief")
 
 
-def kept_line(plan: Plan) -> str:
-    """Return how many layers are not checkpointed, and the time that it saves."""
-    first, num_layers = plan.facts.num_layers - plan.num_kept_graphs, plan.facts.num_layers
-    layers, sent = plan.costs.layers, plan.saved.graphs
-    saved_s = sum(layers[i].recompute_s for i in {*range(first, num_layers), *sent})
-    saved_s -= sum(layers[i].graph_pack_s for i in sent)
-    words = f"{plan.num_kept_graphs} of {num_layers} layers keep their graph, the last ones"
-    if sent:
-        num_micro_batches = plan.request.rank_micro_batches
-        num_bytes = num_micro_batches * sum(layers[i].graph_bytes for i in sent)
-        words += f", {len(sent)} send it to RAM and back ({shown_gib(num_bytes)})"
-    return f"{words}: {shown_time(saved_s * plan.request.rank_micro_batches)} of recompute saved"
-
-
-def outputs_line(plan: Plan) -> str:
-    """Return how many layers' attention is not computed again, and the time that it saves."""
-    outputs, layers = plan.saved, plan.costs.layers
-    saved_s = sum(layers[i].attention_s for i in outputs.kept | outputs.sent)
-    saved_s -= sum(layers[i].pack_s for i in outputs.sent)
-    words = f"{len(outputs.kept)} of {len(layers)} layers keep the output of their attention"
-    if outputs.sent:
-        words += f", {len(outputs.sent)} send it to RAM and back"
-    return f"{words}: {shown_time(saved_s * plan.request.rank_micro_batches)} of recompute saved"
-
-
-def outputs_json(residency: Residency) -> dict[str, int]:
-    """Return how many layers send their graph, and keep or send the output of their attention."""
-    graphs = {"sent_graphs": residency.num_sent_graphs} if residency.num_sent_graphs else {}
-    if not residency.has_outputs:
-        return graphs
+def gpus_json(plan: Plan) -> dict[str, Any]:
+    """Return how GPUs of a machine share the step; memory of the device is that of each."""
     return {
-        **graphs,
-        "kept_outputs": residency.num_kept_outputs,
-        "sent_outputs": residency.num_sent_outputs,
+        "num_gpus": plan.request.num_ranks,
+        "most_micro_batches": plan.request.rank_micro_batches,
     }
-
-
-def _layer_line(plan: Plan) -> str:
-    layer, dtype_bytes = plan.facts.layers[0], plan.request.typical.dtype_bytes
-    classes = {name: n * dtype_bytes for name, n in layer.parameters_by_class().items() if n}
-    small = {
-        name: classes.pop(name) for name in ("norm", "router", "bias", "other") if name in classes
-    }
-    return f"{sum(classes.values()):,} bytes of {' and '.join(classes)} weights" + "".join(
-        f", {num_bytes:,} of {name}" for name, num_bytes in small.items()
-    )
-
-
-def _time_table(plan: Plan) -> Table:
-    phases = predicted_phases(plan)
-    table = table_of(f"Predicted step ({plan.costs.grade})", "lane", "time", "share")
-    for name, lane in (
-        ("forward", "compute: forward"),
-        ("decode", "compute: decoding of weights"),
-        ("head and loss", "compute: head and loss"),
-        ("backward", "compute: backward"),
-        ("stall", "compute: waits for weights"),
-        ("optimizer", "compute: optimizer"),
-        ("h2d", "h2d: loads, during compute"),
-        ("d2h", "d2h: layer inputs and gradients, during compute"),
-        ("reads", "host: reads into page-locked buffers, during compute"),
-        ("updates", "host: updates of weights, during compute"),
-        ("network", "network: what ranks send each other, during compute"),
-        ("exposed network", "network: the part with nothing to compute"),
-    ):
-        always = ("forward", "head and loss", "backward", "stall", "optimizer", "h2d")
-        if name not in always and not phases.get(name):
-            continue
-        table.add_row(lane, shown_time(phases[name]), f"{phases[name] / phases['step']:.0%}")
-    table.add_row("step", shown_time(phases["step"]), "")
-    table.add_row("bound R3", shown_time(plan.bound_s), "")
-    table.add_row("tokens/s", f"{plan.tokens_per_step / phases['step']:,.0f}", "")
-    return table
-
-
-def _memory_table(plan: Plan) -> Table:
-    table = table_of(f"Predicted peak memory ({plan.memory_grade})", "term", "size")
-    for place, terms, total in (
-        ("device", plan.device_memory, plan.peak_bytes),
-        ("host", plan.host_memory, plan.host_bytes),
-    ):
-        for term in terms:
-            if term.num_bytes:
-                table.add_row(f"{place}: {term.name}", shown_mib(term.num_bytes))
-        table.add_row(f"{place}: all", shown_mib(total), style="bold")
-    return table
 
 
 def machine_table(machine: Machine) -> Table:
     """Return a machine's rates and capacities, each with its source."""
-    table = table_of(f"{machine.name} ({machine.device}, {machine.dtype})", "", "value", "source")
     named = {field.name: getattr(machine, field.name) for field in fields(machine)}
     if machine.network is not None:
         between = f"network, {machine.network.world_size} ranks"
         named[f"{between}: latency_s"] = machine.network.latency_s
         named[f"{between}: bytes_per_s"] = machine.network.bytes_per_s
-    for name, value in named.items():
-        if isinstance(value, Rate):
-            table.add_row(name, f"{value.value:.4g}", value.source)
-        elif isinstance(value, Implementation):
-            table.add_row(name, value.value, value.source)
-        elif name.endswith("_bytes"):
-            table.add_row(name, shown_gib(value), "")
-    return table
+    lines = [
+        (name, f"{value.value:.4g}" if isinstance(value, Rate) else value.value, value.source)
+        if isinstance(value, Rate | Implementation)
+        else (name, shown_gib(value), "")
+        for name, value in named.items()
+        if isinstance(value, Rate | Implementation) or name.endswith("_bytes")
+    ]
+    title = f"{machine.name} ({machine.device}, {machine.dtype})"
+    return Table(title, ["", "value", "source"], lines)

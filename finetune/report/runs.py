@@ -3,57 +3,56 @@
 from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Group, RenderableType
-from rich.text import Text
-
-from finetune.report.format import shown_gib, shown_time, table_of
+from finetune.report.format import shown_gib, shown_time
+from finetune.report.rows import Part, Table
 from offload.plan.runs import RunsPlan, Sharing
 
+SHARINGS: tuple[str, ...] = (
+    *("runs", "step|s", "tokens/s|whole", "of a run|whole", "of R3|%"),
+    *("loads", "slots", "VRAM|bytes", "VRAM of a run|bytes"),
+    *("RAM|bytes", "alone|s"),
+)
+WAVES: tuple[str, ...] = (*("wave", "runs", "step|s", "time|s", "which"),)
 
-def runs_tables(found: RunsPlan, names: Sequence[str], *, are_steps_known: bool) -> RenderableType:
-    """Return a row for each number of runs, what they save, and the waves if there are several.
+
+def runs_tables(found: RunsPlan, names: Sequence[str], *, are_steps_known: bool) -> list[Part]:
+    """Return a line for each number of runs, what they save, and the waves if there are several.
 
     Args:
         found: The plan.
         names: Of the runs.
         are_steps_known: Whether times are of whole runs; of a step of each if not.
     """
-    table = table_of(
-        f"{found.num_runs} runs, so many of them in shared steps",
-        *("runs", "step", "tokens/s", "of a run", "of R3", "loads", "slots"),
-        *("VRAM", "VRAM of a run", "RAM", "alone"),
-    )
-    for sharing in found.sharings:
-        plan = sharing.plan
-        table.add_row(
-            str(sharing.num_runs),
-            shown_time(plan.step_s),
-            f"{sharing.tokens_per_s:,.0f}",
+    lines = [
+        (
+            *(sharing.num_runs, plan.step_s, sharing.tokens_per_s),
             _range([f"{rate:,.0f}" for rate in sorted(sharing.run_tokens_per_s)]),
-            f"{plan.bound_s / plan.step_s:.0%}",
-            str(plan.schedule.num_loads),
-            str(plan.num_slots),
-            shown_gib(plan.peak_bytes),
+            *(plan.bound_s / plan.step_s, plan.schedule.num_loads, plan.num_slots, plan.peak_bytes),
             _range([shown_gib(size) for size in sorted(sharing.run_bytes)]),
-            shown_gib(plan.host_bytes),
-            shown_time(sharing.alone_s),
+            *(plan.host_bytes, sharing.alone_s),
         )
-    table.caption = "alone: a step of each, one after the other."
-    most = found.sharings[-1].num_runs
+        for sharing in found.sharings
+        for plan in (sharing.plan,)
+    ]
+    most, note = found.sharings[-1].num_runs, "alone: a step of each, one after the other."
     if most < found.num_runs:
         more = min(2 * most, found.num_runs)
-        table.caption += f" The first {more} cannot share their steps: they do not fit."
-    table.caption_justify = "left"
-    shown: list[RenderableType] = [table, Text(_total(found, are_steps_known=are_steps_known))]
-    if len(found.waves) > 1:
-        waves = table_of("They train in waves", "wave", "runs", "step", "time", "which")
-        waves.columns[-1].justify = "left"
-        for number, wave in enumerate(found.waves, start=1):
-            which = ", ".join(names[run] for run in wave.runs)
-            figures = shown_time(wave.plan.step_s), shown_time(wave.time_s)
-            waves.add_row(str(number), str(len(wave.runs)), *figures, which)
-        shown.append(waves)
-    return Group(*shown)
+        note += f" The first {more} cannot share their steps: they do not fit."
+    waves = [
+        (
+            number,
+            len(wave.runs),
+            wave.plan.step_s,
+            wave.time_s,
+            ", ".join(names[i] for i in wave.runs),
+        )
+        for number, wave in enumerate(found.waves, start=1)
+    ]
+    parts: list[Part] = [
+        Table(f"{found.num_runs} runs, so many of them in shared steps", SHARINGS, lines, note),
+        _total(found, are_steps_known=are_steps_known),
+    ]
+    return [*parts, Table("They train in waves", WAVES, waves)] if waves[1:] else parts
 
 
 def runs_json(found: RunsPlan, names: Sequence[str], *, are_steps_known: bool) -> dict[str, Any]:

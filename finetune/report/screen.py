@@ -314,9 +314,9 @@ class Screen:
         self._object("table", text.getvalue().rstrip())
 
     def detail(self, renderable: RenderableType) -> None:
-        """Print a table or a text where the screen is verbose."""
+        """Print a table or a line where the screen is verbose."""
         if self.is_verbose:
-            self.show(renderable)
+            self.show(Text(renderable) if isinstance(renderable, str) else renderable)
 
     def note(self, text: str) -> None:
         """Print a line of plain text, brackets and all."""

@@ -6,9 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rich.table import Table
-
-from finetune.report.format import table_of
+from finetune.report.rows import Table
 from finetune.scoring.rows import LineScore, RowsToScore, ScoredRow
 
 
@@ -147,18 +145,17 @@ def ranked(scores: Sequence[ContenderScore]) -> list[ContenderScore]:
 
 def scores_table(scores: Sequence[ContenderScore], rows: RowsToScore) -> Table:
     """Return the table, lowest loss first."""
-    accuracies = ("accuracy", "by byte") if rows.are_questions else ()
-    num = scores[0].num_tokens
-    title = f"{len(rows.rows):,} rows, {num:,} tokens scored"
+    title = f"{len(rows.rows):,} rows, {scores[0].num_tokens:,} tokens scored"
+    columns: list[str] = ["", "loss|loss", "perplexity|loss"]
+    lines = [[one.name, one.loss, f"{one.perplexity:,.3f}"] for one in ranked(scores)]
     if rows.are_questions:
         title += " (of the right choices); accuracy by log-likelihood, and by that per byte"
-    table = table_of(title, "", "loss", "perplexity", *accuracies)
-    for one in ranked(scores):
-        figures = [f"{one.loss:.4f}", f"{one.perplexity:,.3f}"]
-        if rows.are_questions:
-            figures += [f"{one.accuracy:.4f}", f"{one.accuracy_by_byte:.4f}"]
-        table.add_row(one.name, *figures)
-    return table
+        columns += ["accuracy|loss", "by byte|loss"]
+        lines = [
+            [*line, one.accuracy, one.accuracy_by_byte]
+            for line, one in zip(lines, ranked(scores), strict=True)
+        ]
+    return Table(title, columns, lines)
 
 
 def scores_json(

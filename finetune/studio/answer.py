@@ -34,7 +34,8 @@ from finetune.recipe.recipe import Recipe, whole_units
 from finetune.recipe.sections import CodecName
 from finetune.report import pages
 from finetune.report.gantt import gantt_svg
-from finetune.report.plan import memory_limits, plan_json
+from finetune.report.plan import memory_limits, rows_of
+from finetune.report.rows import BRIEF, as_json, tables
 from finetune.report.what_if import what_if_json
 from offload.errors import SluiceError
 from offload.plan.facts.facts import ModelFacts
@@ -336,20 +337,12 @@ def _said(what: str, *, limit: str) -> str:
 
 
 def _plan_answer(plan: Plan, question: Question) -> Json:
-    figures = plan_json(plan)
-    typical = plan.request.typical
+    rows = rows_of(plan)
+    figures, (acted_on,) = as_json(rows), tables("", rows, BRIEF)
     return {
         "fits": True,
         "figures": figures,
-        "settings": {
-            "codec": typical.codec,
-            "layers": plan.facts.num_layers,
-            "slots": plan.num_slots,
-            "inputs": "in RAM" if plan.request.is_stashed else "on the device",
-            "disk": plan.request.is_on_disk,
-            "sequences": typical.micro_batch_size,
-            "micro_batches": plan.request.num_micro_batches,
-        },
+        "rows": acted_on.lines,
         "memory": _memory(plan.machine, plan.device_memory, plan.host_memory),
         "work": _work(question.work, figures),
         "gantt": _drawn(plan, zoom=1),

@@ -104,7 +104,7 @@ def plan_page(*, is_static: bool) -> str:
     body = f"""<div class="room"><form id="question" autocomplete="off">{form}</form>
 <div id="answer">
 <section aria-label="Answer"><p id="headline" role="status">{waiting}</p>
-<dl id="figures"></dl><p id="settings" class="soft"></p></section>
+<dl id="figures"></dl><div id="rows"></div></section>
 <section><h2>Memory by term</h2><div id="memory"></div></section>
 <section id="gantt-part"><h2>A step, op by op</h2>
 <p><label for="zoom">zoom</label> <input id="zoom" type="range" min="1" max="12" value="1"></p>
@@ -401,15 +401,8 @@ class _Progress:
 def _curve(
     name: str, title: str, points: Sequence[tuple[int, float]], *, y: str, is_held_out: bool = False
 ) -> Chart:
-    step, value = points[-1]
-    return pages.curves(
-        name,
-        title,
-        [{"step": step, y: value} for step, value in points],
-        y=y,
-        summary=f"{title}: {value:.5g} {'at last' if is_held_out else f'in step {step}'}.",
-        has_points=is_held_out,
-    )
+    values = [{"step": step, y: value} for step, value in points]
+    return pages.curves(name, title, values, y=y, is_held_out=is_held_out)
 
 
 def _written_s(run: Path) -> float:

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
-from rich.table import Table
-from rich.text import Text
+from rich.console import RenderableType
 
 from finetune.errors import ApartError, CheckpointError, ConfigError, TrialDoesNotFitError
 from finetune.files.atomic import JsonFile, write_atomically
@@ -21,7 +20,7 @@ from finetune.recipe.load import load_recipe
 from finetune.recipe.recipe import Recipe, differences, resolved_yaml
 from finetune.recipe.sections import OffloadSection
 from finetune.report.compare_pages import SweptRun, sweep_page
-from finetune.report.format import compact_table
+from finetune.report.rows import Table, as_text
 from finetune.report.screen import Screen
 from finetune.run.run_dir import RunDir
 from finetune.run.run_files import EVAL_LOSS
@@ -565,13 +564,16 @@ def _best(variants: Variants, states: Sequence[RunState], folder: SweepDir) -> P
     return folder.write_best(next(run for run in variants.runs if run.name == found[0].name))
 
 
-def sweep_table(outcome: SweepOutcome) -> Table:
+def sweep_table(outcome: SweepOutcome) -> RenderableType:
     """Return a table of the runs, the lowest loss on held-out rows first."""
-    title = "Runs by their loss on held-out rows"
-    table = compact_table(title, "run", "status", "steps", "loss", "held-out", "lowest", "at step")
-    for one in ranked(outcome.states):
-        numbers = (one.loss, one.eval_loss, one.best_eval_loss)
-        losses = ["-" if value is None else f"{value:.4f}" for value in numbers]
-        at = "-" if one.best_step is None else f"{one.best_step:,}"
-        table.add_row(Text(one.name), one.status, f"{one.steps:,}", *losses, at)
-    return table
+    lines = [
+        (
+            *(one.name, one.status, one.steps, one.loss, one.eval_loss, one.best_eval_loss),
+            one.best_step,
+        )
+        for one in ranked(outcome.states)
+    ]
+    columns: list[str] = ["run", "status", "steps", "loss|loss"]
+    more: list[str] = ["held-out|loss", "lowest|loss", "at step|whole"]
+    table = Table("Runs by their loss on held-out rows", [*columns, *more], lines)
+    return as_text([table], is_compact=True)

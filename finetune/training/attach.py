@@ -13,6 +13,7 @@ from finetune.errors import TrialDoesNotFitError
 from finetune.report.choice import choice_json, inventory_table
 from finetune.report.format import shown_graphs
 from finetune.report.plan import plan_json
+from finetune.report.rows import as_text
 from finetune.training.checkpoints import begin
 from finetune.training.compile import FAILURES, refusal
 from finetune.training.layer_kernels import shown_fused
@@ -69,14 +70,14 @@ def on_engine(
     adapted = Adapted(model=model, backing=loaded.backing)
     notes = [*loaded.notes, *kind.notes(model, first.recipe)]
     if not plan.request.is_sharded:
-        plan, note = trace_memory(
+        plan, traced = trace_memory(
             adapted.streamed,
             plan,
             open_requests=shared.open_requests,
             device=first.device,
             ranks=ranks,
         )
-        notes.append(note)
+        first.screen.detail(traced)
     engine = kind.engine(first, plan, adapted)
     del loaded, adapted  # of a sharded model nothing else may hold the memory it was loaded to
     with closing(engine), gc_frozen():
@@ -84,9 +85,11 @@ def on_engine(
         for note in notes:
             first.screen.note(note)
         if isinstance(engine, Engine):
-            for note in (*engine.notes, *shown_fused(engine.fused, fuses_loss=engine.fuses_loss)):
+            for note in engine.notes:
                 first.screen.note(note)
-            first.screen.detail(inventory_table(engine.weights))
+            for note in shown_fused(engine.fused, fuses_loss=engine.fuses_loss):
+                first.screen.detail(note)
+            first.screen.detail(as_text(inventory_table(engine.weights)))
         for session in sessions:
             session.run.screen.note(session.stops.shown(session.tokenizer))
         plan = with_others(plan, ranks)  # as traced
@@ -185,7 +188,7 @@ def _as_inspected(sessions: Sequence[Session], engine: Engine, plan: Plan) -> Pl
     if any(one.steps.sizes.packing is not None for one in sessions):
         num_together, num_joined = len(engine.rows_together), len(engine.rows_joined)
         num_layers = len(engine.layer_bytes)
-        run.screen.note(
+        run.screen.detail(
             shown_layers(num_together=num_together, num_joined=num_joined, num_layers=num_layers)
         )
     with sessions[0].loop.using():

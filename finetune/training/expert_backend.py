@@ -141,11 +141,11 @@ def fastest_expert_backend(
     )
     best = fastest(trials)
     assert best.seconds is not None
-    screen.note(f"Experts of one layer, {load.num_tokens:,} tokens forward and backward:")
+    screen.detail(f"Experts of one layer, {load.num_tokens:,} tokens forward and backward:")
     for trial in trials:
         shown = f"{trial.reason}" if trial.seconds is None else shown_time(trial.seconds)
         taken = " (taken)" if trial is best else ""
-        screen.note(f"  {trial.implementation}: {shown}{taken}")
+        screen.detail(f"  {trial.implementation}: {shown}{taken}")
     return with_measured_experts(
         machine, facts, load, implementation=best.implementation, seconds=best.seconds
     )

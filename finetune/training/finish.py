@@ -5,9 +5,9 @@ from itertools import islice
 
 from finetune.files.atomic import write_atomically
 from finetune.files.manifest import sealed_json
-from finetune.report.explain import explanation_tables
+from finetune.report.explain import compared, details_of
 from finetune.report.model_card import MODEL_CARD, model_card
-from finetune.report.summary import run_summary
+from finetune.report.rows import as_text
 from finetune.run.checkpoint import Saved
 from finetune.run.run_files import EVALUATION_BEFORE, shown_evaluation
 from finetune.training import report
@@ -85,8 +85,8 @@ def _finish(session: Session, saved: Saved) -> None:
         prompt=session.rows.prompted.section(),
     )
     write_atomically(folder / MODEL_CARD, card)
-    is_verbose = run.screen.is_verbose
-    run.screen.show(explanation_tables(explanation) if is_verbose else run_summary(explanation))
+    run.screen.show(as_text(compared(explanation), is_compact=True))
+    run.screen.detail(as_text(details_of(explanation)))
 
 
 def sample(session: Session, *, when: str) -> None:
@@ -118,7 +118,7 @@ def sample(session: Session, *, when: str) -> None:
         note=run.screen.note,
     )
     if when == "after" or run.screen.is_verbose:
-        run.screen.show(report.samples_table(when, answers))
+        run.screen.show(as_text([report.samples_table(when, answers)], is_compact=True))
     else:
         run.screen.note(report.samples_title(when, answers))
     file = run.dir.path / f"samples_{when}.json"

@@ -437,7 +437,7 @@ def plan_steps(run: Run, facts: ModelFacts, data: Data, cards: Cards) -> Planned
         )
         choice = chosen(cards.machines[ranks.index], of_size)
     for note in shown_packing(steps.sizes):
-        run.screen.note(note)
+        run.screen.detail(note)
     typical = choice.plan.request.typical
     return Planned(
         recipe=with_chosen(recipe, choice.plan),

@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
 from rich.text import Text
 
 from finetune.data.chat_template import Stops
@@ -14,9 +13,11 @@ from finetune.files.atomic import write_atomically
 from finetune.recipe.recipe import Recipe, recipe_hash
 from finetune.report.energy import cost_of
 from finetune.report.explain import METRICS, REPORT, Explanation, draw, explain
-from finetune.report.format import compact_table, shown_time
+from finetune.report.format import shown_time
 from finetune.report.pages import REPORT_PAGE, write_run_page
+from finetune.report.plan import SOURCES
 from finetune.report.prediction import SEAL
+from finetune.report.rows import Table
 from finetune.run.run_files import (
     EVAL_LOSS,
     EVAL_PREFIX,
@@ -41,7 +42,7 @@ def promise(plan: Plan, *, num_steps: int) -> str:
     """Return the prediction in one line."""
     step_s = plan.step_s
     return (
-        f"Predicted ({plan.costs.grade}): {shown_time(step_s)} per step,"
+        f"Predicted from {SOURCES[plan.costs.grade]}: {shown_time(step_s)} per step,"
         f" {plan.tokens_per_step / step_s:,.0f} tokens/s,"
         f" {shown_time(step_s * num_steps)} for {num_steps} steps"
     )
@@ -211,11 +212,12 @@ def samples_title(when: str, answers: "Answers") -> str:
 
 def samples_table(when: str, answers: "Answers") -> Table:
     """Return the exact match and some (prompt, wanted, got) rows as a table."""
-    table = compact_table(samples_title(when, answers), "prompt", "wanted", "got")
-    for prompt, wanted, got in answers.rows[:NUM_SHOWN_SAMPLES]:
-        style = "green" if wanted.strip() == got.strip() else "red"
-        table.add_row(Text(prompt), Text(wanted), Text(got, style=style))
-    return table
+    lines = [
+        (prompt, wanted, Text(got, style="green" if wanted.strip() == got.strip() else "red"))
+        for prompt, wanted, got in answers.rows[:NUM_SHOWN_SAMPLES]
+    ]
+    columns = ("prompt", "wanted", "got")
+    return Table(samples_title(when, answers), columns, lines)
 
 
 def samples_json(answers: "Answers") -> dict[str, Any]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from offload.errors import DoesNotFitError
-from offload.plan.facts.codec import CODECS
+from offload.plan.facts.codec import CODECS, codecs_that
 from offload.plan.facts.facts import ModelFacts
 from offload.plan.facts.workload import Workload, embedding_bytes, head_bytes
 from offload.plan.machine.machine import GIB, Machine
@@ -334,7 +334,8 @@ def _require_ram(facts: ModelFacts, machine: Machine, request: ScoreRequest) -> 
         raise DoesNotFitError(
             f"the layers{also} take {waiting / GIB:.2f} GiB of RAM",
             limit=f"{machine.ram_bytes / GIB:.2f} GiB of RAM is there on {machine.name}",
-            hint="`offload.tier=disk`, or `offload.codec=nf4`",
+            hint="`offload.tier=disk`, or"
+            f" `offload.codec={codecs_that(lambda codec: codec.is_suggested)[-1]}`",
         )
 
 

@@ -24,7 +24,7 @@ from rich.table import Table
 from finetune.planning.candidates import chosen_plan, full_requests
 from finetune.planning.request import with_configured_backend
 from finetune.planning.subject import model_subject
-from finetune.report.format import shown_break_even, shown_gib, shown_outputs, shown_time
+from finetune.report.format import shown_break_even, shown_gib, shown_time
 from offload.errors import DoesNotFitError
 from offload.plan.machine import machine as prices
 from offload.plan.machine.cards import CARDS
@@ -191,7 +191,8 @@ def figures(plan: Plan | None) -> list[str]:
         f"{shown_time(plan.step_s)}, {rate:,.0f} tokens/s",
         f"{plan.num_slots} slots, {plan.num_kept_graphs} kept and"
         f" {plan.residency.num_sent_graphs} sent graphs",
-        shown_outputs(plan.residency),
+        f"{plan.residency.num_kept_outputs} kept and"
+        f" {plan.residency.num_sent_outputs} sent outputs",
         f"{shown_gib(plan.peak_bytes)} of {shown_gib(plan.machine.vram_bytes)}",
         f"N* {shown_break_even(plan.break_even_tokens)}",
     ]

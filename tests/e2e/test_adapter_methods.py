@@ -343,9 +343,9 @@ CONFIGS: dict[str, Any] = {
     "prefix_mlp": partial(PrefixTuningConfig, prefix_projection=True),
 }
 SHOWN = {
-    "prompt": f"prompt tuning, {NUM} virtual tokens in front of each row: ",
-    "p_tuning": f"p-tuning, {NUM} virtual tokens in front of each row: ",
-    "prefix": f"prefix tuning, {NUM} keys and values in front of each layer's: ",
+    "prompt": f"prompt tuning, {NUM} virtual tokens in front of each row",
+    "p_tuning": f"p-tuning, {NUM} virtual tokens in front of each row",
+    "prefix": f"prefix tuning, {NUM} keys and values in front of each layer's",
 }
 SHOWN["prefix_mlp"] = SHOWN["prefix"]
 ROWS = [{"text": f"what follows {n}{'!' * (n % 5)} is {n + 1}"} for n in range(12)]
@@ -441,7 +441,7 @@ def test_reorder_virtual_tokens_learn_as_in_plain_peft(
     expected, plain, rows = plain_run(base, method)
     num = sum(p.numel() for p in plain.parameters() if p.requires_grad)
     shown = " ".join(capsys.readouterr().out.split())
-    assert f"{SHOWN[method]}{num:,} trained" in shown
+    assert f"{num:,} parameters: {SHOWN[method]}" in shown
     assert losses(run_dir) == pytest.approx(expected, rel=2e-5)
     assert expected[-1] < expected[0]
     whole = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)

@@ -59,10 +59,10 @@ from tests.hub import hub
 
 def test_a_run_leaves_everything_that_was_promised(finished: Path) -> None:
     shown = (finished.parent / "shown.txt").read_text()
-    assert ": it fits\n step " in shown
-    assert "Predicted peak memory" not in shown
+    assert ": it fits\n model " in shown
+    assert "Predicted peak of" not in shown
     assert f"Details: `sluice explain {finished}`" in shown
-    assert "Predicted (calibrated) against measured" in shown
+    assert "Predicted from timed steps against measured" in shown
     assert "Before training: 0.0% of 4 right, after the prompt with enable_thinking=False" in shown
     assert shown.count("40 of 40 rows are trained after the prompt with enable_thinking=False") == 1
     samples = json.loads((finished / "samples_after.json").read_text())
@@ -965,8 +965,8 @@ def test_an_open_size_is_settled_written_down_and_kept_by_a_resume(
 ) -> None:
     recipe = write_recipe(data={"packing": "off"}, train={**OPEN, "steps": 4})
     words = ("finetune", recipe, "--machine", machine_file)
-    assert run(*words) == 0
-    assert "\n rejected " in capsys.readouterr().out
+    assert run(*words, "--verbose") == 0
+    assert "\nRejected\n" in capsys.readouterr().out
     run_dir = tmp_path / "run"
     size = settings(run_dir)["micro_batch_size"]
     assert size in (1, 2, 3, 6)
@@ -995,7 +995,7 @@ def test_an_open_size_is_settled_written_down_and_kept_by_a_resume(
     text = "".join(file.read_text().splitlines(keepends=True)[1:-1])  # without the hash
     file.write_text(text.replace(f"micro_batch_size: {size}", f"micro_batch_size: {other}"))
     capsys.readouterr()
-    assert run(*words, "--resume") == 0
+    assert run(*words, "--resume", "--verbose") == 0
     assert settings(run_dir)["micro_batch_size"] == other
     assert f"in {6 // other} micro-batches of {other} x" in capsys.readouterr().out
 
@@ -1075,7 +1075,7 @@ def test_a_run_goes_on_as_it_was_begun_and_not_as_it_would_begin_here(
 
     monkeypatch.setattr(torch.nn.functional, "grouped_mm", counted)
     recipe = write_recipe()
-    words = ("finetune", recipe, "--machine", machine_file)
+    words = ("finetune", recipe, "--machine", machine_file, "--verbose")
     told = ("model.experts_implementation=grouped_mm", f"output.dir={tmp_path / 'told'}")
     assert run(*words, *told) == 0
     assert "expert kernels  grouped_mm (as the recipe says)" in capsys.readouterr().out
@@ -1119,7 +1119,7 @@ def test_the_fastest_way_of_a_trial_is_planned_run_and_written_down(
     # a CPU has nothing to try; this is what a run does on a card
     monkeypatch.setattr("finetune.training.prepare.resolve_expert_backend", lambda *_, **__: None)
     recipe = write_recipe(train={"steps": 2})
-    assert run("finetune", recipe, "--machine", machine_file) == 0
+    assert run("finetune", recipe, "--machine", machine_file, "--verbose") == 0
     shown = capsys.readouterr().out
     (best,) = [
         line.strip().partition(":")[0]
@@ -1137,14 +1137,14 @@ def test_a_card_tries_the_ways_writes_the_fastest_down_and_resumes_with_it(
     tmp_path: Path, write_recipe, capsys
 ) -> None:
     recipe = write_recipe(offload={"device": "cuda"}, model={"dtype": "bfloat16"})
-    assert run("finetune", recipe) == 0
+    assert run("finetune", recipe, "--verbose") == 0
     shown = capsys.readouterr().out
     assert "Experts of one layer" in shown
     assert shown.count("(taken)") == 1
     way = way_of(tmp_path / "run")
     assert f"expert kernels  {way} (measured)" in shown
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-0000006")
-    assert run("finetune", recipe, "--resume") == 0
+    assert run("finetune", recipe, "--resume", "--verbose") == 0
     shown = capsys.readouterr().out
     assert "Experts of one layer" not in shown
     assert f"expert kernels  {way} (as the run was begun)" in shown
@@ -1262,7 +1262,7 @@ def _require_sealed_and_traced(file: Path, shown: str) -> None:
     assert terms.keys() & {"one visit", "head chunk"}
     assert not any(name.startswith("one visit:") for name in terms)
     assert predicted["calibrated"]["predicted"]["peak_vram_bytes"] == sum(terms.values())
-    assert "Predicted peak memory (formula)" in shown
+    assert "Predicted peak of device memory (formula)" in shown
     assert "Memory (traced): " in shown
     assert predicted["choice"]["choice"]["codec"] == "nf4"
     assert isinstance(predicted["choice"]["rejected"], list)
@@ -1289,7 +1289,9 @@ def test_a_run_is_explained_from_its_files_resumed_and_caught_when_forged(
     assert {"changes", "sections", "measured_step", "memory"} <= told.keys()
     assert run("explain", run_dir) == 0
     again = capsys.readouterr().out
-    table = at_end.partition("Predicted (calibrated) against measured")[2].partition("\nAdapter")
+    table = at_end.partition("Predicted from timed steps against measured")[2].partition(
+        "\nAdapter"
+    )
     assert table[0] in again
     _require_memory_by_term(report)
     _require_the_very_ops(run_dir)

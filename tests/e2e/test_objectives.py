@@ -797,10 +797,10 @@ def test_reorder_a_head_alone_learns_as_in_plain_torch_and_plain_peft_loads_it(
     tmp_path, model_dir, write_recipe, machine_file, capsys
 ) -> None:
     recipe, run_dir = head_recipe(write_recipe, tmp_path), tmp_path / "run"
-    assert run("finetune", recipe, "--machine", machine_file) == 0
+    assert run("finetune", recipe, "--machine", machine_file, "--verbose") == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "none: the head alone trains, 96" in shown
-    assert "48 features once" in shown
+    assert "trains 96 parameters: the head alone" in shown
+    assert " features 48 " in shown
     assert "visited for the features, and in no step" in shown
     assert "Features: 48 features in" in shown
 
@@ -911,10 +911,10 @@ def test_reorder_both_phases_are_those_of_plain_torch_and_peft(
     tmp_path, model_dir, write_recipe, machine_file, capsys
 ) -> None:
     recipe, run_dir = probe_recipe(write_recipe, tmp_path), tmp_path / "run"
-    assert run("finetune", recipe, "--machine", machine_file) == 0
+    assert run("finetune", recipe, "--machine", machine_file, "--verbose") == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "96 trained" in shown
-    assert "48 features once" in shown
+    assert "head on them 96 parameters" in shown
+    assert " features 48 " in shown
     assert f"{NUM_PROBE_STEPS} steps of the head (96 weights)" in shown
 
     assert_reported_probe(run_dir, capsys)

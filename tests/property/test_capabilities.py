@@ -17,7 +17,7 @@ some_settings = st.lists(
 ).map(dict)
 
 
-@settings(max_examples=60)
+@settings(max_examples=40, derandomize=True)  # `python -m tests.drawn_recipes` draws more
 @given(asked=some_settings, num_gpus=st.sampled_from([1, 2]))
 def test_a_recipe_plans_or_is_refused_with_hints_that_lead_to_one_that_does(
     tmp_path_factory, asked: dict[str, object], num_gpus: int
@@ -25,4 +25,4 @@ def test_a_recipe_plans_or_is_refused_with_hints_that_lead_to_one_that_does(
     folder: Path = tmp_path_factory.getbasetemp()
     way = followed(Asked(settings=asked, num_gpus=num_gpus), folder, most=MOST_HINTS)
     assert way.is_planned, "\n".join(way.refusals)
-    assert all("hint: " in refusal for refusal in way.refusals)
+    assert len(set(way.refusals)) == len(way.refusals), "a hint leads to another refusal"

@@ -482,17 +482,6 @@ def test_output_is_as_wide_as_columns_says_and_plain_in_a_pipe(
     assert all(row.split()[-1] in ("VRAM", "RAM") for row in rows)
 
 
-@pytest.mark.slow
-def test_a_plan_shows_what_it_chose_and_turned_down(capsys) -> None:
-    words = ("plan", "qwen3_8b_lora_3060", "--machine", "rtx3060", *OPEN)
-    assert run(*words, "--verbose") == 0
-    shown = capsys.readouterr().out
-    assert "The choice" in shown
-    assert "chosen" in shown
-    assert "What if" in shown
-    assert "a link of twice the rate" in shown
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "words",
@@ -510,14 +499,14 @@ def test_a_plan_is_one_screen_and_verbose_shows_every_table(
     plan = ("plan", model, "--machine", card, *overrides)
     assert run(*plan) == 0
     shown = capsys.readouterr().out
-    assert len(shown.splitlines()) <= 40
-    assert shown.startswith(f"Plan for {card}: it fits\n step ")
-    assert "3 S x h" not in shown
+    assert len(shown.splitlines()) <= 14
+    assert shown.startswith(f"Plan for {card}: it fits\n model ")
+    assert "bound R3" not in shown
     assert run(*plan, "--verbose") == 0
     all_shown = capsys.readouterr().out
-    summary = shown.partition("`--verbose`")[0]
+    summary = shown.partition("Details: ")[0]
     assert all_shown.startswith(summary)
-    for table in ("3 S x h", "Predicted peak memory", "The choice", "What if", "RAM ──"):
+    for table in ("bound R3", "Predicted peak of device", "Rejected", "What if", "Memories"):
         assert table in all_shown
 
 
@@ -556,7 +545,7 @@ def test_a_plan_says_which_expert_kernels_it_assumes(capsys) -> None:
     assert run(*words, "--verbose") == 0  # what is shown without it, and more
     shown = without_trailing_spaces(capsys)
     assert " expert kernels  triton (assumed until a run measures it)\n" in shown
-    assert " experts  63.95 TFLOP/s (assumed: 0.42 x GEMM)\n" in shown
+    assert " experts         63.95 TFLOP/s (assumed: 0.42 x GEMM)\n" in shown
     assert run(*words, "model.experts_implementation=eager", "--json") == 0
     assert json.loads(capsys.readouterr().out)["experts_implementation"] == {
         "value": "eager",
@@ -574,15 +563,11 @@ def test_other_ways_are_priced_against_the_plan_for_people_and_programs(capsys) 
     words = ("plan", "qwen30b_lora_5090", "--machine", "rtx5090", "--what-if")
     assert run(*words) == 0
     table = capsys.readouterr().out.partition("What if: ")[2]
-    sections = ("without what this plan does:", "with a setting:", "only priced here:")
-    for line in (
-        "this plan",
-        *sections,
-        "  offload weights *",
-        "  4-bit weights",
-        "  shard (FSDP)",
-    ):
-        assert f"\n {line}" in table
+    sections = ("without", "with a setting", "only priced here")
+    for line in ("this plan", *sections):
+        assert f"\n {line} " in table
+    for name in ("offload weights *", "4-bit weights", "shard (FSDP)"):
+        assert f" {name} " in table
     assert run(*words, "--json") == 0
     figures = json.loads(capsys.readouterr().out)
     assert figures["other_ways"]["plan"]["step_s"] == figures["predicted"]["step_s"]

@@ -144,7 +144,8 @@ function show(answer, question) {
   byId("command").textContent = answer.command ?? "";
   const parts = ["gantt-part", "curve-part", "ways-part"];
   for (const id of parts) byId(id).hidden = answer.error !== null || (id !== "ways-part" && !answer.fits);
-  byId("curve-note").textContent = byId("settings").textContent = "";
+  byId("curve-note").textContent = "";
+  byId("rows").replaceChildren();
   byId("ways").replaceChildren(element("p", "Pricing other ways ...", { class: "soft" }));
   byId("figures").replaceChildren();
   byId("memory").replaceChildren();
@@ -158,7 +159,7 @@ function show(answer, question) {
     say(`Does not fit: short of ${short.join(" and ")}`, true);
     return;
   }
-  const { predicted, schedule } = answer.figures, { work, settings } = answer;
+  const { predicted, schedule } = answer.figures, { work } = answer;
   say(`Fits, at ${whole(predicted.tokens_per_s)} tokens/s`, false);
   const tiles = [
     ["tokens/s", whole(predicted.tokens_per_s), "tokens_per_s", predicted.tokens_per_s],
@@ -175,8 +176,7 @@ function show(answer, question) {
     tile.append(element("dt", name), element("dd", shown, { "data-key": key, "data-value": value }));
     byId("figures").append(tile);
   }
-  const streamed = settings.slots < settings.layers ? `${settings.slots} of ${settings.layers} layers on the device at a time` : "the whole model on the device";
-  byId("settings").textContent = `Chosen: ${streamed}, weights ${settings.codec}, layer inputs ${settings.inputs}${settings.disk ? ", layers on disk" : ""}, ${settings.micro_batches} x ${settings.sequences} sequences.`;
+  byId("rows").replaceChildren(table(["", ""], answer.rows)); // as `sluice plan` shows them
   byId("gantt").innerHTML = answer.gantt;
   byId("zoom").value = 1;
   byId("curve-note").textContent = answer.curve.description;

@@ -63,8 +63,8 @@ def test_gpus_of_a_machine_take_the_shares_that_are_named(capsys) -> None:
     words = ("--machine", "rtx3090", "--gpus", "2", "train.shares=[5,3]")
     assert run(*WORDS, *words) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "8 micro-batches; this is the plan of rank 0, which takes 5" in shown
-    assert "Ranks: each one's share, and its step before it waits for others" in shown
+    assert "Ranks: each one's share, and its step before it waits for others; above is" in shown
+    assert "0 rtx3090 5 " in shown
     assert " for rank 0" in shown
 
 

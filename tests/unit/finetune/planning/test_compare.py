@@ -21,7 +21,6 @@ from finetune.planning.candidates import (
 )
 from finetune.planning.compare import (
     LENGTH_STEP,
-    MACHINE_COLUMNS,
     Comparison,
     budgeted,
     compare_within_memory,
@@ -107,8 +106,11 @@ def test_a_plan_of_gpus_says_whose_memory_it_is(capsys) -> None:
     assert run(*words, "--machine", "rtx3060") == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "Plan for 2 x rtx3060: it fits" in text
-    assert "2 share the step, each with at most 4 of its 8 micro-batches" in text
-    assert "VRAM is of each, RAM of all, layers in it once" in text
+    assert "of 10.69 GiB, of each card" in text
+    assert "of 64.00 GiB, of all" in text
+    assert run(*words, "--machine", "rtx3060", "--verbose") == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "in 8 micro-batches of 1 x 2048, at most 4 of them on each of 2 ranks" in text
     assert run(*words, "--machines", "rtx3060") == 0
     assert "VRAM is of each, RAM is of all" in " ".join(capsys.readouterr().out.split())
 
@@ -151,7 +153,7 @@ def test_what_does_not_fit_names_the_memory_and_what_it_needs(capsys) -> None:
     title, _, *lines = capsys.readouterr().out.splitlines()
     assert title.startswith("qwen3-8b: 2,048 tokens per step in sequences of 2,048")
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
-    assert rows[0] == list(MACHINE_COLUMNS)
+    assert rows[0] == ["card", "layers", "fits", "slots", "tok/s", "VRAM", "RAM", "N*"]
     assert set(rows[1]) == {"---"}
     cells = {row[1]: dict(zip(rows[0], row, strict=True)) for row in rows[2:]}
     assert cells["bf16_packed"]["fits"] == "no: RAM"
@@ -179,7 +181,6 @@ def test_memory_and_link_beside_named_cards_can_be_given(capsys) -> None:
     [
         (["--machines", "all", "--machine", "rtx3060"], "--machine with --machines"),
         (["--machines", "all", "--what-if"], "--what-if with --machines"),
-        (["--machine", "rtx3060", "--markdown"], "--markdown without --machines"),
         (["--machines", "all", "--json", "--markdown"], "both --json and --markdown"),
         (["--machines", "rtx3060,rtx5091"], "no machine is called 'rtx5091'"),
         (["--ram", "64"], "--ram 64 without a named card"),

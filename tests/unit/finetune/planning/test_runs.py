@@ -16,12 +16,13 @@ from finetune.planning.parallel import (
     own_choice,
     share_out,
     ways_json,
-    ways_lines,
+    ways_table,
 )
 from finetune.planning.request import with_backend
 from finetune.planning.runs import Variants, plan_variants, variants_of
 from finetune.planning.subject import Subject, subject_of
 from finetune.recipe.sections import TrainSection
+from finetune.report.rows import as_text
 from finetune.report.runs import runs_json, runs_tables
 from offload.errors import DoesNotFitError, OffloadError, SluiceError
 from offload.plan.machine.machine import GIB, Machine, named_machine, with_interconnect
@@ -161,7 +162,7 @@ def test_more_runs_than_fit_train_in_waves_and_the_table_says_so() -> None:
     assert sum(len(wave.runs) for wave in found.waves) == 5
     console = Console(width=150)
     with console.capture() as shown:
-        console.print(runs_tables(found, variants.names, are_steps_known=False))
+        console.print(as_text(runs_tables(found, variants.names, are_steps_known=False)))
     text = shown.get()
     assert f"together in {len(found.waves)} waves" in text
     assert "cannot share their steps: they do not fit" in text
@@ -307,11 +308,12 @@ def test_where_nvlink_gathers_faster_than_the_link_loads_the_model_is_held_in_su
     assert found.sharded.plan.step_s < found.stream.plan.step_s
     assert found.reason.startswith("fsdp2: ")
     assert ways_json(found)["auto"] == "fsdp2"
-    assert [line.split(": ")[1] for line in ways_lines(found)] == [
-        "stream",
-        "fsdp2",
-        "auto takes fsdp2",
+    shown = ways_table(found)
+    assert [line[:2] for line in shown.lines] == [
+        ("stream", found.stream.plan.step_s),
+        ("fsdp2", found.sharded.plan.step_s),
     ]
+    assert shown.note.startswith("train.parallel: auto takes fsdp2: ")
 
 
 def test_over_a_slow_network_layers_are_streamed() -> None:

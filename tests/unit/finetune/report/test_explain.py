@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console, RenderableType
+from rich.console import Console
 
 from finetune.errors import CheckpointError
-from finetune.report.explain import Explanation, draw, explain, explanation_tables, shown_layers
+from finetune.report.explain import compared, details_of, draw, explain, shown_layers
 from finetune.report.memory import memory_rows
 from finetune.report.plan import plan_json
 from finetune.report.prediction import (
@@ -22,7 +22,7 @@ from finetune.report.prediction import (
     with_timeline,
     write_prediction,
 )
-from finetune.report.summary import run_summary
+from finetune.report.rows import as_text
 from finetune.training.report import metrics_row
 from offload.plan.plan import Plan, with_costs
 from tests.unit.finetune.report.made_up import (
@@ -36,10 +36,11 @@ from tests.unit.finetune.report.made_up import (
 from tests.unit.finetune.report.sealed import forge, tiny_plan
 
 
-def shown(folder: Path, of: Callable[[Explanation], RenderableType] = explanation_tables) -> str:
-    console = Console(width=140)
+def shown(folder: Path, *, is_brief: bool = False, width: int = 140) -> str:
+    console, found = Console(width=width), explain(folder)
+    details = [] if is_brief else details_of(found)
     with console.capture() as capture:
-        console.print(of(explain(folder)))
+        console.print(as_text([*compared(found), *details], is_compact=is_brief))
     return capture.get()
 
 
@@ -108,14 +109,11 @@ def test_a_busy_machine_is_a_disturbance_and_steps_of_other_lengths_are_none(
 
 def test_the_comparison_breaks_no_word_at_80_columns(tmp_path: Path) -> None:
     write_run(tmp_path, slow_s=[0.5] * 5)
-    console = Console(width=80)
-    with console.capture() as capture:
-        console.print(explanation_tables(explain(tmp_path)))
-    lines = capture.get().splitlines()
+    lines = shown(tmp_path, width=80).splitlines()
     (header,) = [line for line in lines if "lane" in line and "phase" in line]
     assert header.split() == ["lane", "phase", "predicted", "measured", "error", "p20", "p80"]
-    (row,) = [line for line in lines if "head and loss" in line and line.startswith(" compute")]
-    assert row.split()[:4] == ["compute", "head", "and", "loss"]
+    (row,) = [line for line in lines if line.split()[:3] == ["head", "and", "loss"] and "%" in line]
+    assert "compute" not in row  # a lane is named once
 
 
 def test_outliers_are_left_out_and_the_spread_is_shown(tmp_path: Path) -> None:
@@ -291,8 +289,8 @@ def test_the_summary_compares_the_step_and_peaks_and_says_where_they_differ(
     }
     timeline = record(promised.plan).timeline
     (tmp_path / "measured.json").write_text(with_timeline(content, timeline))
-    title, header, step, memory, *words = shown(tmp_path, run_summary).splitlines()
-    assert title.startswith("Predicted (calibrated) against measured (mean of the middle 8 of 12")
+    title, header, step, memory, *words = shown(tmp_path, is_brief=True).splitlines()
+    assert title.startswith("Predicted from timed steps against measured (mean of the middle 8")
     assert header.split() == ["predicted", "measured", "error", "p20", "p80"]
     assert step.split()[3:5] == [f"{step_s:.2f}", "s"]
     assert memory.split()[:2] == ["peak", "memory"]
@@ -304,7 +302,7 @@ def test_the_summary_compares_the_step_and_peaks_and_says_where_they_differ(
 def test_the_summary_leaves_out_no_warning(tmp_path: Path) -> None:
     write_run(tmp_path, slow_s=[0.0, 4.0, 1.0, 8.0, 0.5, 6.0])
     forge(tmp_path / "predicted.json", '"optimizer": 0.5', '"optimizer": 0.6')
-    lines = shown(tmp_path, run_summary).splitlines()
+    lines = shown(tmp_path, is_brief=True).splitlines()
     assert lines[0].startswith("PREDICTION CHANGED: 6 steps were run after")
     assert "6 of 12 steps are done; `--resume` runs the others" in lines
     assert any(line.startswith("This run was disturbed") for line in lines)

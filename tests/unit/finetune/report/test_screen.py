@@ -17,6 +17,7 @@ from finetune.data.dataset import load_rows
 from finetune.recipe.sections import DataSection
 from finetune.report.choice import inventory_table
 from finetune.report.data_view import Bin, histogram, printable, shortened
+from finetune.report.rows import as_text
 from finetune.report.screen import (
     NUM_LINES,
     Form,
@@ -104,7 +105,7 @@ def test_experts_that_are_left_as_they_are_show_in_the_table() -> None:
         ),
     )
     stream = io.StringIO()
-    Console(file=stream, width=120).print(inventory_table(WeightInventory(rows=rows)))
+    Console(file=stream, width=120).print(as_text(inventory_table(WeightInventory(rows=rows))))
     text = stream.getvalue()
     assert "5.0% of all parameters are stored encoded, 5.0% of the decoder layers' bytes" in text
     (line,) = [line for line in text.splitlines() if line.strip().startswith("experts")]

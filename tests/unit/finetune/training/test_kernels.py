@@ -216,7 +216,7 @@ def test_the_fastest_way_and_its_rate_are_the_machine_s_and_all_are_shown() -> N
     load = full_request(recipe, facts, num_ranks=1).typical
     with console.capture() as capture:
         machine = fastest_expert_backend(
-            recipe, facts, CARD, CPU, load, Screen(console, is_verbose=False)
+            recipe, facts, CARD, CPU, load, Screen(console, is_verbose=True)
         )
     lines = [line.strip() for line in capture.get().splitlines() if line.strip()]
     assert lines[:2] == [
