@@ -29,7 +29,7 @@ COUNTS: dict[Count, str] = {
 }
 SOURCES: dict[Grade, str] = {
     "spec": "published rates",
-    "probed": "rates measured on the machine",
+    "probed": "measured rates",
     "calibrated": "timed steps",
 }
 STASHED = "in RAM until the backward (`offload.stash: host`)"
@@ -281,9 +281,9 @@ def limit_line(plan: Plan, phases: Mapping[str, float]) -> str:
     """Return what a step takes its time with: computing, or waiting for weights."""
     device = "GPU" if plan.machine.device == "cuda" else "CPU"
     wait_frac, copy_s = phases["stall"] / phases["step"], max(phases["h2d"], phases["reads"])
-    waits, copies = "the link: the {} waits for layers from RAM", "layers from RAM"
+    waits, copies = "the link: the {} waits for layers from RAM", "copies from RAM"
     if plan.request.is_on_disk:
-        waits, copies = "the disk: the {} waits for layers", "layers from the disk"
+        waits, copies = "the disk: the {} waits for layers", "reads from the disk"
     if plan.request.is_sharded:
         waits = "the network: the {} waits for layers"
     if wait_frac >= LEAST_WAIT_FRAC:
@@ -293,7 +293,7 @@ def limit_line(plan: Plan, phases: Mapping[str, float]) -> str:
         "memory": f"the {device}'s memory: it takes longer to read weights than to compute",
         "launch": "the host: the GPU waits for its kernels to be started",
     }
-    hidden = f"; {shown_time(copy_s)} of copying {copies} hides behind it" if copy_s else ""
+    hidden = f"; {shown_time(copy_s)} of {copies} hide behind it" if copy_s else ""
     return why[plan.costs.bound if device == "GPU" else "compute"] + hidden
 
 
