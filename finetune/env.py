@@ -14,28 +14,18 @@ SECRET, LEAST_SECRET = "SLUICE_SECRET", 32
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """Which of how many processes this one is.
+    """Which of how many processes this one is."""
 
-    Attributes:
-        num: Processes of the run.
-        index: This one's number among them.
-        num_local: Those on this machine.
-        local_index: This one's number on this machine.
-        node: This machine's number; two launchers on one host count as two machines.
-        store: Host and port at which the processes meet.
-        is_store_launcher_s: Whether the launcher has opened the store there, and not rank 0.
-        num_restarts: How often the launcher has started the processes again.
-        secret: What the user has set for the processes to prove to each other whose they are.
-    """
-
-    num: int
-    index: int
-    num_local: int
-    local_index: int
-    node: int
-    store: tuple[str, int] = ("", 0)
+    num: int  # processes of the run
+    index: int  # this one's number among them
+    num_local: int  # the number of processes on this machine
+    local_index: int  # this one's number on this machine
+    node: int  # this machine's number; two launchers on one host count as two machines
+    store: tuple[str, int] = ("", 0)  # host and port at which the processes meet
+    # Whether the launcher has opened the store there, and not rank 0.
     is_store_launcher_s: bool = False
-    num_restarts: int = 0
+    num_restarts: int = 0  # how often the launcher has started the processes again
+    # What the user has set for the processes to prove to each other whose they are.
     secret: str | None = field(default=None, repr=False)
 
     @property

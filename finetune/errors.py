@@ -79,7 +79,7 @@ class ApartError(FinetuneError):
 
     Attributes:
         waves: The runs of each, by their numbers.
-        sizes: Of the waves, in words.
+        sizes: The sizes of the waves, in words.
     """
 
     def __init__(self, waves: Sequence[tuple[int, ...]]) -> None:

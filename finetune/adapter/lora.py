@@ -91,15 +91,11 @@ def patterns_of_parameters() -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavedTensors:
-    """The tensors of an adapter's file.
+    """The tensors of an adapter's file."""
 
-    Attributes:
-        own: By their names in the model.
-        base: Weights of the base that peft saves with an adapter on them, by their names in the
-            model: such as those of an embedding.
-    """
-
-    own: Mapping[str, torch.Tensor]
+    own: Mapping[str, torch.Tensor]  # the tensors by their names in the model
+    # Weights of the base that peft saves with an adapter on them, by their names in the model: such
+    # as those of an embedding.
     base: Mapping[str, torch.Tensor]
 
 
@@ -207,17 +203,12 @@ def _is_adapted_base(key: str, places: Mapping[str, str]) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Whole:
-    """Modules that are trained whole.
+    """Modules that are trained whole."""
 
-    Attributes:
-        modules: Their full names.
-        names: What is passed to peft: suffixes of names that match these modules and no others.
-        has_tied: Whether the head is tied to a trained embedding, so that both are one copy.
-    """
-
-    modules: frozenset[str]
+    modules: frozenset[str]  # their full names
+    # What is passed to peft: suffixes of names that match these modules and no others.
     names: tuple[str, ...]
-    has_tied: bool
+    has_tied: bool  # whether the head is tied to a trained embedding, so that both are one copy
 
 
 def whole_modules(
@@ -362,15 +353,10 @@ def expert_parameters(model: PreTrainedModel) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NewAdapter:
-    """An adapter to be added to a model.
+    """An adapter to be added to a model."""
 
-    Attributes:
-        section: Of its recipe.
-        seed: Of its initial weights.
-    """
-
-    section: AdapterSection
-    seed: int
+    section: AdapterSection  # the section `adapter` of its recipe
+    seed: int  # the seed of its initial weights
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -222,18 +222,13 @@ class _Tally(TorchDispatchMode):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Run:
-    """The counts of one forward and backward.
-
-    Attributes:
-        saved_bytes: What is saved for the backward, but for parameters and the input.
-        live_bytes: What is live at once at most, but for these, the output and its gradient, and
-            the input's.
-    """
+    """The counts of one forward and backward."""
 
     forward: _Tally
     backward: _Tally
-    saved_bytes: int
+    saved_bytes: int  # what is saved for the backward, but for parameters and the input
     saves_input: bool
+    # What is live at once at most, but for these, the output and its gradient, and the input's.
     live_bytes: int
 
 

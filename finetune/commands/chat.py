@@ -16,22 +16,14 @@ HELP = f"Ctrl-D ends the conversation, {RESET} forgets it."
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chat:
-    """How a conversation is held.
+    """How a conversation is held."""
 
-    Attributes:
-        max_new_tokens: Longest answer.
-        chooser: Returns what chooses the tokens of an answer, from the beginning of its random
-            numbers.
-        has_base: Whether the base answers too, the same turns; its answers are not remembered.
-        say: Prints a piece of text, which may be a part of a line.
-        note: Reports what the user should know.
-    """
-
-    max_new_tokens: int
+    max_new_tokens: int  # longest answer
+    # Returns what chooses the tokens of an answer, from the beginning of its random numbers.
     chooser: Callable[[], Choose]
-    has_base: bool
-    say: Callable[[str], None]
-    note: Callable[[str], None]
+    has_base: bool  # whether the base answers too, the same turns; its answers are not remembered
+    say: Callable[[str], None]  # prints a piece of text, which may be a part of a line
+    note: Callable[[str], None]  # reports what the user should know
 
     def hold(self, run_dir: Path, lines: Iterable[str]) -> None:
         """Answer each line, with all turns before it.

@@ -36,32 +36,20 @@ Note = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answers:
-    """The four answers.
+    """The four answers."""
 
-    Attributes:
-        model: What is trained.
-        rows: What it learns from.
-        asked: The card and the goal.
-    """
-
-    model: WantedModel
-    rows: Look
-    asked: Asked
+    model: WantedModel  # what is trained
+    rows: Look  # what it learns from
+    asked: Asked  # the card and the goal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Made:
-    """What was written.
+    """What was written."""
 
-    Attributes:
-        files: The recipe, its plan, and the machine if it was measured.
-        lines: What to know of them.
-        plan: As `sluice plan` shows it.
-    """
-
-    files: tuple[Path, ...]
-    lines: tuple[str, ...]
-    plan: RenderableType
+    files: tuple[Path, ...]  # the recipe, its plan, and the machine if it was measured
+    lines: tuple[str, ...]  # what to know of them
+    plan: RenderableType  # the plan, as `sluice plan` shows it
 
 
 def card_of(text: str, *, ram_gib: float | None) -> Asked:

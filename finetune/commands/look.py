@@ -24,22 +24,14 @@ LENGTH_STEP = 1_024
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Look:
-    """What rows are.
+    """What rows are."""
 
-    Attributes:
-        path: As it was given.
-        data_format: As `data.format`.
-        num_rows: How many there are, counted up to `MOST_COUNTED`.
-        num_looked: Of these, the first ones whose lengths were taken.
-        lengths: Tokens of each of their conversations, in ascending order.
-        is_tokenised: Whether lengths are of the model's tokenizer, and not taken from characters.
-    """
-
-    path: str
-    data_format: str
-    num_rows: int
-    num_looked: int
-    lengths: tuple[int, ...]
+    path: str  # the path, as it was given
+    data_format: str  # the value of `data.format`
+    num_rows: int  # how many there are, counted up to `MOST_COUNTED`
+    num_looked: int  # the number of first rows whose lengths were taken
+    lengths: tuple[int, ...]  # tokens of each of their conversations, in ascending order
+    # Whether lengths are of the model's tokenizer, and not taken from characters.
     is_tokenised: bool
 
     def quantile(self, frac: float) -> int:

@@ -69,19 +69,13 @@ def form_of(*, as_json: bool, as_markdown: bool, is_verbose: bool) -> Form:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostOptions:
-    """What a card is planned with.
+    """What a card is planned with."""
 
-    Attributes:
-        ram_gib: Host memory of a named card; None means the assumed value.
-        link_gb_per_s: The link of a named card; likewise.
-        num_gpus: Cards of the machine, which share a step; None plans for one, and says so nowhere.
-        interconnect: What connects them; None is the link that loads weights too.
-    """
-
-    ram_gib: float | None
-    link_gb_per_s: float | None
+    ram_gib: float | None  # host memory of a named card; None means the assumed value
+    link_gb_per_s: float | None  # the link of a named card; likewise
+    # Cards of the machine, which share a step; None plans for one, and says so nowhere.
     num_gpus: int | None = None
-    interconnect: str | None = None
+    interconnect: str | None = None  # what connects them; None is the link that loads weights too
 
     def machine(self, name: str, *, dtype: Dtype) -> Machine:
         """Return a named card with this host memory and link, or the machine of a file."""

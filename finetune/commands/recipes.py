@@ -21,21 +21,14 @@ from offload.plan.machine.machine import Dtype
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Asked:
-    """The machine and the goal that a recipe is asked for.
+    """The machine and the goal that a recipe is asked for."""
 
-    Attributes:
-        machine: A named card or a machine file; None takes the slowest card with the memory.
-        vram_gib: Device memory that may be used; None takes all of the card's.
-        ram_gib: Host memory; None takes what is assumed for the card.
-        goal: Name of the goal.
-        num_gpus: Such cards in the machine, which share a step; None plans for one.
-    """
-
+    # A named card or a machine file; None takes the slowest card with the memory.
     machine: str | None
-    vram_gib: float | None
-    ram_gib: float | None
-    goal: str
-    num_gpus: int | None = None
+    vram_gib: float | None  # device memory that may be used; None takes all of the card's
+    ram_gib: float | None  # host memory; None takes what is assumed for the card
+    goal: str  # name of the goal
+    num_gpus: int | None = None  # such cards in the machine, which share a step; None plans for one
 
 
 def recipe_for(

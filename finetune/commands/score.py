@@ -29,21 +29,13 @@ Note = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Asked:
-    """What is scored.
+    """What is scored."""
 
-    Attributes:
-        adapters: Folders in peft's format, or directories of finished runs.
-        checkpoints: A run's directory.
-        has_base: Whether the base is scored too.
-        machine: A machine that was measured before; None measures this one.
-        out: The file for the scores of each row.
-    """
-
-    adapters: tuple[Path, ...]
-    checkpoints: Path | None
-    has_base: bool
-    machine: Path | None
-    out: Path | None
+    adapters: tuple[Path, ...]  # folders in peft's format, or directories of finished runs
+    checkpoints: Path | None  # a run's directory
+    has_base: bool  # whether the base is scored too
+    machine: Path | None  # a machine that was measured before; None measures this one
+    out: Path | None  # the file for the scores of each row
 
 
 def score_rows(

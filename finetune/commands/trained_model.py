@@ -50,23 +50,14 @@ Note = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prepared:
-    """A finished run whose model is not loaded yet.
+    """A finished run whose model is not loaded yet."""
 
-    Attributes:
-        run: Its directory.
-        recipe: Its recipe; of a run that trained all weights, with the model that it has left.
-        tokenizer: The model's.
-        facts: The model's shapes.
-        machine: Where it is to be computed.
-        plan: How its layers are streamed.
-    """
-
-    run: RunDir
-    recipe: Recipe
-    tokenizer: "PreTrainedTokenizerBase"
-    facts: "ModelFacts"
-    machine: "Machine"
-    plan: "Plan"
+    run: RunDir  # its directory
+    recipe: Recipe  # its recipe; of a run that trained all weights, with the model that it has left
+    tokenizer: "PreTrainedTokenizerBase"  # the model's
+    facts: "ModelFacts"  # the model's shapes
+    machine: "Machine"  # where it is to be computed
+    plan: "Plan"  # how its layers are streamed
 
     @classmethod
     def of(cls, run_dir: Path, *, note: Note) -> "Prepared":
@@ -190,21 +181,13 @@ class Prepared:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainedModel:
-    """A model on its engine.
+    """A model on its engine."""
 
-    Attributes:
-        engine: Runs it.
-        model: With its adapter, or trained whole.
-        tokenizer: Its tokenizer.
-        stop_ids: Tokens that end an answer.
-        note: Reports that the model is computed without a cache.
-    """
-
-    engine: "Engine"
-    model: "PeftModel | PreTrainedModel"
-    tokenizer: "PreTrainedTokenizerBase"
-    stop_ids: frozenset[int]
-    note: Note
+    engine: "Engine"  # runs it
+    model: "PeftModel | PreTrainedModel"  # with its adapter, or trained whole
+    tokenizer: "PreTrainedTokenizerBase"  # its tokenizer
+    stop_ids: frozenset[int]  # tokens that end an answer
+    note: Note  # reports that the model is computed without a cache
 
     def answer(
         self,

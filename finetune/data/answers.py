@@ -26,33 +26,26 @@ Column = Callable[[str], str]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answers:
-    """The answers of a row to its prompt.
+    """The answers of a row to its prompt."""
 
-    Attributes:
-        prompt: Its turns.
-        answers: Turns of each answer; only what the assistant says in them is learned.
-        values: Of each answer: 1 for chosen or desired, or 1 more than the margin of a pair, 0 for
-            rejected or not desired; its score, or its rank below 0; or its reward.
-        references: Of each answer, the sum of the reference's log-probabilities, in nats; empty
-            where the row does not have them.
-        logprobs: Of each answer, the log-probability that each token was sampled with, its end
-            included; empty where the row does not have them.
-        teacher: Of each answer, a teacher's likeliest tokens at each of its tokens, its end
-            included; empty where the row does not have them.
-        names: What the file calls each answer, for errors.
-        is_rated: Whether one number is learned of each, at its last token.
-        contradiction: Ratings of a pair, by which the rejected answer is the better one; None
-            without.
-    """
-
-    prompt: tuple[Message, ...]
+    prompt: tuple[Message, ...]  # its turns
+    # Turns of each answer; only what the assistant says in them is learned.
     answers: tuple[tuple[Message, ...], ...]
+    # Each answer's value: 1 for chosen or desired, or 1 more than the margin of a pair, 0 for
+    # rejected or not desired; its score, or its rank below 0; or its reward.
     values: tuple[float, ...]
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # what the file calls each answer, for errors
+    # Each answer's sum of the reference's log-probabilities, in nats; empty where the row does not
+    # have them.
     references: tuple[float, ...] = ()
+    # The log-probability that each token of each answer was sampled with, its end included; empty
+    # where the row does not have them.
     logprobs: tuple[tuple[float, ...], ...] = ()
+    # A teacher's likeliest tokens at each token of each answer, its end included; empty where the
+    # row does not have them.
     teacher: tuple[TopTokens, ...] = ()
-    is_rated: bool = False
+    is_rated: bool = False  # whether one number is learned of each, at its last token
+    # Ratings of a pair, by which the rejected answer is the better one; None without.
     contradiction: str | None = None
 
 

@@ -28,17 +28,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """Limits of a row's renderings; a typical one takes less than a millisecond and a megabyte.
+    """Limits of a row's renderings; a typical one takes less than a millisecond and a megabyte."""
 
-    Attributes:
-        cpu_s: Processor time.
-        memory_bytes: Address space in addition to what the process has.
-        num_chars: Length of the rendered text.
-    """
-
-    cpu_s: float = 20.0
-    memory_bytes: int = 2**30
-    num_chars: int = 2**26
+    cpu_s: float = 20.0  # processor time
+    memory_bytes: int = 2**30  # address space in addition to what the process has
+    num_chars: int = 2**26  # length of the rendered text
 
 
 LIMITS = Limits()
@@ -184,14 +178,10 @@ _QUESTION = (Message(role="user", content="?"),)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Switch:
-    """A template's variable for reasoning.
+    """A template's variable for reasoning."""
 
-    Attributes:
-        name: Name of the variable.
-        default: The value with which the prompt is that without a value; None if it is neither's.
-    """
-
-    name: str
+    name: str  # name of the variable
+    # The value with which the prompt is that without a value; None if it is neither's.
     default: bool | None
 
     def settings(self, *, value: bool | None) -> Mapping[str, bool]:
@@ -260,21 +250,15 @@ def _prompt_end(tokenizer: "PreTrainedTokenizerBase", settings: Mapping[str, boo
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompted:
-    """Which prompts the answers of some rows are trained after.
+    """Which prompts the answers of some rows are trained after."""
 
-    Attributes:
-        name: Name of the template's variable; None if it has none.
-        num_rows: Rows, those held out included.
-        num_off: Rows with an answer after the prompt with False, which no server sends by default.
-        num_on: Rows with an answer after the prompt with True, which no server sends by default.
-        num_empty: Rows without reasoning that learn to write an empty think block.
-    """
-
-    name: str | None = None
-    num_rows: int = 0
+    name: str | None = None  # name of the template's variable; None if it has none
+    num_rows: int = 0  # rows, those held out included
+    # Rows with an answer after the prompt with False, which no server sends by default.
     num_off: int = 0
+    # Rows with an answer after the prompt with True, which no server sends by default.
     num_on: int = 0
-    num_empty: int = 0
+    num_empty: int = 0  # rows without reasoning that learn to write an empty think block
 
     @classmethod
     def of(cls, switch: Switch | None, counts: Mapping[str, int], *, num_rows: int) -> Self:
@@ -387,16 +371,11 @@ _OF_MODEL_CONFIG = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stops:
-    """Where generation stops.
+    """Where generation stops."""
 
-    Attributes:
-        trained: Tokens that end the trained answers, the usual one first.
-        base: Tokens at which the base model stops.
-        template_kwargs: What the chat template must be given for the prompt of these answers.
-    """
-
-    trained: tuple[int, ...]
-    base: tuple[int, ...]
+    trained: tuple[int, ...]  # tokens that end the trained answers, the usual one first
+    base: tuple[int, ...]  # tokens at which the base model stops
+    # What the chat template must be given for the prompt of these answers.
     template_kwargs: Mapping[str, bool] = field(default_factory=dict)
 
     @property

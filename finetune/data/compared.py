@@ -140,25 +140,17 @@ Parts = Sequence[Sequence[Any]]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Comparison:
-    """What an objective compares.
+    """What an objective compares."""
 
-    Attributes:
-        groups: Of the examples.
-        prompt_lens: (examples) Tokens before the first that is learned, where rows are mismatched.
-        lengths: (examples) All their tokens.
-        seq_len: Most tokens of a mismatched row.
-        has_sampler: Whether rows have the log-probabilities that their tokens were sampled with.
-        num_top: A teacher's likeliest tokens, of the token with most of them; 0 without a teacher.
-        has_classes: Whether labels are the classes of words.
-    """
-
-    groups: Groups
-    lengths: "NDArray[np.int64]"
+    groups: Groups  # the groups of the examples
+    lengths: "NDArray[np.int64]"  # (examples) All their tokens
+    # (examples) Tokens before the first that is learned, where rows are mismatched.
     prompt_lens: "NDArray[np.int64] | None"
-    seq_len: int
-    has_sampler: bool
+    seq_len: int  # most tokens of a mismatched row
+    has_sampler: bool  # whether rows have the log-probabilities that their tokens were sampled with
+    # A teacher's likeliest tokens, of the token with most of them; 0 without a teacher.
     num_top: int
-    has_classes: bool = False
+    has_classes: bool = False  # whether labels are the classes of words
 
     @classmethod
     def of(
@@ -324,21 +316,13 @@ class Comparison:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """How a step is cut into micro-batches.
+    """How a step is cut into micro-batches."""
 
-    Attributes:
-        rows: Its rows, in the order of their epochs.
-        lens: Tokens of each.
-        parts: Of each micro-batch, the places of its rows among them.
-        scored_lens: Tokens of each row that is only scored.
-        scored: The same as `parts`, of those.
-    """
-
-    rows: tuple[int, ...]
-    lens: tuple[int, ...]
-    parts: Parts
-    scored_lens: tuple[int, ...] = ()
-    scored: Parts = ()
+    rows: tuple[int, ...]  # its rows, in the order of their epochs
+    lens: tuple[int, ...]  # tokens of each
+    parts: Parts  # the places of each micro-batch's rows among them
+    scored_lens: tuple[int, ...] = ()  # tokens of each row that is only scored
+    scored: Parts = ()  # the places of the rows that are only scored, by micro-batch
 
     def own_lens(self, own: Sequence[int], own_scored: Sequence[int]) -> list[list[int]]:
         """Return the tokens of each row of a rank's micro-batches, those only scored last."""

@@ -191,17 +191,12 @@ class Tokens:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Chosen:
-    """Some examples of a source.
+    """Some examples of a source."""
 
-    Attributes:
-        tokens: Of the source.
-        examples: Their numbers in the store, in order; one may be there several times.
-        row_ids: The rows that they were chosen of, used or dropped.
-    """
-
-    tokens: Tokens
+    tokens: Tokens  # the tokens of the source
+    # Their numbers in the store, in order; one may be there several times.
     examples: "NDArray[np.int64]"
-    row_ids: "NDArray[np.int64]"
+    row_ids: "NDArray[np.int64]"  # the rows that they were chosen of, used or dropped
 
     @property
     def is_whole_store(self) -> bool:
@@ -265,15 +260,10 @@ def _gathered(
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ExampleSet:
-    """Examples of one or several sources, in the order of the sources.
+    """Examples of one or several sources, in the order of the sources."""
 
-    Attributes:
-        parts: Of each source.
-        notes: What a user should know about them.
-    """
-
-    parts: tuple[Chosen, ...]
-    notes: tuple[str, ...] = ()
+    parts: tuple[Chosen, ...]  # the part of each source
+    notes: tuple[str, ...] = ()  # what a user should know about them
 
     @property
     def input_ids(self) -> "NDArray[np.int32]":
@@ -435,16 +425,12 @@ _COLUMNS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Groups:
-    """The groups of examples; those of a group are next to each other.
+    """The groups of examples; those of a group are next to each other."""
 
-    Attributes:
-        offsets: (groups + 1): group g has the examples from `offsets[g]` to `offsets[g + 1]`.
-        values: (examples): see `Example.value`.
-        references: (examples) in nats; see `Example.reference`; none where rows have none.
-    """
-
+    # (groups + 1): group g has the examples from `offsets[g]` to `offsets[g + 1]`.
     offsets: "NDArray[np.int64]"
-    values: "NDArray[np.float64]"
+    values: "NDArray[np.float64]"  # (examples): see `Example.value`
+    # (examples) in nats; see `Example.reference`; none where rows have none.
     references: "NDArray[np.float64]"
 
     @classmethod
@@ -685,12 +671,9 @@ def remark_notes(tokens: "Tokens") -> list[str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeldOutRows:
-    """The held-out rows as conversations, read again when they are asked for.
+    """The held-out rows as conversations, read again when they are asked for."""
 
-    Attributes:
-        parts: Of each source, its rows and the places of those that are held out.
-    """
-
+    # Each source's rows, and the places of those that are held out.
     parts: tuple[tuple[SourceRows, frozenset[tuple[int, int]]], ...] = ()
 
     def __iter__(self) -> Iterator[Conversation]:
@@ -706,20 +689,13 @@ class HeldOutRows:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rows:
-    """What is trained on, and what is held out.
+    """What is trained on, and what is held out."""
 
-    Attributes:
-        train: Tokens of the training rows.
-        held_out: Tokens of the held-out rows, None if there are none.
-        held_out_rows: The same as conversations, for samples.
-        prompted: Which prompts answers are trained after.
-        notes: What a user should know about the rows: unused columns, cut, dropped, cached.
-    """
-
-    train: ExampleSet
-    held_out: ExampleSet | None
-    held_out_rows: Iterable[Conversation]
-    prompted: Prompted
+    train: ExampleSet  # tokens of the training rows
+    held_out: ExampleSet | None  # tokens of the held-out rows, None if there are none
+    held_out_rows: Iterable[Conversation]  # the held-out rows as conversations, for samples
+    prompted: Prompted  # which prompts answers are trained after
+    # What a user should know about the rows: unused columns, cut, dropped, cached.
     notes: tuple[str, ...]
 
     @property

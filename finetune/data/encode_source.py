@@ -96,48 +96,33 @@ _ARRAYS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TokenStore:
-    """The tokens of a source's rows; example i is `offsets[i]` to `offsets[i + 1]`.
+    """The tokens of a source's rows; example i is `offsets[i]` to `offsets[i + 1]`."""
 
-    Attributes:
-        folder: Where it is.
-        input_ids: Tokens of all examples, end to end.
-        labels: The same tokens, or -100 for no loss.
-        offsets: (examples + 1).
-        end_ids: Tokens that end answers; those of example i are at `end_offsets[i]` on.
-        end_offsets: (examples + 1).
-        rows: (examples): the row that each is of; a row may be in several examples, or in none.
-        is_truncated: (examples): whether it was cut at its right.
-        fates: (rows): what became of each, a `Fate`.
-        places: (rows, 2): where it is in the source: file, and line or index.
-        values: (examples) of rows that compare answers, else none; see `Example.value`.
-        references: (examples) where rows have them, else none; see `Example.reference`.
-        logprobs: Of all tokens, end to end, where rows have them, else none.
-        top_counts: Of all tokens, how many likeliest tokens a teacher has there; none where rows
-            have no teacher.
-        top_ids: These tokens, end to end; those of example i are at `top_offsets[i]` on.
-        top_logprobs: Their log-probabilities.
-        top_offsets: (examples + 1) where rows have a teacher.
-        report: What the source had besides rows that are used.
-    """
-
-    folder: Path
-    input_ids: "NDArray[np.int32]"
-    labels: "NDArray[np.int32]"
-    offsets: "NDArray[np.int64]"
+    folder: Path  # where it is
+    input_ids: "NDArray[np.int32]"  # tokens of all examples, end to end
+    labels: "NDArray[np.int32]"  # the tokens, or -100 where there is no loss
+    offsets: "NDArray[np.int64]"  # (examples + 1)
+    # Tokens that end answers; those of example i are at `end_offsets[i]` on.
     end_ids: "NDArray[np.int32]"
-    end_offsets: "NDArray[np.int64]"
+    end_offsets: "NDArray[np.int64]"  # (examples + 1)
+    # (examples): the row that each is of; a row may be in several examples, or in none.
     rows: "NDArray[np.int64]"
-    is_truncated: "NDArray[np.bool_]"
-    fates: "NDArray[np.int8]"
-    places: "NDArray[np.int64]"
+    is_truncated: "NDArray[np.bool_]"  # (examples): whether it was cut at its right
+    fates: "NDArray[np.int8]"  # (rows): what became of each, a `Fate`
+    places: "NDArray[np.int64]"  # (rows, 2): where it is in the source: file, and line or index
+    # (examples) of rows that compare answers, else none; see `Example.value`.
     values: "NDArray[np.float64]"
+    # (examples) where rows have them, else none; see `Example.reference`.
     references: "NDArray[np.float64]"
+    # The log-probabilities of all tokens, end to end, where rows have them, else none.
     logprobs: "NDArray[np.float32]"
+    # The number of a teacher's likeliest tokens at each token; none where rows have no teacher.
     top_counts: "NDArray[np.int32]"
+    # These tokens, end to end; those of example i are at `top_offsets[i]` on.
     top_ids: "NDArray[np.int32]"
-    top_logprobs: "NDArray[np.float32]"
-    top_offsets: "NDArray[np.int64]"
-    report: "StoreReport"
+    top_logprobs: "NDArray[np.float32]"  # their log-probabilities
+    top_offsets: "NDArray[np.int64]"  # (examples + 1) where rows have a teacher
+    report: "StoreReport"  # what the source had besides rows that are used
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -149,20 +134,15 @@ class TokenStore:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoreReport:
-    """What a source had besides rows that are used.
+    """What a source had besides rows that are used."""
 
-    Attributes:
-        skipped: `place: problem` of bad rows that the recipe allows.
-        num_duplicates: Rows that were in the source before.
-        unused: Columns that are read from no row -> 0, kept in the order of the rows.
-        num_documents: Documents that were joined; 0 for rows.
-        remarks: Of each kind of remark on rows, their number, and place and detail of the first.
-    """
-
+    # `place: problem` of bad rows that the recipe allows.
     skipped: tuple[tuple[int, int, str], ...] = ()
-    num_duplicates: int = 0
+    num_duplicates: int = 0  # rows that were in the source before
+    # Columns that are read from no row -> 0, kept in the order of the rows.
     unused: tuple[str, ...] = ()
-    num_documents: int = 0
+    num_documents: int = 0  # documents that were joined; 0 for rows
+    # The number of each kind of remark on rows, with place and detail of the first.
     remarks: Mapping[str, tuple[int, tuple[tuple[int, int, str], ...]]] = field(
         default_factory=dict
     )
@@ -275,20 +255,14 @@ _ENDS = {"offsets": "lengths", "end_offsets": "num_ends", "top_offsets": "num_to
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoreWriter:
-    """Writes a store part by part; memory does not grow with it.
+    """Writes a store part by part; memory does not grow with it."""
 
-    Attributes:
-        folder: Where the store will be.
-        draft: Where it is written meanwhile.
-        files: The file of each array.
-        sums: The checksum of each so far.
-        at: Where the next part begins: its first row, and in arrays of `_ENDS`.
-    """
-
-    folder: Path
-    draft: Path
-    files: Mapping[str, BinaryIO]
+    folder: Path  # where the store will be
+    draft: Path  # where it is written meanwhile
+    files: Mapping[str, BinaryIO]  # the file of each array
+    # The checksum of each so far.
     sums: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_ARRAYS, 0))
+    # Where the next part begins: its first row, and in arrays of `_ENDS`.
     at: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("rows", *_ENDS), 0))
 
     def add(self, part: Part) -> None:
@@ -407,21 +381,13 @@ _Named = tuple[Place, str, Raw]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceRows:
-    """The rows of a source that are used.
+    """The rows of a source that are used."""
 
-    Attributes:
-        source: Where they are.
-        form: How they are read.
-        max_rows: The first ones, at most; None: all.
-        drop_duplicates: Whether rows are left out that were there before.
-        skip_bad: Bad rows that may be skipped.
-    """
-
-    source: Source
-    form: RowForm
-    max_rows: int | None
-    drop_duplicates: bool
-    skip_bad: int
+    source: Source  # where they are
+    form: RowForm  # how they are read
+    max_rows: int | None  # the first ones, at most; None: all
+    drop_duplicates: bool  # whether rows are left out that were there before
+    skip_bad: int  # bad rows that may be skipped
 
     def named(self) -> Iterator[_Named]:
         """Give the rows with their places, in numbers and in words."""
@@ -532,40 +498,25 @@ def _written(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Problem:
-    """A row that cannot be used.
+    """A row that cannot be used."""
 
-    Attributes:
-        place: Of the row.
-        what: Its place in words, and what is wrong.
-        lost: Columns whose meaning would be lost.
-        refusal: What, limit and hint of a template's refusal.
-    """
-
-    place: Place
-    what: str
-    lost: tuple[str, ...] = ()
-    refusal: tuple[str, str, str] | None = None
+    place: Place  # the place of the row
+    what: str  # its place in words, and what is wrong
+    lost: tuple[str, ...] = ()  # columns whose meaning would be lost
+    refusal: tuple[str, str, str] | None = None  # what, limit and hint of a template's refusal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Chunk:
-    """What became of some rows.
+    """What became of some rows."""
 
-    Attributes:
-        num_rows: Rows that were read.
-        part: The tokens of good ones; of documents, one example each, of any length.
-        remarks: Kind, place and detail of what there is to say about good rows.
-        digests: Of each good row.
-        problems: Of the others.
-        unused: Columns that are not read.
-    """
-
-    num_rows: int
-    part: Part
+    num_rows: int  # rows that were read
+    part: Part  # the tokens of good ones; of documents, one example each, of any length
+    # Kind, place and detail of what there is to say about good rows.
     remarks: tuple[tuple[str, Place, str], ...]
-    digests: tuple[bytes, ...]
-    problems: tuple[_Problem, ...]
-    unused: tuple[str, ...]
+    digests: tuple[bytes, ...]  # the digests of the good rows
+    problems: tuple[_Problem, ...]  # the problems of the other rows
+    unused: tuple[str, ...]  # columns that are not read
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -40,14 +40,10 @@ MOST_ROWS_LOOKED_AT = 20_000  # of all steps of a run, to find the largest: a fr
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowCost:
-    """The arithmetic of a row's forward.
+    """The arithmetic of a row's forward."""
 
-    Attributes:
-        flops_per_token: Products of all layers, for one token.
-        mixing: How each layer mixes tokens, and how many layers do so.
-    """
-
-    flops_per_token: float
+    flops_per_token: float  # products of all layers, for one token
+    # How each layer mixes tokens, and how many layers do so.
     mixing: tuple[tuple[Attention, int], ...] = ()
 
     @classmethod
@@ -146,31 +142,20 @@ class PackedOrder:
     Rows of a group are next to each other in this order, and all in the step that its first token
     (or row) is in: then a step differs by less than a group. A run that is given in epochs ends
     with the rows of the last one, and so does its last step.
-
-    Attributes:
-        lengths: Tokens of each row.
-        capacity: Tokens of a sequence.
-        rows_per_step: Rows of a step; None where it is given in tokens.
-        tokens_per_step: Tokens of a step; None where it is given in rows.
-        num_steps: Steps of the run.
-        seed: Of the orders.
-        min_bins: Sequences of a step, at least: one for each rank.
-        cost: Of a row.
-        groups: (groups + 1) Where each group of rows begins, and where the last one ends; None
-            where each row is by itself.
-        end: Rows, or tokens, of all steps together; None where each step is full.
     """
 
-    lengths: npt.NDArray[np.int64]
-    capacity: int
-    rows_per_step: int | None
-    tokens_per_step: int | None
-    num_steps: int
-    seed: int
-    min_bins: int
-    cost: RowCost
+    lengths: npt.NDArray[np.int64]  # tokens of each row
+    capacity: int  # tokens of a sequence
+    rows_per_step: int | None  # rows of a step; None where it is given in tokens
+    tokens_per_step: int | None  # tokens of a step; None where it is given in rows
+    num_steps: int  # steps of the run
+    seed: int  # the seed of the orders
+    min_bins: int  # sequences of a step, at least: one for each rank
+    cost: RowCost  # the cost of a row
+    # (groups + 1) Where each group of rows begins, and where the last one ends; None where each row
+    # is by itself.
     groups: npt.NDArray[np.int64] | None = None
-    end: int | None = None
+    end: int | None = None  # rows, or tokens, of all steps together; None where each step is full
 
     @classmethod
     def of(
@@ -333,26 +318,16 @@ class BatchOrder:
 
     Each epoch visits each row once, in an order drawn from (seed, epoch). Every step but the last
     has the same number of rows: the last rows of an epoch share a step with the first of the next.
-
-    Attributes:
-        lengths: Tokens of each row.
-        micro_batch_size: Rows of a micro-batch.
-        num_micro_batches: Micro-batches of a step.
-        num_steps: Steps of the run.
-        seed: Seed of the epochs' orders.
-        min_parts: Fewest micro-batches of a step: one for each rank.
-        group_size: Rows of a group; those of one are next to each other, and in one step.
-        end: Rows of all steps together; None where each step is full.
     """
 
-    lengths: tuple[int, ...]
-    micro_batch_size: int
-    num_micro_batches: int
-    num_steps: int
-    seed: int
-    min_parts: int = 1
-    group_size: int = 1
-    end: int | None = None
+    lengths: tuple[int, ...]  # tokens of each row
+    micro_batch_size: int  # rows of a micro-batch
+    num_micro_batches: int  # micro-batches of a step
+    num_steps: int  # steps of the run
+    seed: int  # seed of the epochs' orders
+    min_parts: int = 1  # fewest micro-batches of a step: one for each rank
+    group_size: int = 1  # rows of a group; those of one are next to each other, and in one step
+    end: int | None = None  # rows of all steps together; None where each step is full
 
     @classmethod
     def of(
@@ -451,30 +426,19 @@ class BatchOrder:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepSizes:
-    """How large micro-batches are.
+    """How large micro-batches are."""
 
-    Attributes:
-        typical_steps: A step whose tokens, padding included, are the median, and then those nearest
-            to it by size, larger and smaller ones in turn.
-        typical_width: Mean width of the first one's micro-batches, in tokens.
-        label_tokens: Mean number of its tokens with a loss, per micro-batch.
-        largest_width: Width of the widest micro-batch of the run.
-        most_label_tokens: Most tokens with a loss that a micro-batch can have.
-        num_micro_batches: Of the first of the typical steps.
-        rows_per_step: Rows of the first of the typical steps.
-        packing: How rows share a sequence; None where they do not.
-        num_top: A teacher's likeliest tokens at a token, at most; 0 without a teacher.
-    """
-
+    # A step whose tokens, padding included, are the median, and then those nearest to it by size,
+    # larger and smaller ones in turn.
     typical_steps: tuple[int, ...]
-    typical_width: int
-    label_tokens: int
-    largest_width: int
-    most_label_tokens: int
-    num_micro_batches: int
-    rows_per_step: int
-    packing: "Packing | None" = None
-    num_top: int = 0
+    typical_width: int  # mean width of the first one's micro-batches, in tokens
+    label_tokens: int  # mean number of its tokens with a loss, per micro-batch
+    largest_width: int  # width of the widest micro-batch of the run
+    most_label_tokens: int  # most tokens with a loss that a micro-batch can have
+    num_micro_batches: int  # the number of micro-batches of the first of the typical steps
+    rows_per_step: int  # rows of the first of the typical steps
+    packing: "Packing | None" = None  # how rows share a sequence; None where they do not
+    num_top: int = 0  # a teacher's likeliest tokens at a token, at most; 0 without a teacher
 
     @classmethod
     def of(cls, order: "BatchOrder | PackedOrder", examples: ExampleSet) -> "StepSizes":
@@ -541,22 +505,15 @@ class StepSizes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Packing:
-    """How the rows of a run share sequences.
+    """How the rows of a run share sequences."""
 
-    Attributes:
-        row_tokens: Tokens of a row, averaged over the tokens of a typical step: attention's work is
-            that of rows of this length.
-        longest_row: Tokens of the longest.
-        rows_per_step: Rows of the typical step.
-        fill: Tokens of the steps looked at, of all that their sequences have room for.
-        most_tokens: Tokens that no step exceeds.
-    """
-
+    # Tokens of a row, averaged over the tokens of a typical step: attention's work is that of rows
+    # of this length.
     row_tokens: int
-    longest_row: int
-    rows_per_step: int
-    fill: float
-    most_tokens: int
+    longest_row: int  # tokens of the longest
+    rows_per_step: int  # rows of the typical step
+    fill: float  # tokens of the steps looked at, of all that their sequences have room for
+    most_tokens: int  # tokens that no step exceeds
 
 
 def _looked_at(order: BatchOrder | PackedOrder) -> range:

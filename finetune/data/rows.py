@@ -82,15 +82,10 @@ MEANINGS: Mapping[str, str] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unread:
-    """The keys of a row that are not read.
+    """The keys of a row that are not read."""
 
-    Attributes:
-        lost: Keys that mean something -> the problem to report.
-        unused: All keys that hold something.
-    """
-
-    lost: Mapping[str, str]
-    unused: tuple[str, ...]
+    lost: Mapping[str, str]  # keys that mean something -> the problem to report
+    unused: tuple[str, ...]  # all keys that hold something
 
 
 def find_unread(
@@ -177,17 +172,11 @@ _NONE = -1
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TopTokens:
-    """The likeliest tokens at each of T tokens.
+    """The likeliest tokens at each of T tokens."""
 
-    Attributes:
-        counts: (T,) int32: how many each has.
-        ids: They, end to end, int32, at each token the likeliest first.
-        logprobs: Of each, in nats, float32.
-    """
-
-    counts: "NDArray[np.int32]"
-    ids: "NDArray[np.int32]"
-    logprobs: "NDArray[np.float32]"
+    counts: "NDArray[np.int32]"  # (T,) int32: how many each has
+    ids: "NDArray[np.int32]"  # they, end to end, int32, at each token the likeliest first
+    logprobs: "NDArray[np.float32]"  # their log-probabilities, in nats, float32
 
     @classmethod
     def read(cls, ids: Sequence[object], logprobs: Sequence[object], names: Sequence[str]) -> Self:
@@ -295,15 +284,10 @@ _OF_FORMAT = "; it is a row of the format "
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """A row of the data, as its format has read it.
+    """A row of the data, as its format has read it."""
 
-    Attributes:
-        source: Where it is: `path:line` or `path[index]`.
-        unused: Keys of the row that hold something that is not read.
-    """
-
-    source: str
-    unused: tuple[str, ...] = ()
+    source: str  # where it is: `path:line` or `path[index]`
+    unused: tuple[str, ...] = ()  # keys of the row that hold something that is not read
 
     @property
     def parts(self) -> "tuple[Row, ...]":
@@ -334,15 +318,10 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conversation(Row):
-    """Turns, of which answers are learned.
+    """Turns, of which answers are learned."""
 
-    Attributes:
-        messages: Its turns.
-        tools: Definitions of the tools that its answers may call.
-    """
-
-    messages: tuple[Message, ...]
-    tools: tuple[Mapping[str, Any], ...] = ()
+    messages: tuple[Message, ...]  # its turns
+    tools: tuple[Mapping[str, Any], ...] = ()  # definitions of the tools that its answers may call
 
     def encode(self, encoder: "Encoder") -> "tuple[Fate, list[Example]]":
         """Return its tokens, those of answers with a loss."""
@@ -404,24 +383,18 @@ class Document(Row):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compared(Row):
-    """Answers to one prompt.
+    """Answers to one prompt."""
 
-    Attributes:
-        conversations: The prompt with each answer, which alone is learned.
-        values: What is known of each; see `finetune.data.answers.Answers`.
-        references: The reference's log-probability of each; empty where the row has none.
-        logprobs: Of each token of each, that by which it was sampled; empty where there is none.
-        teacher: Of each, a teacher's likeliest tokens; empty where there are none.
-        is_rated: Whether one number is learned of each, at its last token.
-        contradiction: As `finetune.data.answers.Answers.contradiction`.
-    """
-
-    conversations: tuple[Conversation, ...]
-    values: tuple[float, ...]
+    conversations: tuple[Conversation, ...]  # the prompt with each answer, which alone is learned
+    values: tuple[float, ...]  # what is known of each; see `finetune.data.answers.Answers`
+    # The reference's log-probability of each; empty where the row has none.
     references: tuple[float, ...]
+    # The log-probability by which each token of each answer was sampled; empty where there is none.
     logprobs: tuple[tuple[float, ...], ...]
+    # A teacher's likeliest tokens for each answer; empty where there are none.
     teacher: tuple[TopTokens, ...]
-    is_rated: bool = False
+    is_rated: bool = False  # whether one number is learned of each, at its last token
+    # What in the row contradicts itself, see `Answers.contradiction`.
     contradiction: str | None = None
 
     @property
@@ -452,24 +425,16 @@ class Compared(Row):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowForm:
-    """How a source's rows are read.
+    """How a source's rows are read."""
 
-    Attributes:
-        path: Of the source, for errors.
-        data_format: One of `formats`, or `auto` to detect it from the keys of the first row.
-        columns: A format's column name -> the name in the file, where that is another.
-        system: System prompt for conversations that have none of their own.
-        ignored: Columns, and keys of turns, that are left out on purpose.
-        loss_on: What is learned; a turn without a loss may have a weight of 0.
-        formats: Those that may be read.
-    """
-
-    path: str
-    data_format: str
+    path: str  # the path of the source, for errors
+    data_format: str  # one of `formats`, or `auto` to detect it from the keys of the first row
+    # A format's column name -> the name in the file, where that is another.
     columns: Mapping[str, str]
-    system: str | None
-    ignored: tuple[str, ...]
-    loss_on: LossOn
+    system: str | None  # system prompt for conversations that have none of their own
+    ignored: tuple[str, ...]  # columns, and keys of turns, that are left out on purpose
+    loss_on: LossOn  # what is learned; a turn without a loss may have a weight of 0
+    # The formats that may be read.
     formats: tuple[str, ...] = field(default_factory=repeated_formats)
 
     def detected(self, rows: "Iterable[tuple[str, Raw]]") -> "RowForm":

@@ -69,20 +69,13 @@ _MOST_SHAPES = 1_000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
-    """The part of one turn that the model must generate, as positions in the text.
+    """The part of one turn that the model must generate, as positions in the text."""
 
-    Attributes:
-        turn: Number of the turn in the row, from 0.
-        start: Where the generation prompt ends.
-        end: Where the special token that ends the turn ends.
-        end_token: That token.
-        kinds: What a user should know of its prompt: kinds of `finetune.data.chat_template`.
-    """
-
-    turn: int
-    start: int
-    end: int
-    end_token: str
+    turn: int  # number of the turn in the row, from 0
+    start: int  # where the generation prompt ends
+    end: int  # where the special token that ends the turn ends
+    end_token: str  # the token that ends it
+    # What a user should know of its prompt: kinds of `finetune.data.chat_template`.
     kinds: tuple[str, ...] = ()
 
 
@@ -96,49 +89,30 @@ class Rendering:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Marked:
-    """How an answer is written where every text of the row is a mark.
+    """How an answer is written where every text of the row is a mark."""
 
-    Attributes:
-        closing: The text from its end to the end of the special token that ends the turn.
-        num_closing: Special tokens in it.
-        has_thoughts: Whether its reasoning is written too.
-    """
-
-    closing: str
-    num_closing: int
-    has_thoughts: bool
+    closing: str  # the text from its end to the end of the special token that ends the turn
+    num_closing: int  # special tokens in it
+    has_thoughts: bool  # whether its reasoning is written too
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Shape:
-    """A row's rendering with marks; it is the same for all rows with turns of the same kinds.
+    """A row's rendering with marks; it is the same for all rows with turns of the same kinds."""
 
-    Attributes:
-        shown: The rendering.
-        answers: Turn -> how its answer is written.
-    """
-
-    shown: str
-    answers: Mapping[int, _Marked]
+    shown: str  # the rendering
+    answers: Mapping[int, _Marked]  # turn -> how its answer is written
 
 
 @dataclass(kw_only=True, slots=True)
 class Shapes:
-    """What is known of a tokenizer's template, to render the marks of many like rows once.
+    """What is known of a tokenizer's template, to render the marks of many like rows once."""
 
-    Attributes:
-        tokenizer: With a template that does not change.
-        empty_think: Whether an empty think block is of the prompt, or learned.
-        specials: What finds special tokens.
-        switch: The template's variable for reasoning.
-        known: Renderings with marks.
-    """
-
-    tokenizer: "PreTrainedTokenizerBase"
-    empty_think: EmptyThink
-    specials: re.Pattern[str] | None = field(init=False)
-    switch: Switch | None = field(init=False)
-    known: dict[object, _Shape] = field(init=False, default_factory=dict)
+    tokenizer: "PreTrainedTokenizerBase"  # with a template that does not change
+    empty_think: EmptyThink  # whether an empty think block is of the prompt, or learned
+    specials: re.Pattern[str] | None = field(init=False)  # what finds special tokens
+    switch: Switch | None = field(init=False)  # the template's variable for reasoning
+    known: dict[object, _Shape] = field(init=False, default_factory=dict)  # renderings with marks
 
     def __post_init__(self) -> None:
         self.specials = _specials(self.tokenizer)

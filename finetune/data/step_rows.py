@@ -12,36 +12,31 @@ from offload.engine.objective import Reference, Scores
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StepRows:
-    """The rows of a step, in the order of its micro-batches; those that are only scored come last.
+    """The rows of a step, in the order of its micro-batches; the only scored ones come last."""
 
-    Attributes:
-        groups_R: Number of the group within the step, int64, from 0: a pair of answers, a ranking,
-            or all answers that were sampled for one prompt. Rows of one group need not be next to
-            each other. An unpaired row is a group of its own; a row that is only scored has the
-            number of the row that it was made for.
-        values_R: What is known of each row, float64: of a pair 1 for the chosen answer, or 1 more
-            than the pair's margin, and 0 for the rejected one; of an unpaired row 1 if it is
-            desired, else 0; of a ranking the higher the better; of a sampled answer its reward; of
-            a text that is classified the number of its class.
-        num_trained: Rows that are trained on; the others are only scored.
-        reference_R: Sum of the reference's log-probabilities over a row's label tokens, where it is
-            known beforehand, float64; None where the reference is computed.
-        sampler_N: Log-probability with which the sampler drew each label token of the step, in the
-            order of `Scores.policy_N`, float32; None where it is not known.
-        top_ids_NK: A teacher's likeliest tokens at each label token, in the same order, int64, the
-            likeliest first; -1 where there are fewer than K. None where rows have no teacher.
-        top_logps_NK: Their log-probabilities by the teacher, in nats.
-        classes_N: Number of the class at each label token, in the same order, int64, where words
-            have classes; None elsewhere.
-    """
-
+    # Number of the group within the step, int64, from 0: a pair of answers, a ranking, or all
+    # answers that were sampled for one prompt. Rows of one group need not be next to each other. An
+    # unpaired row is a group of its own; a row that is only scored has the number of the row that
+    # it was made for.
     groups_R: torch.Tensor
+    # What is known of each row, float64: of a pair 1 for the chosen answer, or 1 more than the
+    # pair's margin, and 0 for the rejected one; of an unpaired row 1 if it is desired, else 0; of a
+    # ranking the higher the better; of a sampled answer its reward; of a text that is classified
+    # the number of its class.
     values_R: torch.Tensor
-    num_trained: int
+    num_trained: int  # rows that are trained on; the others are only scored
+    # Sum of the reference's log-probabilities over a row's label tokens, where it is known
+    # beforehand, float64; None where the reference is computed.
     reference_R: torch.Tensor | None = None
+    # Log-probability with which the sampler drew each label token of the step, in the order of
+    # `Scores.policy_N`, float32; None where it is not known.
     sampler_N: torch.Tensor | None = None
+    # A teacher's likeliest tokens at each label token, in the same order, int64, the likeliest
+    # first; -1 where there are fewer than K. None where rows have no teacher.
     top_ids_NK: torch.Tensor | None = None
-    top_logps_NK: torch.Tensor | None = None
+    top_logps_NK: torch.Tensor | None = None  # their log-probabilities by the teacher, in nats
+    # Number of the class at each label token, in the same order, int64, where words have classes;
+    # None elsewhere.
     classes_N: torch.Tensor | None = None
 
     @property
@@ -67,25 +62,17 @@ Exchange = Callable[[torch.Tensor], Sequence[torch.Tensor]]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RowSums:
-    """The rows of a step: this rank's own first, then those of the others, as constants.
+    """The rows of a step: this rank's own first, then those of the others, as constants."""
 
-    Attributes:
-        policy_A: Sum of the log-probabilities of a row's label tokens; own ones have a graph.
-        reference_A: The same by the reference; zeros if there is none.
-        tokens_A: Number of its label tokens.
-        groups_A: As `StepRows.groups_R`.
-        values_A: As `StepRows.values_R`.
-        is_trained_A: Whether it is trained on, and not only scored.
-        share: One over the number of ranks.
-    """
-
+    # Sum of the log-probabilities of a row's label tokens; own ones have a graph.
     policy_A: torch.Tensor
+    # The sum of the log-probabilities by the reference; zeros without one.
     reference_A: torch.Tensor
-    tokens_A: torch.Tensor
-    groups_A: torch.Tensor
-    values_A: torch.Tensor
-    is_trained_A: torch.Tensor
-    share: float
+    tokens_A: torch.Tensor  # number of its label tokens
+    groups_A: torch.Tensor  # the groups, see `StepRows.groups_R`
+    values_A: torch.Tensor  # the values, see `StepRows.values_R`
+    is_trained_A: torch.Tensor  # whether it is trained on, and not only scored
+    share: float  # one over the number of ranks
 
     @property
     def log_ratios(self) -> torch.Tensor:
@@ -169,15 +156,10 @@ def ordered(sums: RowSums) -> list[torch.Tensor]:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SectionObjective:
-    """The loss of a step by the section of a recipe.
+    """The loss of a step by the section of a recipe."""
 
-    Attributes:
-        section: The settings.
-        step: What it may read.
-    """
-
-    section: ObjectiveSection
-    step: StepData
+    section: ObjectiveSection  # the settings
+    step: StepData  # what it may read
 
     @property
     def reference(self) -> Reference | None:

@@ -75,46 +75,30 @@ def collate_packed(examples: Sequence[Example]) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StepShare:
-    """One rank's share of a step; with a single rank, all of it.
+    """One rank's share of a step; with a single rank, all of it."""
 
-    Attributes:
-        micro_batches: Those of this rank.
-        micro_batch_ids: Their numbers in the whole step.
-        num_tokens: Tokens of all the step's rows, padding left out.
-        num_label_tokens: Those with a loss.
-        scored: This rank's micro-batches of rows that are only scored.
-        rows: What this rank's rows are to each other; None where none are compared.
-    """
-
-    micro_batches: tuple[MicroBatch, ...]
-    micro_batch_ids: tuple[int, ...]
-    num_tokens: int
-    num_label_tokens: int
-    scored: tuple[MicroBatch, ...] = ()
+    micro_batches: tuple[MicroBatch, ...]  # the micro-batches of this rank
+    micro_batch_ids: tuple[int, ...]  # their numbers in the whole step
+    num_tokens: int  # tokens of all the step's rows, padding left out
+    num_label_tokens: int  # the number of its tokens with a loss
+    scored: tuple[MicroBatch, ...] = ()  # this rank's micro-batches of rows that are only scored
+    # What this rank's rows are to each other; None where none are compared.
     rows: StepRows | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Steps:
-    """All steps of a run, as one rank sees them.
+    """All steps of a run, as one rank sees them."""
 
-    Attributes:
-        rows: What is trained on.
-        order: Which rows each step trains on.
-        sizes: How large micro-batches are.
-        own: Which of so many micro-batches of a step are this rank's.
-        pad_token_id: Token that pads rows.
-        comparison: What an objective compares; None where each row is learned by itself.
-        is_masked: Whether the model gets an attention mask for padding.
-    """
-
-    rows: ExampleSet
-    order: BatchOrder | PackedOrder
-    sizes: StepSizes
+    rows: ExampleSet  # what is trained on
+    order: BatchOrder | PackedOrder  # which rows each step trains on
+    sizes: StepSizes  # how large micro-batches are
+    # Which of so many micro-batches of a step are this rank's.
     own: Callable[[int], tuple[int, ...]]
-    pad_token_id: int
+    pad_token_id: int  # token that pads rows
+    # What an objective compares; None where each row is learned by itself.
     comparison: Comparison | None = None
-    is_masked: bool = False
+    is_masked: bool = False  # whether the model gets an attention mask for padding
 
     @classmethod
     def of(
@@ -321,15 +305,10 @@ def _cut(example: Example, num_tokens: int) -> Example:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class InFront(ExampleSet):
-    """Examples with virtual tokens in front of each; `input_ids` and `labels` are without them.
+    """Examples with virtual tokens in front of each; `input_ids` and `labels` are without them."""
 
-    Attributes:
-        first_id: The first virtual token: the size of the vocabulary.
-        num: Virtual tokens of each example.
-    """
-
-    first_id: int
-    num: int
+    first_id: int  # the first virtual token: the size of the vocabulary
+    num: int  # virtual tokens of each example
 
     @property
     def loss_tokens(self) -> npt.NDArray[np.int64]:

@@ -88,33 +88,26 @@ IGNORE_INDEX = -100
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Example:
-    """The tokens of one row.
+    """The tokens of one row."""
 
-    Attributes:
-        input_ids: The tokens, up to the end of the last answer.
-        labels: The same tokens, not shifted, or -100 for no loss; of words with a class its number.
-        source: Of the row.
-        is_truncated: Whether the row was cut at its right.
-        end_ids: The tokens that end its answers, of those that were not cut off.
-        kinds: What a user should know of the prompts of what is learned: kinds of
-            `finetune.data.chat_template`.
-        value: Of an answer that is compared with others; of a text with a class its number; else
-            None.
-        reference: Its log-probability by the reference, in nats; None where that is not known.
-        logprobs: Of each token, the log-probability that it was sampled with, in nats, 0 where it
-            was not; None where that is not known.
-        top: A teacher's likeliest tokens at each label; None where there is no teacher.
-    """
-
-    input_ids: "NDArray[np.int32]"
+    input_ids: "NDArray[np.int32]"  # the tokens, up to the end of the last answer
+    # The tokens, not shifted, or -100 where there is no loss; in words with a class its number.
     labels: "NDArray[np.int32]"
-    source: str
-    is_truncated: bool
-    end_ids: tuple[int, ...] = ()
+    source: str  # the source of the row
+    is_truncated: bool  # whether the row was cut at its right
+    end_ids: tuple[int, ...] = ()  # the tokens that end its answers, of those that were not cut off
+    # What a user should know of the prompts of what is learned: kinds of
+    # `finetune.data.chat_template`.
     kinds: tuple[str, ...] = ()
+    # The value of an answer that is compared with others, or the number of a text's class; else
+    # None.
     value: float | None = None
+    # Its log-probability by the reference, in nats; None where that is not known.
     reference: float | None = None
+    # The log-probability that each token was sampled with, in nats, 0 where it was not; None where
+    # that is not known.
     logprobs: "NDArray[np.float32] | None" = None
+    # A teacher's likeliest tokens at each label; None where there is no teacher.
     top: TopTokens | None = None
 
     @property
@@ -144,21 +137,14 @@ class Fate(IntEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Encoder:
-    """How rows become tokens.
+    """How rows become tokens."""
 
-    Attributes:
-        tokenizer: Fast, with a template unless rows are documents, or one prompt and one answer.
-        seq_len: Most tokens of an example.
-        loss_on: What is learned.
-        too_long: What is done with rows of more tokens.
-        empty_think: Whether an empty think block is of the prompt, or learned.
-    """
-
+    # Fast, with a template unless rows are documents, or one prompt and one answer.
     tokenizer: "PreTrainedTokenizerBase"
-    seq_len: int
-    loss_on: LossOn
-    too_long: TooLong
-    empty_think: EmptyThink
+    seq_len: int  # most tokens of an example
+    loss_on: LossOn  # what is learned
+    too_long: TooLong  # what is done with rows of more tokens
+    empty_think: EmptyThink  # whether an empty think block is of the prompt, or learned
     _shapes: Shapes = field(init=False)
 
     def __post_init__(self) -> None:

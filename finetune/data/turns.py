@@ -49,25 +49,15 @@ class ToolCall:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Message:
-    """One turn.
+    """One turn."""
 
-    Attributes:
-        role: Who speaks: one of `ROLES`.
-        content: What is said.
-        thought: Reasoning before it, where it is a field of its own.
-        calls: Calls of tools that end an answer.
-        call_id: The call that a tool's turn answers.
-        name: The tool.
-        is_trained: Whether an answer is learned; None: as the recipe says.
-    """
-
-    role: str
-    content: str
-    thought: str | None = None
-    calls: tuple[ToolCall, ...] = ()
-    call_id: str | None = None
-    name: str | None = None
-    is_trained: bool | None = None
+    role: str  # who speaks: one of `ROLES`
+    content: str  # what is said
+    thought: str | None = None  # reasoning before it, where it is a field of its own
+    calls: tuple[ToolCall, ...] = ()  # calls of tools that end an answer
+    call_id: str | None = None  # the call that a tool's turn answers
+    name: str | None = None  # the tool
+    is_trained: bool | None = None  # whether an answer is learned; None: as the recipe says
 
     def to_json(self) -> dict[str, Any]:
         """Return it in the form that templates read; reasoning under both names in use."""

@@ -55,19 +55,14 @@ from finetune.files.tensors import DTYPES, Spec
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """Published tensors that are needed together.
+    """Published tensors that are needed together."""
 
-    Attributes:
-        published: Their names by the rule's pattern, in the order in which the rule takes them.
-        parameters: What they become.
-        converter: The rule; None where a tensor only changes its name.
-        num_parts: How many tensors of each pattern are stacked, such as the number of experts;
-            any row of parts can be converted alone. 1 where they cannot.
-    """
-
+    # Their names by the rule's pattern, in the order in which the rule takes them.
     published: Mapping[str, Sequence[str]]
-    parameters: tuple[str, ...]
-    converter: Any
+    parameters: tuple[str, ...]  # what they become
+    converter: Any  # the rule; None where a tensor only changes its name
+    # How many tensors of each pattern are stacked, such as the number of experts; any row of parts
+    # can be converted alone. 1 where they cannot.
     num_parts: int = 1
 
     @property
@@ -278,7 +273,7 @@ class Changes:
     """The parameters that an adapter changes.
 
     Attributes:
-        names: Of those parameters, as the model calls them.
+        names: The names of those parameters in the model.
     """
 
     def __init__(self, model: PreTrainedModel, adapter: Path) -> None:

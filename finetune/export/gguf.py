@@ -72,17 +72,11 @@ _REFUSALS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exported:
-    """A GGUF file.
+    """A GGUF file."""
 
-    Attributes:
-        file: Where it is.
-        num_bytes: Its size.
-        notes: What the user should know about it.
-    """
-
-    file: Path
-    num_bytes: int
-    notes: tuple[str, ...]
+    file: Path  # where it is
+    num_bytes: int  # its size
+    notes: tuple[str, ...]  # what the user should know about it
 
 
 def export_gguf(

@@ -34,15 +34,10 @@ _MXFP4_BLOCKS = "_blocks"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Packed:
-    """A tensor that is quantised.
+    """A tensor that is quantised."""
 
-    Attributes:
-        spec: What it decodes to.
-        read: Returns its values.
-    """
-
-    spec: Spec
-    read: Callable[[], torch.Tensor]
+    spec: Spec  # what it decodes to
+    read: Callable[[], torch.Tensor]  # returns its values
 
 
 def find_packed(

@@ -72,17 +72,13 @@ _CONFIG = JsonFile(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Method:
-    """The settings of a method of peft's that are understood.
+    """The settings of a method of peft's that are understood."""
 
-    Attributes:
-        computed: Names of settings that change what the adapter's tensors compute.
-        others: Names of settings that only describe its training, or that its tensors show too.
-        is_virtual: Whether it adds tokens in front of rows, and changes no weight.
-    """
-
+    # Names of settings that change what the adapter's tensors compute.
     computed: frozenset[str] = frozenset()
+    # Names of settings that only describe its training, or that its tensors show too.
     others: frozenset[str] = frozenset()
-    is_virtual: bool = False
+    is_virtual: bool = False  # whether it adds tokens in front of rows, and changes no weight
 
 
 def _method(computed: str, others: str) -> _Method:

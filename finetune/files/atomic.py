@@ -173,19 +173,12 @@ _SHOWN = 200
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JsonFile:
-    """A kind of JSON file.
+    """A kind of JSON file."""
 
-    Attributes:
-        holds: Checks the content.
-        error: Raised if the content is wrong.
-        limit: What it should be.
-        hint: How to get one that is right.
-    """
-
-    holds: type[BaseModel]
-    error: type[FinetuneError]
-    limit: str
-    hint: str
+    holds: type[BaseModel]  # checks the content
+    error: type[FinetuneError]  # raised if the content is wrong
+    limit: str  # what it should be
+    hint: str  # how to get one that is right
 
     def read(self, file: Path) -> Any:
         """Return the content of a file.

@@ -43,15 +43,11 @@ DTYPES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unread:
-    """A tensor that takes no memory until it is read, in transformers' way: `tensor[...]`.
+    """A tensor that takes no memory until it is read, in transformers' way: `tensor[...]`."""
 
-    Attributes:
-        read: Returns the values: mapped, which must not be written to, or in their own memory.
-        is_mapped: Which of the two.
-    """
-
+    # Returns the values: mapped, which must not be written to, or in their own memory.
     read: Callable[[], torch.Tensor]
-    is_mapped: bool = False
+    is_mapped: bool = False  # which of the two
 
     def __getitem__(self, _all: EllipsisType) -> torch.Tensor:
         """Return the values in their own memory."""
@@ -61,32 +57,20 @@ class Unread:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spec:
-    """What a tensor is.
+    """What a tensor is."""
 
-    Attributes:
-        dtype: As a header names it, such as BF16.
-        shape: Its sizes.
-        num_bytes: Its size in a file.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    num_bytes: int
+    dtype: str  # the type's name in a header, such as BF16
+    shape: tuple[int, ...]  # its sizes
+    num_bytes: int  # its size in a file
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """Where a tensor is.
+    """Where a tensor is."""
 
-    Attributes:
-        file: The file.
-        begin: Its first byte, from the beginning of the file.
-        spec: What it is.
-    """
-
-    file: Path
-    begin: int
-    spec: Spec
+    file: Path  # the file
+    begin: int  # its first byte, from the beginning of the file
+    spec: Spec  # what it is
 
 
 _COPY_BYTES = 2**24

@@ -302,38 +302,25 @@ _BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "se
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Streaming:
-    """How a Trainer's model is attached; each is as for `offload.attach`.
+    """How a Trainer's model is attached; each is as for `offload.attach`."""
 
-    Attributes:
-        num_slots: Layers on the device at a time.
-        codec: How the layers' matrices are stored off the device.
-        stash: Where layer inputs wait for the backward.
-        head_chunk_tokens: Tokens whose logits exist at a time.
-        kept_graphs: Last layers whose activations stay on the device for the backward.
-        kept_outputs: Layers before these whose attention's output stays there.
-        sent_outputs: Layers before these whose attention's output goes to host memory.
-        sent_graphs: Layers before those with kept graphs whose activations go to host memory.
-        mlp_chunk_tokens: Tokens that an MLP computes at a time; None for all of a batch.
-        layer_kernels: What computes norms, rotary embedding and gated activations.
-        embeddings: Where the input embedding's weight is.
-        head: Where the output head's weight is.
-        compute_dtype: What the adapters of linear layers are computed in until the Trainer is
-            detached: `float32` by peft, as the plain Trainer does it, or `auto`, at the precision
-            of the weights, which is faster and holds less; see `adapter.compute_dtype`.
-    """
-
-    num_slots: int
-    codec: str = "native"
-    stash: Literal["device", "host"] = "device"
-    head_chunk_tokens: int = HEAD_CHUNK_TOKENS
-    kept_graphs: int = 0
-    kept_outputs: int = 0
-    sent_outputs: int = 0
-    sent_graphs: int = 0
+    num_slots: int  # layers on the device at a time
+    codec: str = "native"  # how the layers' matrices are stored off the device
+    stash: Literal["device", "host"] = "device"  # where layer inputs wait for the backward
+    head_chunk_tokens: int = HEAD_CHUNK_TOKENS  # tokens whose logits exist at a time
+    kept_graphs: int = 0  # last layers whose activations stay on the device for the backward
+    kept_outputs: int = 0  # layers before these whose attention's output stays there
+    sent_outputs: int = 0  # layers before these whose attention's output goes to host memory
+    sent_graphs: int = 0  # layers before those with kept graphs whose activations go to host memory
+    # Tokens that an MLP computes at a time; None for all of a batch.
     mlp_chunk_tokens: int | None = None
+    # What computes norms, rotary embedding and gated activations.
     layer_kernels: Literal["plain", "fused"] = "plain"
-    embeddings: WeightPlace = "device"
-    head: WeightPlace = "device"
+    embeddings: WeightPlace = "device"  # where the input embedding's weight is
+    head: WeightPlace = "device"  # where the output head's weight is
+    # What the adapters of linear layers are computed in until the Trainer is detached: `float32` by
+    # peft, as the plain Trainer does it, or `auto`, at the precision of the weights, which is
+    # faster and holds less; see `adapter.compute_dtype`.
     compute_dtype: Literal["float32", "auto"] = "float32"
 
     @classmethod
@@ -387,15 +374,10 @@ class Streaming:
 
 @dataclass(kw_only=True)
 class StepBatches:
-    """The micro-batches of one optimizer step, as a Trainer has fetched them.
+    """The micro-batches of one optimizer step, as a Trainer has fetched them."""
 
-    Attributes:
-        fetched: As the collator made them.
-        num_left: How many the Trainer has not asked for yet.
-    """
-
-    fetched: Sequence[Mapping[str, Any]]
-    num_left: int = field(init=False)
+    fetched: Sequence[Mapping[str, Any]]  # the batches, as the collator made them
+    num_left: int = field(init=False)  # how many the Trainer has not asked for yet
 
     def __post_init__(self) -> None:
         """Begin with all of them."""
@@ -480,17 +462,11 @@ def _require_rows_apart(batch: Batch, row_lens: Sequence[int]) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchLoss:
-    """The loss of a batch that is not trained on.
+    """The loss of a batch that is not trained on."""
 
-    Attributes:
-        loss: Mean over its label tokens; NaN if it has none, as a model's own.
-        num_label_tokens: Tokens with a label.
-        accuracy: The fraction of them that are the most probable token.
-    """
-
-    loss: float
-    num_label_tokens: int
-    accuracy: float
+    loss: float  # mean over its label tokens; NaN if it has none, as a model's own
+    num_label_tokens: int  # tokens with a label
+    accuracy: float  # the fraction of them that are the most probable token
 
 
 NOTHING = BatchLoss(loss=float("nan"), num_label_tokens=0, accuracy=0.0)
@@ -498,15 +474,10 @@ NOTHING = BatchLoss(loss=float("nan"), num_label_tokens=0, accuracy=0.0)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluated:
-    """The losses of batches that passed the layers together.
+    """The losses of batches that passed the layers together."""
 
-    Attributes:
-        batches: Of each.
-        num_loads: Layers copied from host to device for all of them.
-    """
-
-    batches: tuple[BatchLoss, ...]
-    num_loads: int
+    batches: tuple[BatchLoss, ...]  # the batches of each part
+    num_loads: int  # layers copied from host to device for all of them
 
 
 def computing_adapters(model: PeftModel) -> Sequence[str] | None:

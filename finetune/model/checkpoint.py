@@ -311,21 +311,14 @@ _PACKED = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Format:
-    """How a kind of checkpoint stores a tensor: as parts whose names begin with the tensor's name.
+    """How a kind of checkpoint stores a tensor: parts whose names begin with the tensor's."""
 
-    Attributes:
-        mark: The suffix of a part that no plain tensor has.
-        parts: The suffixes of the other parts; an empty one is the tensor's own name.
-        joint_parts: Suffixes that a tensor has all of, or none.
-        ignored: The suffixes of names that carry no values.
-        dequantise: Returns the values.
-    """
-
-    mark: re.Pattern[str]
-    parts: tuple[str, ...]
-    joint_parts: tuple[str, ...] = ()
+    mark: re.Pattern[str]  # the suffix of a part that no plain tensor has
+    parts: tuple[str, ...]  # the suffixes of the other parts; an empty one is the tensor's own name
+    joint_parts: tuple[str, ...] = ()  # suffixes that a tensor has all of, or none
+    # The suffixes of names that carry no values.
     ignored: re.Pattern[str] = re.compile(r"(?!)")  # matches nothing
-    dequantise: Callable[[Parts], torch.Tensor]
+    dequantise: Callable[[Parts], torch.Tensor]  # returns the values
 
 
 def format_of(quantization: Mapping[str, Any], path: str) -> Format:

@@ -78,17 +78,11 @@ _OTHER_KINDS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Empty:
-    """A model without values.
+    """A model without values."""
 
-    Attributes:
-        model: On the meta device.
-        quantization: What its config says about quantised weights.
-        is_composite: Whether its checkpoint is for more than text.
-    """
-
-    model: PreTrainedModel
-    quantization: Mapping[str, Any] | None
-    is_composite: bool
+    model: PreTrainedModel  # the model on the meta device
+    quantization: Mapping[str, Any] | None  # what its config says about quantised weights
+    is_composite: bool  # whether its checkpoint is for more than text
 
 
 def empty_of(section: ModelSection) -> PreTrainedModel:

@@ -59,23 +59,14 @@ def is_norm(module: nn.Module) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reader:
-    """Reads layers of one model.
+    """Reads layers of one model."""
 
-    Attributes:
-        config: Of its text part.
-        hidden: Features of a hidden state.
-        modules: Linear modules that an adapter can be put on, by id.
-        has_rotary: Whether positions turn queries and keys.
-        has_windows: Whether its code makes masks of windows.
-        is_eager: Whether it has no fused attention.
-    """
-
-    config: Mapping[str, Any]
-    hidden: int
-    modules: set[int]
-    has_rotary: bool
-    has_windows: bool
-    is_eager: bool
+    config: Mapping[str, Any]  # the config of the text part
+    hidden: int  # features of a hidden state
+    modules: set[int]  # linear modules that an adapter can be put on, by id
+    has_rotary: bool  # whether positions turn queries and keys
+    has_windows: bool  # whether its code makes masks of windows
+    is_eager: bool  # whether it has no fused attention
 
     def layer(self, layer: nn.Module, number: int, *, unread: Collection[str]) -> LayerFacts:
         """Read one layer.

@@ -29,17 +29,12 @@ _UNSEEN = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Loaded:
-    """A model on the host.
+    """A model on the host."""
 
-    Attributes:
-        model: The model; to its callers an ordinary one.
-        backing: Where its layers' weights are stored; None if each parameter has its own memory.
-        notes: What the user should know about it.
-    """
-
-    model: PreTrainedModel
+    model: PreTrainedModel  # the model; to its callers an ordinary one
+    # Where its layers' weights are stored; None if each parameter has its own memory.
     backing: Backing | None
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # what the user should know about it
 
 
 def load_model(

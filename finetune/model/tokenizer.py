@@ -74,20 +74,13 @@ def most_probable(rows: Sequence[int], logits_BV: torch.Tensor) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
-    """Random choice of tokens, by transformers' own processors of logits.
+    """Random choice of tokens, by transformers' own processors of logits."""
 
-    Attributes:
-        temperature: Divisor of the logits.
-        top_k: How many of the most probable tokens are kept; None for all.
-        top_p: The most probable tokens are kept until their probabilities add up to this; None for
-            all.
-        seed: Of the random numbers.
-    """
-
-    temperature: float
-    top_k: int | None
+    temperature: float  # divisor of the logits
+    top_k: int | None  # how many of the most probable tokens are kept; None for all
+    # The most probable tokens are kept until their probabilities add up to this; None for all.
     top_p: float | None
-    seed: int
+    seed: int  # the seed of the random numbers
 
     def sampler(self) -> "Sampler":
         """Return what draws tokens, from the beginning of its random numbers."""

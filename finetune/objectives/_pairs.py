@@ -17,23 +17,16 @@ from offload.engine.objective import Scores, StepLoss
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Pairs:
-    """The pairs of a step.
+    """The pairs of a step."""
 
-    Attributes:
-        chosen_P: Log-probability of each chosen answer, of all its tokens or their mean.
-        rejected_P: The same of each rejected answer.
-        chosen_reference_P: The same of the chosen answer by the reference; zeros without one.
-        rejected_reference_P: The same of the rejected answer.
-        chosen_tokens_P: Label tokens of each chosen answer.
-        rejected_tokens_P: The same of each rejected answer.
-    """
-
-    chosen_P: torch.Tensor
-    rejected_P: torch.Tensor
+    chosen_P: torch.Tensor  # log-probability of each chosen answer, of all its tokens or their mean
+    rejected_P: torch.Tensor  # the log-probability of each rejected answer
+    # The log-probability of each chosen answer by the reference; zeros without one.
     chosen_reference_P: torch.Tensor
+    # The log-probability of each rejected answer by the reference.
     rejected_reference_P: torch.Tensor
-    chosen_tokens_P: torch.Tensor
-    rejected_tokens_P: torch.Tensor
+    chosen_tokens_P: torch.Tensor  # label tokens of each chosen answer
+    rejected_tokens_P: torch.Tensor  # the number of label tokens of each rejected answer
 
     @property
     def chosen_ratios(self) -> torch.Tensor:

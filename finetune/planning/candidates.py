@@ -67,19 +67,14 @@ def uncollected() -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Goal:
-    """How one of several forms of the layers is chosen.
+    """How one of several forms of the layers is chosen."""
 
-    Attributes:
-        name: As it is typed.
-        meaning: What is chosen, in words that follow the name.
-        least_frac: Share of the best form's tokens per second that is enough; of the forms that
-            have it, the one that rounds least is chosen.
-        is_longest: Whether this is of the longest sequence, and not of tokens per second.
-    """
-
-    name: str
-    meaning: str
+    name: str  # the word that is typed
+    meaning: str  # what is chosen, in words that follow the name
+    # Share of the best form's tokens per second that is enough; of the forms that have it, the one
+    # that rounds least is chosen.
     least_frac: float
+    # Whether this is of the longest sequence, and not of tokens per second.
     is_longest: bool = False
 
 

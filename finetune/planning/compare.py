@@ -32,48 +32,29 @@ _SHORT = {"of device memory": "VRAM", "of RAM": "RAM"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """One model on one machine, with its layers in one form.
+    """One model on one machine, with its layers in one form."""
 
-    Attributes:
-        model: Name of the shape or recipe.
-        machine: Name of the machine.
-        codec: How the layers wait.
-        tier: Where they wait: ram or disk.
-        stash: Where layer inputs wait.
-        embeddings: Where the input embedding is.
-        head: Where the output head is.
-        short: Memories that are too small; empty if it fits.
-        num_slots: Layers on the device, as many as fit; if it does not fit, the fewest.
-        seq_len: Tokens of a sequence.
-        tokens_per_step: Tokens of an optimizer step.
-        tokens_per_s: Predicted; None if it does not fit.
-        vram_bytes: Predicted peak of device memory; if it does not fit, the need.
-        ram_bytes: The same of host memory, of all cards together.
-        break_even_tokens: Tokens per step from which streaming is free, in micro-batches of the
-            plan's size; None if they are more than any step should have.
-        longest_seq_len: Of multiples of 1,024, the longest sequence that fits, within the model's
-            own limit, with layer inputs where they have to be and MLPs in tiles if need be; None if
-            it was not requested.
-        longest_limit: What limits it: VRAM, RAM, or the model's own limit.
-    """
-
-    model: str
-    machine: str
-    codec: str
-    tier: Tier
-    stash: Literal["device", "host"]
-    embeddings: WeightPlace
-    head: WeightPlace
-    short: tuple[str, ...]
-    num_slots: int
-    seq_len: int
-    tokens_per_step: int
-    tokens_per_s: float | None
-    vram_bytes: int
-    ram_bytes: int
+    model: str  # name of the shape or recipe
+    machine: str  # name of the machine
+    codec: str  # how the layers wait
+    tier: Tier  # where they wait: ram or disk
+    stash: Literal["device", "host"]  # where layer inputs wait
+    embeddings: WeightPlace  # where the input embedding is
+    head: WeightPlace  # where the output head is
+    short: tuple[str, ...]  # memories that are too small; empty if it fits
+    num_slots: int  # layers on the device, as many as fit; if it does not fit, the fewest
+    seq_len: int  # tokens of a sequence
+    tokens_per_step: int  # tokens of an optimizer step
+    tokens_per_s: float | None  # predicted; None if it does not fit
+    vram_bytes: int  # predicted peak of device memory; if it does not fit, the need
+    ram_bytes: int  # the host memory of all cards together, at the peak
+    # Tokens per step from which streaming is free, in micro-batches of the plan's size; None if
+    # they are more than any step should have.
     break_even_tokens: int | None
+    # The longest sequence that fits, a multiple of 1,024 within the model's own limit, with layer
+    # inputs where they have to be and MLPs in tiles if need be; None if it was not requested.
     longest_seq_len: int | None = None
-    longest_limit: str | None = None
+    longest_limit: str | None = None  # what limits it: VRAM, RAM, or the model's own limit
 
 
 def compare_on_cards(subject: Subject, machines: Sequence[Machine]) -> list[Comparison]:

@@ -38,17 +38,12 @@ Wanted = Literal["auto", "equal"] | tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shares:
-    """What the ranks of a step agree on.
+    """What the ranks of a step agree on."""
 
-    Attributes:
-        micro_batches: Of each rank, in a typical step.
-        requests: Alike in form and cut; what they leave open each rank chooses for itself.
-        step_s: The predicted step of the slowest rank; infinite if it does not fit.
-    """
-
-    micro_batches: tuple[int, ...]
+    micro_batches: tuple[int, ...]  # each rank's micro-batches in a typical step
+    # Alike in form and cut; what they leave open each rank chooses for itself.
     requests: tuple[PlanRequest, ...]
-    step_s: float
+    step_s: float  # the predicted step of the slowest rank; infinite if it does not fit
 
     def of(self, rank: int) -> list[PlanRequest]:
         """Return what a rank may choose from."""
@@ -166,19 +161,12 @@ FSDP2: Literal["fsdp2"] = "fsdp2"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Way:
-    """One way to share a step.
+    """One way to share a step."""
 
-    Attributes:
-        name: As `train.parallel` names it.
-        choice: Its plan; None where there is none.
-        why_not: Why there is none, in words.
-        error: The refusal, where the plan does not fit or is not possible.
-    """
-
-    name: Literal["stream", "fsdp2"]
-    choice: Choice | None
-    why_not: str = ""
-    error: SluiceError | None = None
+    name: Literal["stream", "fsdp2"]  # the value of `train.parallel`
+    choice: Choice | None  # its plan; None where there is none
+    why_not: str = ""  # why there is none, in words
+    error: SluiceError | None = None  # the refusal, where the plan does not fit or is not possible
 
     @property
     def plan(self) -> Plan | None:

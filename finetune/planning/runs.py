@@ -20,15 +20,10 @@ MOST_RUNS = 256
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Variants:
-    """Runs that could share their steps.
+    """Runs that could share their steps."""
 
-    Attributes:
-        names: What each changes; a number where they are all the same.
-        subjects: What each plans.
-    """
-
-    names: tuple[str, ...]
-    subjects: tuple[Subject, ...]
+    names: tuple[str, ...]  # what each changes; a number where they are all the same
+    subjects: tuple[Subject, ...]  # what each plans
 
     @property
     def recipes(self) -> tuple[Recipe, ...]:

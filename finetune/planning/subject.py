@@ -41,21 +41,13 @@ NO_ROWS = "rows.jsonl"  # a recipe names some; a plan reads none
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Subject:
-    """What is planned.
+    """What is planned."""
 
-    Attributes:
-        name: As it was asked for.
-        recipe: With all of its settings.
-        facts: Of its model.
-        notes: What differs from what was asked.
-        num_ranks: Processes that share a step, each with a device of its own.
-    """
-
-    name: str
-    recipe: Recipe
-    facts: ModelFacts
-    notes: tuple[str, ...] = ()
-    num_ranks: int = 1
+    name: str  # the model, as it was asked for
+    recipe: Recipe  # with all of its settings
+    facts: ModelFacts  # the facts of the model
+    notes: tuple[str, ...] = ()  # what differs from what was asked
+    num_ranks: int = 1  # processes that share a step, each with a device of its own
 
     def requests(self, recipe: Recipe | None = None) -> list[PlanRequest]:
         """Return what a plan may choose from; of another recipe for the same model, if given."""
@@ -182,17 +174,11 @@ def _cut_to_sequences(draft: Draft) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WantedModel:
-    """A model to write a recipe for.
+    """A model to write a recipe for."""
 
-    Attributes:
-        name: Short, for titles and names of files.
-        settings: The section `model` of its recipe.
-        note: What to know of these; empty if there is nothing.
-    """
-
-    name: str
-    settings: Mapping[str, Any]
-    note: str = ""
+    name: str  # short, for titles and names of files
+    settings: Mapping[str, Any]  # the section `model` of its recipe
+    note: str = ""  # what to know of these; empty if there is nothing
 
 
 def wanted_model(text: str) -> WantedModel:

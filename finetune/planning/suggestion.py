@@ -40,36 +40,24 @@ RAM_SIZES_GIB = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
-    """The machine that a recipe is for.
+    """The machine that a recipe is for."""
 
-    Attributes:
-        machine: Its rates and memory.
-        options: What `sluice plan` is given to mean it.
-        vram_gib: Device memory that the recipe may use; None for all that there is.
-        num_gpus: Such cards, which share a step and the host's memory.
-    """
-
-    machine: Machine
-    options: str
+    machine: Machine  # its rates and memory
+    options: str  # what `sluice plan` is given to mean it
+    # Device memory that the recipe may use; None for all that there is.
     vram_gib: float | None = None
-    num_gpus: int = 1
+    num_gpus: int = 1  # such cards, which share a step and the host's memory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Form:
-    """A recipe with its layers in one form, planned.
+    """A recipe with its layers in one form, planned."""
 
-    Attributes:
-        settings: Of the recipe, as they are written.
-        recipe: The same, complete.
-        plan: As it would run; where it does not fit, with the fewest slots and more memory.
-        short: The memories that are too small for it; empty if it fits.
-    """
-
-    settings: Settings
-    recipe: Recipe
+    settings: Settings  # the settings of the recipe, as they are written
+    recipe: Recipe  # the complete recipe
+    # The plan of a run; where it does not fit, one with the fewest slots and more memory.
     plan: Plan
-    short: tuple[str, ...]
+    short: tuple[str, ...]  # the memories that are too small for it; empty if it fits
 
     @property
     def tokens_per_s(self) -> float:
@@ -89,21 +77,13 @@ class Form:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Suggestion:
-    """A recipe, and what it was chosen from.
+    """A recipe, and what it was chosen from."""
 
-    Attributes:
-        model: What is trained.
-        target: The machine that it was planned for.
-        goal: How it was chosen.
-        chosen: The recipe and its plan.
-        forms: All forms that were planned, the exact one first.
-    """
-
-    model: WantedModel
-    target: Target
-    goal: Goal
-    chosen: Form
-    forms: tuple[Form, ...]
+    model: WantedModel  # what is trained
+    target: Target  # the machine that it was planned for
+    goal: Goal  # how it was chosen
+    chosen: Form  # the recipe and its plan
+    forms: tuple[Form, ...]  # all forms that were planned, the exact one first
 
 
 def first_settings(model: WantedModel, *, name: str) -> Settings:

@@ -72,19 +72,13 @@ class NameIn:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepData:
-    """What the loss of a step may read.
+    """What the loss of a step may read."""
 
-    Attributes:
-        rows: What the step's rows are to each other.
-        seq_len: Longest row, in tokens.
-        exchange: Hands a table to the other ranks and returns theirs; None without others.
-        is_held_out: Whether the rows are a part of those held out.
-    """
-
-    rows: "StepRows"
-    seq_len: int
+    rows: "StepRows"  # what the step's rows are to each other
+    seq_len: int  # longest row, in tokens
+    # Hands a table to the other ranks and returns theirs; None without others.
     exchange: "Exchange | None" = None
-    is_held_out: bool = False
+    is_held_out: bool = False  # whether the rows are a part of those held out
 
 
 class ObjectiveSection(Section):
@@ -267,16 +261,12 @@ def chosen(name: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Objective:
-    """An objective, of this project or of another package's entry point.
+    """An objective, of this project or of another package's entry point."""
 
-    Attributes:
-        settings: What `objective` holds where it is chosen, and the facts of it.
-        summary: What it learns, in a sentence of the reference.
-        words: What other trainers call a setting -> its name.
-    """
-
+    # What `objective` holds where it is chosen, and the facts of it.
     settings: type[ObjectiveSection]
-    summary: str
+    summary: str  # what it learns, in a sentence of the reference
+    # What other trainers call a setting -> its name.
     words: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -288,46 +278,32 @@ Recast = Callable[[Mapping[str, object], Callable[[str], str]], Mapping[str, obj
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Turns:
-    """What a chat's turns are, in its first column.
+    """What a chat's turns are, in its first column."""
 
-    Attributes:
-        keys: Of a turn's role and text.
-        unlearned: Roles that are not learned.
-        foreign: A key that a turn of another format of chats has.
-    """
-
-    keys: tuple[str, str]
-    unlearned: tuple[str, ...]
-    foreign: str
+    keys: tuple[str, str]  # the keys of a turn's role and text
+    unlearned: tuple[str, ...]  # roles that are not learned
+    foreign: str  # a key that a turn of another format of chats has
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataFormat:
-    """A format of rows, of this project or of another package's entry point.
+    """A format of rows, of this project or of another package's entry point."""
 
-    Attributes:
-        summary: What a row is, in a sentence of the reference.
-        columns: Those that each row has.
-        read: Reads a row with these columns: the row, how rows are read, where it is, and its keys
-            that are not read. It raises `RowError` for one that cannot be used.
-        optional: Columns that a row may have.
-        like: A format of ours whose rows mean the same, of another package's: what reads that
-            reads this one too.
-        recast: Gives a row the format's columns, from the names that others have for them, where
-            it has these; None if there are no such names.
-        turns: What the turns of a chat are; None elsewhere.
-        is_document: Whether rows are texts, which are joined and cut, and learned whole.
-        suggests: The section `objective` for such rows; None where they say too little for it.
-    """
-
-    summary: str
-    columns: tuple[str, ...]
+    summary: str  # what a row is, in a sentence of the reference
+    columns: tuple[str, ...]  # columns that each row has
+    # Reads a row with these columns: the row, how rows are read, where it is, and its keys that are
+    # not read. It raises `RowError` for one that cannot be used.
     read: "Callable[[Mapping[str, object], RowForm, str, tuple[str, ...]], Row]"
-    optional: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()  # columns that a row may have
+    # A format of ours whose rows mean the same, of another package's: what reads that reads this
+    # one too.
     like: str = ""
+    # Gives a row the format's columns, from the names that others have for them, where it has
+    # these; None if there are no such names.
     recast: "Recast | None" = None
-    turns: Turns | None = None
-    is_document: bool = False
+    turns: Turns | None = None  # what the turns of a chat are; None elsewhere
+    is_document: bool = False  # whether rows are texts, which are joined and cut, and learned whole
+    # The section `objective` for such rows; None where they say too little for it.
     suggests: Mapping[str, object] | None = None
 
 

@@ -21,17 +21,12 @@ _OPEN, _CLOSE = "[{(", "]})"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NamedVariants:
-    """A file of variants.
+    """A file of variants."""
 
-    Attributes:
-        recipe: That they are variants of: a path or a shipped name.
-        settings: Of each, by name: path -> value, as on the command line.
-        stop: When runs stop early, as it was written.
-    """
-
-    recipe: str
+    recipe: str  # the recipe that is varied: a path or a shipped name
+    # The settings of each variant, by its name: path -> value, as on the command line.
     settings: Mapping[str, dict[str, str]]
-    stop: Mapping[str, Any]
+    stop: Mapping[str, Any]  # when runs stop early, as it was written
 
 
 def values_of(text: str) -> list[str]:

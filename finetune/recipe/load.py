@@ -76,15 +76,10 @@ MAX_SHOWN = 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """Where a value was written: a line of a file, or the command line.
+    """Where a value was written: a line of a file, or the command line."""
 
-    Args:
-        text: The place as it is shown: `recipe.yaml:7` or `command line: train.lr=1`.
-        line: Line in the file, from 1; `COMMAND_LINE` for an override.
-    """
-
-    text: str
-    line: int
+    text: str  # the place as it is shown: `recipe.yaml:7` or `command line: train.lr=1`
+    line: int  # line in the file, from 1; `COMMAND_LINE` for an override
 
     @property
     def is_override(self) -> bool:
@@ -104,18 +99,13 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Draft:
-    """The settings as they were written, before any is checked.
+    """The settings as they were written, before any is checked."""
 
-    Args:
-        name: The file as it is shown in errors.
-        values: Nested dictionaries of values.
-        places: Dotted path -> where its value was written.
-        problems: What was found wrong so far; readers append to it.
-    """
-
-    name: str
-    values: dict[str, Any] = field(default_factory=dict)
+    name: str  # the file as it is shown in errors
+    values: dict[str, Any] = field(default_factory=dict)  # nested dictionaries of values
+    # Dotted path -> where its value was written.
     places: dict[str, Place] = field(default_factory=dict)
+    # What was found wrong so far; readers append to it.
     problems: list[Problem] = field(default_factory=list)
 
     def place(self, path: str) -> Place:

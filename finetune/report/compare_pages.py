@@ -13,19 +13,12 @@ from finetune.run.run_files import EVAL_LOSS
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SweptRun:
-    """A run of a sweep.
+    """A run of a sweep."""
 
-    Attributes:
-        name: Of the run.
-        settings: What sets it apart from the others, by field.
-        state: Its status, and why it ended if it did not finish.
-        rows: Of its metrics.
-    """
-
-    name: str
-    settings: Mapping[str, Any]
-    state: str
-    rows: Sequence[Mapping[str, Any]]
+    name: str  # the name of the run
+    settings: Mapping[str, Any]  # what sets it apart from the others, by field
+    state: str  # its status, and why it ended if it did not finish
+    rows: Sequence[Mapping[str, Any]]  # the rows of its metrics
 
     @property
     def eval_loss(self) -> float:

@@ -24,19 +24,12 @@ ALWAYS = 7  # columns that are shown where all are empty
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ComparedRun:
-    """A run, finished or not, from its files.
+    """A run, finished or not, from its files."""
 
-    Attributes:
-        name: Of its directory; the whole path if another has the same name.
-        recipe: As it was begun.
-        rows: Of its metrics.
-        explanation: None before its first step.
-    """
-
-    name: str
-    recipe: Recipe
-    rows: Sequence[Mapping[str, Any]]
-    explanation: Explanation | None
+    name: str  # the name of its directory; the whole path if another has the same name
+    recipe: Recipe  # the recipe that it was begun with
+    rows: Sequence[Mapping[str, Any]]  # the rows of its metrics
+    explanation: Explanation | None  # None before its first step
 
     @property
     def loss(self) -> float | None:

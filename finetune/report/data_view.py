@@ -28,29 +28,19 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Taught:
-    """A token that is learned, and what a teacher would have said in its place.
+    """A token that is learned, and what a teacher would have said in its place."""
 
-    Attributes:
-        token: As text.
-        top: The teacher's likeliest tokens, and their probabilities.
-    """
-
-    token: str
-    top: tuple[tuple[str, float], ...]
+    token: str  # the token as text
+    top: tuple[tuple[str, float], ...]  # the teacher's likeliest tokens, and their probabilities
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SeenRow:
-    """A row as the model will see it.
+    """A row as the model will see it."""
 
-    Attributes:
-        source: Where it is.
-        pieces: Its tokens, as text.
-        taught: The first tokens that are learned from a teacher; none without one.
-    """
-
-    source: str
-    pieces: tuple[Piece, ...]
+    source: str  # where it is
+    pieces: tuple[Piece, ...]  # its tokens, as text
+    # The first tokens that are learned from a teacher; none without one.
     taught: tuple[Taught, ...] = ()
 
     @property
@@ -66,25 +56,15 @@ class SeenRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SeenSource:
-    """A source of the recipe.
+    """A source of the recipe."""
 
-    Attributes:
-        path: As the recipe names it.
-        num_rows: Good rows that it has, those that are held out or dropped among them.
-        num_used: Different rows that are trained on; parts of a row count each.
-        epoch_rows: Rows of an epoch.
-        epoch_tokens: Their tokens.
-        epoch_loss_tokens: Those with a loss.
-        rows: The first ones, as the model sees them.
-    """
-
-    path: str
-    num_rows: int
-    num_used: int
-    epoch_rows: int
-    epoch_tokens: int
-    epoch_loss_tokens: int
-    rows: tuple[SeenRow, ...]
+    path: str  # the path in the recipe
+    num_rows: int  # good rows that it has, those that are held out or dropped among them
+    num_used: int  # different rows that are trained on; parts of a row count each
+    epoch_rows: int  # rows of an epoch
+    epoch_tokens: int  # their tokens
+    epoch_loss_tokens: int  # its tokens with a loss in an epoch
+    rows: tuple[SeenRow, ...]  # the first ones, as the model sees them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,30 +78,19 @@ class Bin:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataView:
-    """What the model will see.
+    """What the model will see."""
 
-    Attributes:
-        recipe: Its name.
-        seq_len: Most tokens of a row.
-        sources: Those of the training rows.
-        held_out_rows: Rows that are held out.
-        lengths: A histogram of the rows of an epoch.
-        longest: Tokens of the longest row.
-        packed_fill: Part of a sequence that the rows of the first steps fill where they share it;
-            None where each has its own.
-        notes: What was dropped, cut and left out, and why.
-        data_hash: Of the training rows.
-    """
-
-    recipe: str
-    seq_len: int
-    sources: tuple[SeenSource, ...]
-    held_out_rows: int
-    lengths: tuple[Bin, ...]
-    longest: int
+    recipe: str  # its name
+    seq_len: int  # most tokens of a row
+    sources: tuple[SeenSource, ...]  # the sources of the training rows
+    held_out_rows: int  # rows that are held out
+    lengths: tuple[Bin, ...]  # a histogram of the rows of an epoch
+    longest: int  # tokens of the longest row
+    # Part of a sequence that the rows of the first steps fill where they share it; None where each
+    # has its own.
     packed_fill: float | None
-    notes: tuple[str, ...]
-    data_hash: str
+    notes: tuple[str, ...]  # what was dropped, cut and left out, and why
+    data_hash: str  # the hash of the training rows
 
     @property
     def epoch_rows(self) -> int:

@@ -24,20 +24,14 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartEnergy:
-    """What one part of the machine took, over the steps of a run that counted it.
+    """What one part of the machine took, over the steps of a run that counted it."""
 
-    Attributes:
-        part: GPU or CPU.
-        joules: Of all ranks.
-        num_steps: Steps with a count.
-        num_tokens: Of these steps.
-        window_s: From the end of the step before them to theirs: evaluations and checkpoints too.
-    """
-
-    part: str
-    joules: float
-    num_steps: int
-    num_tokens: int
+    part: str  # GPU or CPU
+    joules: float  # the energy of all ranks
+    num_steps: int  # steps with a count
+    num_tokens: int  # the tokens of these steps
+    # The time from the end of the step before them to the end of theirs, evaluations and
+    # checkpoints included.
     window_s: float
 
     @property
@@ -53,18 +47,12 @@ class PartEnergy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunEnergy:
-    """What a run's steps took.
+    """What a run's steps took."""
 
-    Attributes:
-        num_steps: Steps that are done.
-        parts: Those that were counted.
-        missing: Those that were not, or not to the end, and why.
-        at_most_j_per_token: Of the GPUs, as it was predicted; None if it was not.
-    """
-
-    num_steps: int
-    parts: tuple[PartEnergy, ...]
-    missing: Mapping[str, str]
+    num_steps: int  # steps that are done
+    parts: tuple[PartEnergy, ...]  # the parts that were counted
+    missing: Mapping[str, str]  # the parts that were not counted, or not to the end, and why
+    # The predicted energy of the GPUs; None if there was no prediction.
     at_most_j_per_token: float | None = None
 
     @property

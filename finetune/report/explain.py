@@ -58,25 +58,15 @@ OPTIONAL = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """One phase, in seconds.
+    """One phase, in seconds."""
 
-    Attributes:
-        lane: Where it runs; `all` for the step.
-        name: Of the phase.
-        predicted: Before step 1.
-        measured: Mean of the steps in the middle.
-        p20: 20th percentile of all steps, and so on.
-        p50: The median.
-        p80: The 80th percentile.
-    """
-
-    lane: str
-    name: str
-    predicted: float
-    measured: float
-    p20: float
-    p50: float
-    p80: float
+    lane: str  # where it runs; `all` for the step
+    name: str  # the name of the phase
+    predicted: float  # before step 1
+    measured: float  # mean of the steps in the middle
+    p20: float  # 20th percentile of all steps, and so on
+    p50: float  # the median
+    p80: float  # the 80th percentile
 
     @property
     def error(self) -> float | None:
@@ -91,65 +81,38 @@ class Comparison:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Miss:
-    """One part of the difference between a measured and the predicted step, in seconds.
+    """One part of the difference between a measured and the predicted step, in seconds."""
 
-    Attributes:
-        term: What kind of part: compute, decode, copy, stall, head and loss, optimizer, ...
-        name: The kind of op, or what was waited for.
-        predicted_s: Of all layers.
-        measured_s: The measured seconds, likewise.
-        difference_s: Measured less predicted.
-        layers: The fewest layers that make up most of the difference.
-    """
-
-    term: str
-    name: str
-    predicted_s: float
-    measured_s: float
-    difference_s: float
-    layers: tuple[int, ...]
+    term: str  # what kind of part: compute, decode, copy, stall, head and loss, optimizer, ..
+    name: str  # the kind of op, or what was waited for
+    predicted_s: float  # the predicted time of all layers
+    measured_s: float  # the measured seconds, likewise
+    difference_s: float  # measured less predicted
+    layers: tuple[int, ...]  # the fewest layers that make up most of the difference
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Section:
-    """What one start of a run predicted, and the steps that were run after it.
+    """What one start of a run predicted, and the steps that were run after it."""
 
-    Attributes:
-        prediction: Which start.
-        sha256: The prediction's seal.
-        grade: How times were predicted.
-        first_grade: How they were predicted before a step was timed.
-        first_step_s: The step's time by that prediction.
-        machine: Where it ran.
-        steps: First and last step that is compared.
-        num_steps: Steps that are compared.
-        num_middle: How many of those are in the mean.
-        num_cold: Steps that loaded more layers than planned.
-        comparison: By phase.
-        wall_s: Measured step with its wait for data.
-        bound_s: R3 as predicted.
-        misses: Parts of `wall_s` less the predicted step, the largest first.
-        spread_frac: Spread of the steps, p20 to p80 over the median: of their time or of their time
-            per token, whichever is less.
-        load_per_cpu: Median over the steps; None if it was not measured.
-    """
-
-    prediction: int
-    sha256: str
-    grade: Grade
-    first_grade: Grade
-    first_step_s: float
-    machine: str
-    steps: tuple[int, int]
-    num_steps: int
-    num_middle: int
-    num_cold: int
-    comparison: tuple[Comparison, ...]
-    wall_s: float
-    bound_s: float
-    misses: tuple[Miss, ...]
+    prediction: int  # which start
+    sha256: str  # the prediction's seal
+    grade: Grade  # how times were predicted
+    first_grade: Grade  # how they were predicted before a step was timed
+    first_step_s: float  # the step's time by that prediction
+    machine: str  # where it ran
+    steps: tuple[int, int]  # first and last step that is compared
+    num_steps: int  # steps that are compared
+    num_middle: int  # how many of those are in the mean
+    num_cold: int  # steps that loaded more layers than planned
+    comparison: tuple[Comparison, ...]  # the phases, predicted and measured
+    wall_s: float  # measured step with its wait for data
+    bound_s: float  # R3 as predicted
+    misses: tuple[Miss, ...]  # parts of `wall_s` less the predicted step, the largest first
+    # Spread of the steps, p20 to p80 over the median: of their time or of their time per token,
+    # whichever is less.
     spread_frac: float
-    load_per_cpu: float | None
+    load_per_cpu: float | None  # median over the steps; None if it was not measured
 
     @property
     def is_disturbed(self) -> bool:
@@ -176,32 +139,21 @@ class MeasuredStep:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Explanation:
-    """All that a run's files say about its prediction.
+    """All that a run's files say about its prediction."""
 
-    Attributes:
-        num_done: Steps that are done.
-        num_steps: Steps of the whole run.
-        changes: Which predictions were changed since; none in an honest run.
-        sections: One for each start after which a step was run.
-        measured_step: None before the first checkpoint.
-        memory: By term; nothing before the first checkpoint.
-        predicted: Of the newest section, to be drawn.
-        energy: Of all steps, those before a resume too.
-        versions: Of what ran, by package; nothing before the first checkpoint.
-        probe: What a probe before step 1 took and learned; None if there was none.
-        features: What features took of a head that trains alone; None if they were not taken.
-    """
-
-    num_done: int
-    num_steps: int
-    changes: tuple[str, ...]
-    sections: tuple[Section, ...]
-    measured_step: MeasuredStep | None
-    memory: tuple[MemoryRow, ...]
-    predicted: Timeline
-    energy: RunEnergy
+    num_done: int  # steps that are done
+    num_steps: int  # steps of the whole run
+    changes: tuple[str, ...]  # which predictions were changed since; none in an honest run
+    sections: tuple[Section, ...]  # one for each start after which a step was run
+    measured_step: MeasuredStep | None  # None before the first checkpoint
+    memory: tuple[MemoryRow, ...]  # the terms of memory; nothing before the first checkpoint
+    predicted: Timeline  # the prediction of the newest section, to be drawn
+    energy: RunEnergy  # the energy of all steps, those before a resume included
+    # The version of each package that ran; nothing before the first checkpoint.
     versions: Mapping[str, str]
+    # What a probe before step 1 took and learned; None if there was none.
     probe: Mapping[str, Any] | None = None
+    # What features took of a head that trains alone; None if they were not taken.
     features: Mapping[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:

@@ -27,22 +27,14 @@ UNSEEN = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryRow:
-    """One term, in bytes.
+    """One term, in bytes."""
 
-    Attributes:
-        name: Of the term.
-        grade: How it was predicted: `formula` or `traced`; empty where nothing was.
-        predicted: None where it was not.
-        measured: None where it cannot be.
-        how: How it was measured, or why it was not.
-        limit: Of its memory, at the total of all terms; None elsewhere, or if no plan says it.
-    """
-
-    name: str
-    grade: str
-    predicted: int | None
-    measured: int | None
-    how: str
+    name: str  # the name of the term
+    grade: str  # how it was predicted: `formula` or `traced`; empty where nothing was
+    predicted: int | None  # None where it was not
+    measured: int | None  # None where it cannot be
+    how: str  # how it was measured, or why it was not
+    # The size of the memory, at the total of all terms; None elsewhere, or if no plan says it.
     limit: int | None = None
 
     @property

@@ -49,21 +49,13 @@ draw();
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chart:
-    """A chart of a page.
+    """A chart of a page."""
 
-    Attributes:
-        name: Its id on the page.
-        title: Its heading.
-        summary: What it shows, for those who cannot see it.
-        spec: Vega-Lite's, without its schema and colours.
-        note: What a reader should know about it.
-    """
-
-    name: str
-    title: str
-    summary: str
-    spec: Mapping[str, Any]
-    note: str = ""
+    name: str  # its id on the page
+    title: str  # its heading
+    summary: str  # what it shows, for those who cannot see it
+    spec: Mapping[str, Any]  # Vega-Lite's, without its schema and colours
+    note: str = ""  # what a reader should know about it
 
     @property
     def complete_spec(self) -> dict[str, Any]:
@@ -453,19 +445,12 @@ _TRAINED = {"adapter": "an adapter", "head": "a new head alone, on features of t
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What a model answers to a held-out row.
+    """What a model answers to a held-out row."""
 
-    Attributes:
-        prompt: Of the row.
-        wanted: The row's own answer.
-        before: The model's before training; None if it was not asked.
-        after: The same after training.
-    """
-
-    prompt: str
-    wanted: str
-    before: str | None
-    after: str | None
+    prompt: str  # the prompt of the row
+    wanted: str  # the row's own answer
+    before: str | None  # the model's before training; None if it was not asked
+    after: str | None  # what was answered after training
 
 
 def write_run_page(run_dir: Path, *, goes_on: bool = False) -> Path:

@@ -30,29 +30,17 @@ READ_ONLY = 0o444
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prediction:
-    """What one start of a run predicted.
+    """What one start of a run predicted."""
 
-    Attributes:
-        number: Which start, counted from 1.
-        sha256: Its seal: of the file as it is now.
-        previous_sha256: The seal of the one before it, as it was then.
-        first_step: Steps that were done before it.
-        num_steps: Steps of the whole run.
-        memory_grade: How memory was predicted.
-        before_measuring: As priced, before a step was timed.
-        calibrated: What the run is compared with.
-        timeline: Of the pass, without the optimizer.
-    """
-
-    number: int
-    sha256: str
-    previous_sha256: str | None
-    first_step: int
-    num_steps: int
-    memory_grade: str
-    before_measuring: Mapping[str, Any]
-    calibrated: Mapping[str, Any]
-    timeline: Timeline
+    number: int  # which start, counted from 1
+    sha256: str  # its seal: of the file as it is now
+    previous_sha256: str | None  # the seal of the one before it, as it was then
+    first_step: int  # steps that were done before it
+    num_steps: int  # steps of the whole run
+    memory_grade: str  # how memory was predicted
+    before_measuring: Mapping[str, Any]  # the prediction by price, before a step was timed
+    calibrated: Mapping[str, Any]  # what the run is compared with
+    timeline: Timeline  # the timeline of the pass, without the optimizer
 
 
 def write_prediction(

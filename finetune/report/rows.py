@@ -45,42 +45,26 @@ SHOWN: Mapping[str, Any] = {
 
 
 class Row(NamedTuple):
-    """A fact.
+    """A fact."""
 
-    Attributes:
-        key: Its place in JSON, with dots; empty where programs have the figure elsewhere.
-        label: Its name for people; empty where they are not shown it.
-        value: A figure in the unit, a text, or what JSON can hold.
-        unit: How the figure is written.
-        note: What people read behind it.
-        level: Whether it is always shown, or where details are asked for.
-    """
-
-    key: str
-    label: str
-    value: Any
-    unit: str = ""
-    note: str = ""
-    level: Level = "verbose"
+    key: str  # its place in JSON, with dots; empty where programs have the figure elsewhere
+    label: str  # its name for people; empty where they are not shown it
+    value: Any  # a figure in the unit, a text, or what JSON can hold
+    unit: str = ""  # how the figure is written
+    note: str = ""  # what people read behind it
+    level: Level = "verbose"  # whether it is always shown, or where details are asked for
 
 
 class Table(NamedTuple):
-    """Facts side by side.
+    """Facts side by side."""
 
-    Attributes:
-        title: What they are.
-        columns: The name of each, and behind a bar the unit of its figures; without names the
-            table has no header.
-        lines: The cells of each line.
-        note: What is said below.
-        level: Whether it is always shown, or where details are asked for.
-    """
-
-    title: str
+    title: str  # what they are
+    # The name of each, and behind a bar the unit of its figures; without names the table has no
+    # header.
     columns: Sequence[str]
-    lines: Sequence[Sequence[Any]]
-    note: str = ""
-    level: Level = "verbose"
+    lines: Sequence[Sequence[Any]]  # the cells of each line
+    note: str = ""  # what is said below
+    level: Level = "verbose"  # whether it is always shown, or where details are asked for
 
     @property
     def heads(self) -> list[str]:

@@ -42,19 +42,12 @@ MAX_SKIPPED = 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossScale:
-    """The factor of a step, and how it came about.
+    """The factor of a step, and how it came about."""
 
-    Attributes:
-        factor: Of the loss.
-        num_good: Steps without an overflow since the factor has changed.
-        num_skipped: Steps of the run that were skipped.
-        num_in_a_row: Of these, the newest ones in a row.
-    """
-
-    factor: float = FIRST
-    num_good: int = 0
-    num_skipped: int = 0
-    num_in_a_row: int = 0
+    factor: float = FIRST  # the factor of the loss
+    num_good: int = 0  # steps without an overflow since the factor has changed
+    num_skipped: int = 0  # steps of the run that were skipped
+    num_in_a_row: int = 0  # the number of the newest of these in a row
 
     def skipped(self) -> "LossScale":
         """Return the factor of the step after one that was skipped."""
@@ -120,17 +113,11 @@ class _Content:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Restored:
-    """What a run goes on with after a checkpoint.
+    """What a run goes on with after a checkpoint."""
 
-    Attributes:
-        scaling: How its loss is scaled; None if it is not.
-        tensors: Name -> what trains; all of it may be more than a process has room for.
-        optimizer: Its states.
-    """
-
-    scaling: LossScale | None
-    tensors: NamedTensors
-    optimizer: dict[str, Any]
+    scaling: LossScale | None  # how its loss is scaled; None if it is not
+    tensors: NamedTensors  # name -> what trains; all of it may be more than a process has room for
+    optimizer: dict[str, Any]  # its states
 
     def put_into(self, parameters: Mapping[str, torch.Tensor], optimizer: Resumable) -> None:
         """Copy the tensors into the parameters, and let the optimizer take its states."""
@@ -142,16 +129,12 @@ class Restored:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Saved:
-    """What a checkpoint is made of.
+    """What a checkpoint is made of."""
 
-    Attributes:
-        weights: What is updated, by name, each tensor whole; none on a rank that writes nothing and
-            has only a part of it.
-        optimizer: With the states of these.
-    """
-
+    # What is updated, by name, each tensor whole; none on a rank that writes nothing and has only a
+    # part of it.
     weights: Mapping[str, torch.Tensor]
-    optimizer: Stateful
+    optimizer: Stateful  # with the states of these
 
 
 class Checkpoints:

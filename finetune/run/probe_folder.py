@@ -27,36 +27,22 @@ FEATURES = "features.json"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FeatureFigures:
-    """What features took.
+    """What features took."""
 
-    Attributes:
-        num_features: Label tokens whose features were kept, those of held-out rows too.
-        num_parameters: Of the head.
-        feature_bytes: What they took.
-        predicted_pass_s: Of the passes over the layers that computed them.
-        pass_s: The same, measured.
-    """
-
-    num_features: int
-    num_parameters: int
-    feature_bytes: int
-    predicted_pass_s: float
-    pass_s: float
+    num_features: int  # label tokens whose features were kept, those of held-out rows too
+    num_parameters: int  # the number of parameters of the head
+    feature_bytes: int  # what they took
+    predicted_pass_s: float  # the predicted time of the passes over the layers that computed them
+    pass_s: float  # the measured time of these passes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProbeFigures(FeatureFigures):
-    """What a probe took.
+    """What a probe took."""
 
-    Attributes:
-        rows: Digest of the examples.
-        num_steps: Of the head.
-        steps_s: Of all steps of the head.
-    """
-
-    rows: str
-    num_steps: int
-    steps_s: float
+    rows: str  # digest of the examples
+    num_steps: int  # the steps of the head
+    steps_s: float  # the time of all steps of the head
 
 
 def write_probe(

@@ -388,20 +388,14 @@ def shown_evaluation(row: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluation:
-    """What held-out rows say.
+    """What held-out rows say."""
 
-    Attributes:
-        loss: The mean over their groups.
-        metrics: Of the loss, by name.
-        counts: Rows, pairs or tokens that a metric is a mean over, where that is not what the loss
-            is a mean over.
-        nll_weight: Weight of the metric `nll_loss` in the loss.
-    """
-
-    loss: float
-    metrics: Mapping[str, float]
+    loss: float  # the mean over their groups
+    metrics: Mapping[str, float]  # the metrics of the loss, by name
+    # Rows, pairs or tokens that a metric is a mean over, where that is not what the loss is a mean
+    # over.
     counts: Mapping[str, int] = field(default_factory=dict)
-    nll_weight: float = 0.0
+    nll_weight: float = 0.0  # weight of the metric `nll_loss` in the loss
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -410,22 +404,15 @@ class Evaluations:
 
     It follows transformers' `EarlyStoppingCallback`: any lower loss is the new lowest, but only one
     that is lower by more than `min_delta` resets the count.
-
-    Attributes:
-        patience: Losses in a row that may fail to be lower before the run stops; None: any number.
-        min_delta: A loss counts as lower if it is lower by more than this.
-        lowest: Of all losses.
-        num_without: Losses since the last one that counted as lower.
-        best_step: The step with the lowest loss of those that have a checkpoint; 0 for none.
-        best_loss: Its loss.
     """
 
+    # Losses in a row that may fail to be lower before the run stops; None: any number.
     patience: int | None
-    min_delta: float
-    lowest: float = math.inf
-    num_without: int = 0
-    best_step: int = 0
-    best_loss: float = math.inf
+    min_delta: float  # a loss counts as lower if it is lower by more than this
+    lowest: float = math.inf  # the lowest of all losses
+    num_without: int = 0  # losses since the last one that counted as lower
+    best_step: int = 0  # the step with the lowest loss of those that have a checkpoint; 0 for none
+    best_loss: float = math.inf  # its loss
 
     @property
     def are_enough(self) -> bool:

@@ -36,19 +36,12 @@ class Checkpoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Contender:
-    """Something that rows are scored with.
+    """Something that rows are scored with."""
 
-    Attributes:
-        name: As it is shown.
-        folder: Of an adapter in peft's format.
-        checkpoint: Of a run; without either it is the base.
-        num_bytes: What it takes in device memory: peft holds adapters in fp32.
-    """
-
-    name: str
-    folder: Path | None = None
-    checkpoint: Checkpoint | None = None
-    num_bytes: int = 0
+    name: str  # the name that is shown
+    folder: Path | None = None  # the folder of an adapter in peft's format
+    checkpoint: Checkpoint | None = None  # the checkpoint of a run; without either it is the base
+    num_bytes: int = 0  # what it takes in device memory: peft holds adapters in fp32
 
     @property
     def is_base(self) -> bool:
@@ -161,24 +154,16 @@ def waves(contenders: Sequence[Contender], facts: ModelFacts) -> tuple[tuple[Con
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Needs:
-    """What decides whether two adapters can be held together.
+    """What decides whether two adapters can be held together."""
 
-    Attributes:
-        is_base: Whether there is no adapter.
-        is_alone: Whether it fits with no other adapter, nor with the base.
-        kind: peft's type of adapter, and the key of VeRA's projections if it is not 0.
-        parameters: What it adapts that is a parameter and no module; a run's own are not known
-            before the model is loaded, and count as those of no other adapter.
-        targets: Modules that it adapts.
-        whole: Modules that it saves whole.
-    """
-
-    is_base: bool = False
-    is_alone: bool = False
-    kind: str = "LORA"
+    is_base: bool = False  # whether there is no adapter
+    is_alone: bool = False  # whether it fits with no other adapter, nor with the base
+    kind: str = "LORA"  # peft's type of adapter, and the key of VeRA's projections if it is not 0
+    # What it adapts that is a parameter and no module; a run's own are not known before the model
+    # is loaded, and count as those of no other adapter.
     parameters: frozenset[str] = frozenset()
-    targets: frozenset[str] | None = frozenset()
-    whole: frozenset[str] = frozenset()
+    targets: frozenset[str] | None = frozenset()  # modules that it adapts
+    whole: frozenset[str] = frozenset()  # modules that it saves whole
 
     @classmethod
     def of(cls, one: Contender, facts: ModelFacts) -> "_Needs":

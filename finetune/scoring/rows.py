@@ -27,15 +27,10 @@ _MAX_SHOWN = 10
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Line:
-    """A sequence that is scored by itself.
+    """A sequence that is scored by itself."""
 
-    Attributes:
-        ids: Its tokens.
-        labels: The same tokens, not shifted, or -100 for those that are not scored.
-    """
-
-    ids: tuple[int, ...]
-    labels: tuple[int, ...]
+    ids: tuple[int, ...]  # its tokens
+    labels: tuple[int, ...]  # the tokens, not shifted, or -100 for those that are not scored
 
     @property
     def num_labels(self) -> int:
@@ -45,34 +40,22 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LineScore:
-    """What a contender gives a line.
+    """What a contender gives a line."""
 
-    Attributes:
-        logp: The sum of the log-probabilities of its labels, in nats.
-        num_tokens: How many there are.
-        is_greedy: Whether each is the most probable token.
-    """
-
-    logp: float
-    num_tokens: int
-    is_greedy: bool
+    logp: float  # the sum of the log-probabilities of its labels, in nats
+    num_tokens: int  # how many there are
+    is_greedy: bool  # whether each is the most probable token
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoredRow:
-    """A row of a file.
+    """A row of a file."""
 
-    Attributes:
-        source: Where it is: `path:line`.
-        choices: The lines of each choice; of a row that is no question the only one.
-        answer: Which choice is right; None if it is no question.
-        choice_bytes: Length of each choice in UTF-8; empty if it is no question.
-    """
-
-    source: str
+    source: str  # where it is: `path:line`
+    # The lines of each choice; of a row that is no question the only one.
     choices: tuple[tuple[Line, ...], ...]
-    answer: int | None = None
-    choice_bytes: tuple[int, ...] = ()
+    answer: int | None = None  # which choice is right; None if it is no question
+    choice_bytes: tuple[int, ...] = ()  # length of each choice in UTF-8; empty if it is no question
 
     @property
     def lines(self) -> tuple[Line, ...]:

@@ -38,17 +38,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scored:
-    """What a wave gives some lines.
+    """What a wave gives some lines."""
 
-    Attributes:
-        lines: By contender in the order of the wave, and by line.
-        num_loads: Layers copied to the device.
-        sweep_s: Measured seconds of all sweeps.
-    """
-
+    # The scores by contender in the order of the wave, and by line.
     lines: tuple[tuple[LineScore, ...], ...]
-    num_loads: int
-    sweep_s: float
+    num_loads: int  # layers copied to the device
+    sweep_s: float  # measured seconds of all sweeps
 
 
 class Scorer:
@@ -129,27 +124,17 @@ def _by_row(tokens: "TokenScores") -> list[LineScore]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Attaching:
-    """How a base is loaded and put on an engine.
+    """How a base is loaded and put on an engine."""
 
-    Attributes:
-        recipe: Of the base.
-        device: "cuda" or "cpu".
-        codec: In which the layers wait.
-        num_slots: Layers on the device at a time.
-        head_chunk_tokens: Tokens whose logits exist at a time.
-        experts_implementation: The expert kernels; None for a model without experts.
-        embeddings: Where the input embedding is.
-        head: Where the output head is.
-    """
-
-    recipe: Recipe
-    device: str
-    codec: str
-    num_slots: int
-    head_chunk_tokens: int
+    recipe: Recipe  # the recipe of the base
+    device: str  # "cuda" or "cpu"
+    codec: str  # the codec in which the layers wait
+    num_slots: int  # layers on the device at a time
+    head_chunk_tokens: int  # tokens whose logits exist at a time
+    # The expert kernels; None for a model without experts.
     experts_implementation: ExpertsImplementation | None
-    embeddings: WeightPlace
-    head: WeightPlace
+    embeddings: WeightPlace  # where the input embedding is
+    head: WeightPlace  # where the output head is
 
     def open(self, wave: Sequence[Contender], *, pad_id: int) -> Scorer:
         """Load the base, add the adapters of a wave, and attach the model.

@@ -144,8 +144,8 @@ class Studio:
 
     Args:
         planner: Answers questions.
-        folder: Of the runs that are shown.
-        token: Of the address.
+        folder: The folder of the runs that are shown.
+        token: The token of the address.
         port: Where the server listens.
     """
 

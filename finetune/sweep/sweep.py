@@ -46,31 +46,19 @@ WAITING, FINISHED, STOPPED, FAILED = "waiting", "finished", "stopped", "failed"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunState:
-    """How far a run of a sweep is.
+    """How far a run of a sweep is."""
 
-    Attributes:
-        name: The name of the run.
-        dir: The directory of the run.
-        settings: The settings that others do not have.
-        status: `waiting` until it has ended, then `finished`, `stopped` by a rule, or `failed`.
-        why: Why it stopped or failed.
-        steps: Done.
-        loss: The loss of its last step.
-        eval_loss: On held-out rows, of the step that its adapter is from.
-        best_eval_loss: The lowest.
-        best_step: The step of the lowest loss.
-    """
-
-    name: str
-    dir: str
-    settings: Mapping[str, str]
+    name: str  # the name of the run
+    dir: str  # the directory of the run
+    settings: Mapping[str, str]  # the settings that others do not have
+    # `waiting` until it has ended, then `finished`, `stopped` by a rule, or `failed`.
     status: str = WAITING
-    why: str | None = None
-    steps: int = 0
-    loss: float | None = None
-    eval_loss: float | None = None
-    best_eval_loss: float | None = None
-    best_step: int | None = None
+    why: str | None = None  # why it stopped or failed
+    steps: int = 0  # done
+    loss: float | None = None  # the loss of its last step
+    eval_loss: float | None = None  # the loss on held-out rows at the step that its adapter is from
+    best_eval_loss: float | None = None  # the lowest
+    best_step: int | None = None  # the step of the lowest loss
 
 
 class _Run(BaseModel):
@@ -260,19 +248,12 @@ def incomparable(recipes: Sequence[Recipe]) -> str | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class How:
-    """How a sweep is run.
+    """How a sweep is run."""
 
-    Attributes:
-        machine_file: A machine that was measured before; None measures this one.
-        is_resume: Continue what is in its directory.
-        may_overwrite: Replace runs that are there.
-        most: Runs at a time; None for all that can train together.
-    """
-
-    machine_file: Path | None
-    is_resume: bool
-    may_overwrite: bool
-    most: int | None
+    machine_file: Path | None  # a machine that was measured before; None measures this one
+    is_resume: bool  # continue what is in its directory
+    may_overwrite: bool  # replace runs that are there
+    most: int | None  # runs at a time; None for all that can train together
 
     @classmethod
     def of(
@@ -300,17 +281,11 @@ class How:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SweepOutcome:
-    """How a sweep ended.
+    """How a sweep ended."""
 
-    Attributes:
-        states: The states of its runs.
-        signal: The signal that stopped it; None if none did.
-        best: The recipe of the best run, once all have ended.
-    """
-
-    states: Sequence[RunState]
-    signal: int | None
-    best: Path | None
+    states: Sequence[RunState]  # the states of its runs
+    signal: int | None  # the signal that stopped it; None if none did
+    best: Path | None  # the recipe of the best run, once all have ended
 
     @property
     def has_failures(self) -> bool:

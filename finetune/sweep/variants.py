@@ -28,15 +28,10 @@ _FIELDS = ("worse_than_best_by", "after_steps")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StopRule:
-    """Compares a run with the lowest loss that any run had on held-out rows by the same step.
+    """Compares a run with the lowest loss that any run had on held-out rows by the same step."""
 
-    Attributes:
-        worse_than_best_by: A run whose loss is higher than that by more stops.
-        after_steps: No run stops before so many steps.
-    """
-
-    worse_than_best_by: float
-    after_steps: int
+    worse_than_best_by: float  # a run whose loss is higher than that by more stops
+    after_steps: int  # no run stops before so many steps
 
 
 def stop_rule(content: object, words: Sequence[str]) -> StopRule | None:
@@ -71,20 +66,14 @@ def stop_rule(content: object, words: Sequence[str]) -> StopRule | None:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Verdicts:
-    """Judges runs that train together, by their losses and those of runs before them.
+    """Judges runs that train together, by their losses and those of runs before them."""
 
-    Attributes:
-        rule: When a run stops; None for never.
-        names: The names of the runs, in the order of their numbers.
-        before: Reads the losses so far of all runs of the sweep: name -> step -> loss.
-        note: Says which run stops, and why.
-        losses: The losses that were read before the first was judged, and those judged since.
-    """
-
-    rule: StopRule | None
-    names: Sequence[str]
+    rule: StopRule | None  # when a run stops; None for never
+    names: Sequence[str]  # the names of the runs, in the order of their numbers
+    # Reads the losses so far of all runs of the sweep: name -> step -> loss.
     before: Callable[[], Mapping[str, Mapping[int, float]]]
-    note: Callable[[str], None]
+    note: Callable[[str], None]  # says which run stops, and why
+    # The losses that were read before the first was judged, and those judged since.
     losses: dict[str, dict[int, float]] | None = None
 
     def __call__(self, step: int, losses: Mapping[int, float]) -> Mapping[int, str]:
@@ -120,32 +109,21 @@ _PLACES = ("output.name", "output.dir")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Variant:
-    """A run of a sweep.
+    """A run of a sweep."""
 
-    Attributes:
-        name: The name of the run within the sweep.
-        settings: The settings that others do not have, as it was written: path -> value.
-        recipe: All of it.
-    """
-
-    name: str
+    name: str  # the name of the run within the sweep
+    # The settings that others do not have, as it was written: path -> value.
     settings: Mapping[str, str]
-    recipe: Recipe
+    recipe: Recipe  # all of it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Variants:
-    """What a sweep is.
+    """What a sweep is."""
 
-    Attributes:
-        folder: The directory of the sweep.
-        runs: The runs, each with a directory of its own.
-        stop: When a run that is worse than others stops; None for never.
-    """
-
-    folder: Path
-    runs: Sequence[Variant]
-    stop: StopRule | None
+    folder: Path  # the directory of the sweep
+    runs: Sequence[Variant]  # the runs, each with a directory of its own
+    stop: StopRule | None  # when a run that is worse than others stops; None for never
 
 
 def variants_of(source: str, words: Sequence[str], *, is_zipped: bool, max_runs: int) -> Variants:

@@ -102,76 +102,46 @@ def gc_frozen() -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRecord:
-    """The result of one step.
+    """The result of one step."""
 
-    Attributes:
-        loss: Mean over the step's label tokens, those of all ranks.
-        grad_norm: Before clipping.
-        lr: Learning rate.
-        num_tokens: Tokens of the rows of all ranks, padding left out.
-        num_label_tokens: Tokens with a loss, of all ranks.
-        num_loads: Layers that crossed this rank's link.
-        optimizer_s: Adding up the ranks' losses, clipping and update.
-        step_s: The whole step, without waiting for data.
-        timeline: The engine's ops.
-        metrics: The metrics of the objective, by name, over the rows of all ranks.
-        loss_scale: Factor of its gradients until they were added up.
-        scaling: The scale of the next step's loss; None if the model does not compute in
-            float16.
-        is_skipped: Whether nothing was updated, because a gradient overflowed.
-        unlearned: Names of an adapter's tensors that the run's first step gave no gradient.
-    """
-
-    loss: float
-    grad_norm: float
-    lr: float
-    num_tokens: int
-    num_label_tokens: int
-    num_loads: int
-    optimizer_s: float
-    step_s: float
-    timeline: Timeline
+    loss: float  # mean over the step's label tokens, those of all ranks
+    grad_norm: float  # before clipping
+    lr: float  # learning rate
+    num_tokens: int  # tokens of the rows of all ranks, padding left out
+    num_label_tokens: int  # tokens with a loss, of all ranks
+    num_loads: int  # layers that crossed this rank's link
+    optimizer_s: float  # adding up the ranks' losses, clipping and update
+    step_s: float  # the whole step, without waiting for data
+    timeline: Timeline  # the engine's ops
+    # The metrics of the objective, by name, over the rows of all ranks.
     metrics: Mapping[str, float] = field(default_factory=dict)
-    loss_scale: float = 1.0
+    loss_scale: float = 1.0  # factor of its gradients until they were added up
+    # The scale of the next step's loss; None if the model does not compute in float16.
     scaling: LossScale | None = None
-    is_skipped: bool = False
+    is_skipped: bool = False  # whether nothing was updated, because a gradient overflowed
+    # Names of an adapter's tensors that the run's first step gave no gradient.
     unlearned: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Request:
-    """A step of a run before the engine computes it, alone or together with those of others.
+    """A step of a run before the engine computes it, alone or together with those of others."""
 
-    Attributes:
-        run: The micro-batches and settings that the engine is given.
-        share: The rows that it was made of.
-        order: The number of the request in its run; requests that share a step have the same.
-        lr: Learning rate of the update that follows.
-        name: The step in words.
-        prepared_s: Seconds that it took to make.
-        scaling: The scale of its loss; None if it has none.
-    """
-
-    run: RunStep
-    share: StepShare
-    order: int
-    lr: float
-    name: str
-    prepared_s: float
-    scaling: LossScale | None
+    run: RunStep  # the micro-batches and settings that the engine is given
+    share: StepShare  # the rows that it was made of
+    order: int  # the number of the request in its run; requests that share a step have the same
+    lr: float  # learning rate of the update that follows
+    name: str  # the step in words
+    prepared_s: float  # seconds that it took to make
+    scaling: LossScale | None  # the scale of its loss; None if it has none
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Computed:
-    """What the engine found for a request.
+    """What the engine found for a request."""
 
-    Attributes:
-        result: The engine's result for the run.
-        computed_s: Seconds of the whole step, shared or not.
-    """
-
-    result: StepOutput
-    computed_s: float
+    result: StepOutput  # the engine's result for the run
+    computed_s: float  # seconds of the whole step, shared or not
 
 
 def computed(engine: StepEngine, requests: Sequence[Request]) -> list[Computed]:

@@ -34,17 +34,11 @@ PREFERRED, PREFERRED_BY = "logps/accuracies", "logps/margins"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Objectives:
-    """Makes the loss of each step.
+    """Makes the loss of each step."""
 
-    Attributes:
-        section: The recipe's section, which is not cross-entropy.
-        seq_len: Longest row, in tokens.
-        ranks: The processes that share each step.
-    """
-
-    section: ObjectiveSection
-    seq_len: int
-    ranks: Ranks
+    section: ObjectiveSection  # the recipe's section, which is not cross-entropy
+    seq_len: int  # longest row, in tokens
+    ranks: Ranks  # the processes that share each step
 
     def of_step(self, rows: StepRows) -> Objective:
         """Return the loss of a step that ranks share; each gives what it knows of its own rows."""
@@ -140,14 +134,10 @@ class WithLogps:
     A reward is measured from the reference, so before the first step all rewards are 0. The log
     probabilities alone tell how often the better of two answers is the likelier one, before and
     after, and by how much.
-
-    Attributes:
-        objective: The loss.
-        rows: The relations of its rows to each other.
     """
 
-    objective: Objective
-    rows: StepRows
+    objective: Objective  # the loss
+    rows: StepRows  # the relations of its rows to each other
 
     @property
     def reference(self) -> Reference | None:
@@ -186,12 +176,9 @@ def _ordered_pairs(rows: StepRows) -> tuple[torch.Tensor, torch.Tensor]:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class RowLogps:
-    """An objective that only takes each row's log-probability, and has no loss.
+    """An objective that only takes each row's log-probability, and has no loss."""
 
-    Attributes:
-        sums_R: Sum over the label tokens of each row, in nats, once it was computed.
-    """
-
+    # Sum over the label tokens of each row, in nats, once it was computed.
     sums_R: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     reference: Reference | None = None
 
@@ -203,12 +190,9 @@ class RowLogps:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class HeadOutputs:
-    """An objective that only takes what a new head returns, and has no loss.
+    """An objective that only takes what a new head returns, and has no loss."""
 
-    Attributes:
-        outputs_NC: At each label token, once it was computed.
-    """
-
+    # The head's outputs at each label token, once computed.
     outputs_NC: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     output_index: int | None = None
     reference: Reference | None = None

@@ -53,15 +53,10 @@ PROBE_DISK_S = 0.5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Data:
-    """The data of a run.
+    """The data of a run."""
 
-    Attributes:
-        tokenizer: The model's.
-        rows: The rows that are trained on, and those held out.
-    """
-
-    tokenizer: "PreTrainedTokenizerBase"
-    rows: Rows
+    tokenizer: "PreTrainedTokenizerBase"  # the model's
+    rows: Rows  # the rows that are trained on, and those held out
 
     def held_out(self, steps: Steps) -> Steps | None:
         """Return steps of the held-out rows, cut as those that are trained on.
@@ -76,53 +71,36 @@ class Data:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Planned:
-    """How a run's steps are run, with the matching settings.
+    """How a run's steps are run, with the matching settings."""
 
-    Attributes:
-        recipe: With the sizes of micro-batch and head chunk that were chosen, where left open.
-        steps: The steps, cut by these sizes.
-        choice: The plan, the same for all ranks unless their shares or cards differ, and the
-            alternatives that were considered.
-        open_requests: The requests that may still be chosen once layers are loaded and steps are
-            cut: they differ in the slots, and in where layer inputs wait.
-        cards: What the ranks compute on, with settled expert kernels.
-    """
-
-    recipe: Recipe
-    steps: Steps
+    recipe: Recipe  # with the sizes of micro-batch and head chunk that were chosen, where left open
+    steps: Steps  # the steps, cut by these sizes
+    # The plan, the same for all ranks unless their shares or cards differ, and the alternatives
+    # that were considered.
     choice: Choice
+    # The requests that may still be chosen once layers are loaded and steps are cut: they differ in
+    # the slots, and in where layer inputs wait.
     open_requests: tuple[PlanRequest, ...]
-    cards: "Cards"
+    cards: "Cards"  # what the ranks compute on, with settled expert kernels
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prepared:
-    """A run before its model is loaded.
+    """A run before its model is loaded."""
 
-    Attributes:
-        run: With the settings that were chosen.
-        data: The run's rows.
-        planned: The plan of its steps, by itself.
-    """
-
-    run: Run
-    data: Data
-    planned: Planned
+    run: Run  # with the settings that were chosen
+    data: Data  # the run's rows
+    planned: Planned  # the plan of its steps, by itself
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cards:
-    """What the ranks of a run compute on.
+    """What the ranks of a run compute on."""
 
-    Attributes:
-        machines: The machine of each rank; those with cards of a kind are planned alike.
-        are_alike: Whether there is one kind of card.
-        is_settled: Whether the expert backend is.
-    """
-
+    # The machine of each rank; those with cards of a kind are planned alike.
     machines: tuple[Machine, ...]
-    are_alike: bool
-    is_settled: bool
+    are_alike: bool  # whether there is one kind of card
+    is_settled: bool  # whether the expert backend is
 
     def with_experts(self, main: Machine) -> "Cards":
         """Return the same with the main rank's expert backend; its rate is that of its own kind."""

@@ -25,49 +25,30 @@ from offload.errors import SluiceError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """What every phase of a run needs.
+    """What every phase of a run needs."""
 
-    Attributes:
-        recipe: The recipe; its open settings are chosen with the plan.
-        dir: The directory that it is kept in.
-        ranks: The processes that do it together.
-        device: The device that this rank computes on.
-        screen: The screen that shows it.
-        is_resumed: Whether it continues what is in its directory.
-        are_cards_alike: Whether all ranks compute on cards of one kind.
-        adapter: Name of its adapter in a model that it shares with other runs; None where it has
-            the model for itself.
-    """
-
-    recipe: Recipe
-    dir: RunDir
-    ranks: Ranks
-    device: torch.device
-    screen: Screen
-    is_resumed: bool
-    are_cards_alike: bool = True
+    recipe: Recipe  # the recipe; its open settings are chosen with the plan
+    dir: RunDir  # the directory that it is kept in
+    ranks: Ranks  # the processes that do it together
+    device: torch.device  # the device that this rank computes on
+    screen: Screen  # the screen that shows it
+    is_resumed: bool  # whether it continues what is in its directory
+    are_cards_alike: bool = True  # whether all ranks compute on cards of one kind
+    # Name of its adapter in a model that it shares with other runs; None where it has the model for
+    # itself.
     adapter: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """How a run ended.
+    """How a run ended."""
 
-    Attributes:
-        run_dir: The run's directory.
-        num_steps: Steps done.
-        signal: The signal that stopped it; None if none did.
-        signalled: The ranks that got a signal.
-        stopped: Why a rule stopped it; None if none did.
-        error: The error that it failed with; None if it did not.
-    """
-
-    run_dir: Path
-    num_steps: int
-    signal: int | None = None
-    signalled: tuple[int, ...] = ()
-    stopped: str | None = None
-    error: SluiceError | OSError | None = None
+    run_dir: Path  # the run's directory
+    num_steps: int  # steps done
+    signal: int | None = None  # the signal that stopped it; None if none did
+    signalled: tuple[int, ...] = ()  # the ranks that got a signal
+    stopped: str | None = None  # why a rule stopped it; None if none did
+    error: SluiceError | OSError | None = None  # the error that it failed with; None if it did not
 
     @property
     def is_complete(self) -> bool:

@@ -21,15 +21,11 @@ _SPARE_TOKENS = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answers:
-    """Answers to some rows.
+    """Answers to some rows."""
 
-    Attributes:
-        rows: (prompt, wanted, got) of each.
-        prompts: What the chat template was given for their prompts, such as
-            `enable_thinking=False`, and how many answers followed each; "" is its default prompt.
-    """
-
-    rows: tuple[tuple[str, str, str], ...]
+    rows: tuple[tuple[str, str, str], ...]  # (prompt, wanted, got) of each
+    # What the chat template was given for their prompts, such as `enable_thinking=False`, and how
+    # many answers followed each; "" is its default prompt.
     prompts: Mapping[str, int]
 
     @property

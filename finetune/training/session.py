@@ -53,14 +53,10 @@ _KINDS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Adapted:
-    """A model on the host: with its adapter, or with its own weights to be trained.
+    """A model on the host: with its adapter, or with its own weights to be trained."""
 
-    Attributes:
-        model: The model.
-        backing: The memory of its layers' weights; None if each parameter has its own memory.
-    """
-
-    model: "PeftModel | PreTrainedModel"
+    model: "PeftModel | PreTrainedModel"  # the model
+    # The memory of its layers' weights; None if each parameter has its own memory.
     backing: Backing | None
 
     @property
@@ -74,42 +70,26 @@ class Adapted:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Session:
-    """A run whose model is on its engine.
+    """A run whose model is on its engine."""
 
-    Attributes:
-        run: The run.
-        kind: The kind of run: what trains in it.
-        tokenizer: The model's.
-        rows: The rows that are trained on, and those held out.
-        steps: The run's steps.
-        model: With its adapter, if it has one.
-        engine: Runs it.
-        loop: The optimizer steps of the run.
-        stops: Tokens that end an answer.
-        held_out: Steps of the held-out rows, where rows are compared.
-        references: Log-probabilities that were taken before step 1; empty if none were.
-        objectives: The losses of rows that are compared; None for cross-entropy.
-        head: The steps of a head that trains alone, once its features are taken; None in other
-            runs.
-        first_step: Steps that were done before.
-        seal: The seal of the file that the plan was written to.
-    """
-
-    run: Run
-    kind: "Kind"
-    tokenizer: "PreTrainedTokenizerBase"
-    rows: Rows
-    steps: Steps
-    model: "PeftModel | PreTrainedModel"
-    engine: StepEngine
-    loop: Loop
-    stops: Stops
-    held_out: Steps | None = None
+    run: Run  # the run
+    kind: "Kind"  # the kind of run: what trains in it
+    tokenizer: "PreTrainedTokenizerBase"  # the model's
+    rows: Rows  # the rows that are trained on, and those held out
+    steps: Steps  # the run's steps
+    model: "PeftModel | PreTrainedModel"  # with its adapter, if it has one
+    engine: StepEngine  # runs it
+    loop: Loop  # the optimizer steps of the run
+    stops: Stops  # tokens that end an answer
+    held_out: Steps | None = None  # steps of the held-out rows, where rows are compared
+    # Log-probabilities that were taken before step 1; empty if none were.
     references: References = field(default_factory=dict)
+    # The losses of rows that are compared; None for cross-entropy.
     objectives: "Comparing | None" = None
+    # The steps of a head that trains alone, once its features are taken; None in other runs.
     head: "OwnSteps | None" = None
-    first_step: int = 0
-    seal: str = ""
+    first_step: int = 0  # steps that were done before
+    seal: str = ""  # the seal of the file that the plan was written to
 
     def step(self, batch: StepBatch) -> StepRecord:
         """Run an optimizer step: the gradients of its rows, and the update by them."""
@@ -141,19 +121,12 @@ class Session:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredTerm:
-    """A measured amount of memory, under the plan's name for it.
+    """A measured amount of memory, under the plan's name for it."""
 
-    Attributes:
-        name: The plan's name where it has one.
-        num_bytes: Bytes that are held in memory.
-        how: The way in which they were measured.
-        is_on_host: Whether it is host memory.
-    """
-
-    name: str
-    num_bytes: int
-    how: str
-    is_on_host: bool
+    name: str  # the plan's name where it has one
+    num_bytes: int  # bytes that are held in memory
+    how: str  # the way in which they were measured
+    is_on_host: bool  # whether it is host memory
 
 
 class Comparing(Protocol):

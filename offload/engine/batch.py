@@ -20,21 +20,16 @@ Shape = tuple[int, int, int, int]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LabelledBatch:
-    """A micro-batch with the labels that the tail needs, on the compute device.
+    """A micro-batch with the labels that the tail needs, on the compute device."""
 
-    Attributes:
-        inputs: input_ids (B, T) and optionally attention_mask, position_ids; or input_ids (1, T)
-            of several rows and row_lens, which stays on the host.
-        positions: Indices into the flattened (B * T) tokens that predict a next token, (N,); of
-            labels that are not shifted, those of the labelled tokens.
-        next_tokens: Those labels, (N,).
-        given_ids: The tokens (B, T) as they were given, best on the host.
-    """
-
+    # input_ids (B, T) and optionally attention_mask, position_ids; or input_ids (1, T) of several
+    # rows and row_lens, which stays on the host.
     inputs: Batch
+    # Indices into the flattened (B * T) tokens that predict a next token, (N,); of labels that are
+    # not shifted, those of the labelled tokens.
     positions: torch.Tensor
-    next_tokens: torch.Tensor
-    given_ids: torch.Tensor
+    next_tokens: torch.Tensor  # the labels of these positions, (N,)
+    given_ids: torch.Tensor  # the tokens (B, T) as they were given, best on the host
 
     @property
     def num_label_tokens(self) -> int:

@@ -217,17 +217,11 @@ class EngineOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bound:
-    """Everything a pass needs.
+    """Everything a pass needs."""
 
-    Attributes:
-        executor: What runs the passes.
-        places: Where their ops move things from and to.
-        sizes: Sizes of the transfers, in bytes.
-    """
-
-    executor: Executor
-    places: Places
-    sizes: TransferSizes
+    executor: Executor  # what runs the passes
+    places: Places  # where their ops move things from and to
+    sizes: TransferSizes  # sizes of the transfers, in bytes
 
 
 def bind(

@@ -561,16 +561,13 @@ class Executor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
-    """What inspections have found out about the layers, by layer.
+    """What inspections have found out about the layers, by layer."""
 
-    Attributes:
-        unread: The products that a recompute leaves out.
-        attention: The calls of attention that a recompute can be given.
-        mlps: The MLPs that are computed in tiles.
-        graph_sizes: What autograd saves of layers whose graphs are sent.
-    """
-
+    # The products that a recompute leaves out.
     unread: dict[int, tuple[Unread, ...]] = field(default_factory=dict)
+    # The calls of attention that a recompute can be given.
     attention: dict[int, tuple[OutputSize, ...]] = field(default_factory=dict)
+    # The MLPs that are computed in tiles.
     mlps: dict[int, tuple[TiledMlp, ...]] = field(default_factory=dict)
+    # What autograd saves of layers whose graphs are sent.
     graph_sizes: GraphSizes = field(default_factory=GraphSizes)

@@ -268,19 +268,13 @@ _AS_WHOLE = "a token is computed as in a pass over its whole row"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Rows:
-    """Rows of one length, and what is kept of them.
+    """Rows of one length, and what is kept of them."""
 
-    Attributes:
-        input_ids_BT: The tokens of the newest pass.
-        cache: Of the tokens before them.
-        num_past: How many tokens of each row these are.
-        before: They themselves, as long as they are still needed: until a pass over a whole row was
-            compared with one that continues it, or while LongRoPE may still change frequencies.
-    """
-
-    input_ids_BT: torch.Tensor
-    cache: "DynamicCache"
-    num_past: int = 0
+    input_ids_BT: torch.Tensor  # the tokens of the newest pass
+    cache: "DynamicCache"  # the keys and values of the tokens before them
+    num_past: int = 0  # how many tokens of each row these are
+    # They themselves, as long as they are still needed: until a pass over a whole row was compared
+    # with one that continues it, or while LongRoPE may still change frequencies.
     before: tuple[torch.Tensor, ...] = ()
 
     def passed(self, *, is_kept: bool) -> "_Rows":

@@ -38,51 +38,33 @@ from offload.engine.visit_cache import VISIT_CACHE
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LowRank:
-    """The branch of one adapter on one linear layer: scaling * B (A x).
+    """The branch of one adapter on one linear layer: scaling * B (A x)."""
 
-    Attributes:
-        a_RK: A, which trains.
-        b_MR: B, which trains.
-        scaling: Factor of the branch.
-    """
-
-    a_RK: torch.Tensor
-    b_MR: torch.Tensor
-    scaling: float
+    a_RK: torch.Tensor  # a, which trains
+    b_MR: torch.Tensor  # b, which trains
+    scaling: float  # factor of the branch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class AdaptedLinear:
-    """A frozen linear layer and its branches.
+    """A frozen linear layer and its branches."""
 
-    Attributes:
-        weight_MK: The frozen weight.
-        bias_M: The frozen bias, if there is one.
-        branches: One per adapter that is active.
-        magnitude_M: DoRA's magnitudes, which train, of a linear with one branch; None without DoRA.
-    """
-
-    weight_MK: torch.Tensor
-    bias_M: torch.Tensor | None
-    branches: tuple[LowRank, ...]
+    weight_MK: torch.Tensor  # the frozen weight
+    bias_M: torch.Tensor | None  # the frozen bias, if there is one
+    branches: tuple[LowRank, ...]  # one per adapter that is active
+    # DoRA's magnitudes, which train, of a linear with one branch; None without DoRA.
     magnitude_M: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Casts:
-    """What is cast to the dtype that computes.
+    """What is cast to the dtype that computes."""
 
-    Attributes:
-        a_RK: A of all branches, one below the other.
-        bs_MR: B of each branch; with DoRA times the scaling and the scale of each output.
-        plain_bs_MR: B itself where there is DoRA.
-        scales: Those of each linear's outputs.
-    """
-
-    a_RK: torch.Tensor
+    a_RK: torch.Tensor  # a of all branches, one below the other
+    # B of each branch; with DoRA times the scaling and the scale of each output.
     bs_MR: tuple[torch.Tensor, ...]
-    plain_bs_MR: tuple[torch.Tensor, ...]
-    scales: tuple[Scale | None, ...]
+    plain_bs_MR: tuple[torch.Tensor, ...]  # B itself where there is DoRA
+    scales: tuple[Scale | None, ...]  # the scales of each linear's outputs
 
 
 def apply_linears(

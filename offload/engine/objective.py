@@ -21,12 +21,9 @@ import torch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reference:
-    """Which model the policy is compared with; it costs a forward in the same visits.
+    """Which model the policy is compared with; it costs a forward in the same visits."""
 
-    Attributes:
-        adapter: Name of the adapter that it computes with; None for the base without adapters.
-    """
-
+    # Name of the adapter that it computes with; None for the base without adapters.
     adapter: str | None = None
 
 
@@ -36,38 +33,28 @@ class Scores:
 
     Rows are counted through the step: those of the first micro-batch, then those of the second, and
     after all that are trained on those that are only scored.
-
-    Attributes:
-        policy_N: Log-probability of each label token, in nats, in at least float32; for an
-            `OutputObjective` the head's output there, or all of them, (N, C). The gradient of the
-            loss is taken by those of rows that are trained on; the others are constants.
-        reference_N: The same by the reference, without a graph; None if there is none.
-        rows_N: The row of each, int64.
-        num_rows: R.
-        top_NK: Log-probability of each token that a `TopObjective` names, by the policy; 0 where it
-            names none. None for other objectives.
-        others_N: That of all other tokens together.
     """
 
+    # Log-probability of each label token, in nats, in at least float32; for an `OutputObjective`
+    # the head's output there, or all of them, (N, C). The gradient of the loss is taken by those of
+    # rows that are trained on; the others are constants.
     policy_N: torch.Tensor
+    # The log-probability by the reference, without a graph; None if there is none.
     reference_N: torch.Tensor | None
-    rows_N: torch.Tensor
-    num_rows: int
+    rows_N: torch.Tensor  # the row of each, int64
+    num_rows: int  # R
+    # Log-probability of each token that a `TopObjective` names, by the policy; 0 where it names
+    # none. None for other objectives.
     top_NK: torch.Tensor | None = None
-    others_N: torch.Tensor | None = None
+    others_N: torch.Tensor | None = None  # the log-probability of all other tokens together
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StepLoss:
-    """The loss of a step.
+    """The loss of a step."""
 
-    Attributes:
-        value: A scalar with a graph to `Scores.policy_N`, `top_NK` or `others_N`.
-        metrics: Scalars without a graph, by name.
-    """
-
-    value: torch.Tensor
-    metrics: Mapping[str, torch.Tensor]
+    value: torch.Tensor  # a scalar with a graph to `Scores.policy_N`, `top_NK` or `others_N`
+    metrics: Mapping[str, torch.Tensor]  # scalars without a graph, by name
 
 
 class Objective(Protocol):

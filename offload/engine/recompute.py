@@ -60,15 +60,10 @@ class WithoutValue(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Unread:
-    """A linear layer whose product nothing reads in a recompute.
+    """A linear layer whose product nothing reads in a recompute."""
 
-    Attributes:
-        module: It.
-        path: From the node of the decoder layer's output to that of the product.
-    """
-
-    module: nn.Module | WithoutValue
-    path: Path
+    module: nn.Module | WithoutValue  # it
+    path: Path  # the nodes from that of the decoder layer's output to that of the product
 
 
 class Left:
@@ -456,15 +451,10 @@ def _call(mlp: TiledMlp, x: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class FoundMlp:
-    """A module whose operations all act within a token.
+    """A module whose operations all act within a token."""
 
-    Attributes:
-        x: An input that it was given, (..., K).
-        num_features: Features of its output.
-    """
-
-    x: torch.Tensor
-    num_features: int
+    x: torch.Tensor  # an input that it was given, (..., K)
+    num_features: int  # features of its output
 
 
 def find_mlps(layer: nn.Module, run: Callable[[], object]) -> dict[str, FoundMlp]:
@@ -692,20 +682,14 @@ _ORDER = (*_LEAVES, "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Fused:
-    """What a fused operation was given and returned.
+    """What a fused operation was given and returned."""
 
-    Attributes:
-        operation: It.
-        given: Its arguments; of a tensor its shape, strides, dtype and device.
-        tensors: Output (B, H, T, D) and log-sum-exp (B, H, ...), without a graph; of packed rows in
-            one call (T, H, D) and (H, T).
-        rest: What else it returned: sizes, and the state of dropout that is off.
-    """
-
-    operation: Any
-    given: Any
+    operation: Any  # it
+    given: Any  # its arguments; of a tensor its shape, strides, dtype and device
+    # Output (B, H, T, D) and log-sum-exp (B, H, ...), without a graph; of packed rows in one call
+    # (T, H, D) and (H, T).
     tensors: tuple[torch.Tensor, ...]
-    rest: tuple[Any, ...]
+    rest: tuple[Any, ...]  # what else it returned: sizes, and the state of dropout that is off
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

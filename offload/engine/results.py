@@ -23,27 +23,16 @@ from offload.plan.schedule.timeline import Span, Timeline
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Places:
-    """Where the ops of a pass move things from and to.
+    """Where the ops of a pass move things from and to."""
 
-    Attributes:
-        source: The layers' weights.
-        slots: Where they compute.
-        stash: Layer inputs on the host.
-        sent: Graphs and attention outputs on the host.
-        host_gradients: Gradients of weights that train on the host.
-        updates: Updates of those weights, each layer's before its load.
-        embedding: The input embedding, if it is on the host.
-        head: The output head, if it is.
-    """
-
-    source: Backing
-    slots: Slots
-    stash: Stash
-    sent: Stash
-    host_gradients: HostGradients
-    updates: LateUpdates
-    embedding: HostEmbedding | None
-    head: HostHead | None
+    source: Backing  # the layers' weights
+    slots: Slots  # where they compute
+    stash: Stash  # layer inputs on the host
+    sent: Stash  # graphs and attention outputs on the host
+    host_gradients: HostGradients  # gradients of weights that train on the host
+    updates: LateUpdates  # updates of those weights, each layer's before its load
+    embedding: HostEmbedding | None  # the input embedding, if it is on the host
+    head: HostHead | None  # the output head, if it is
 
     @property
     def arenas(self) -> tuple[Arena, ...]:
@@ -60,52 +49,41 @@ class Places:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Computing:
-    """How visits are computed.
+    """How visits are computed."""
 
-    Attributes:
-        head_chunk_tokens: Tokens whose logits exist at a time.
-        leaves_out: Whether recomputes leave out products that nothing reads.
-        records_attention: Whether they may be given outputs of attention.
-        mlp_chunk_tokens: Tokens that an MLP computes at a time; None for all.
-    """
-
-    head_chunk_tokens: int
-    leaves_out: bool
-    records_attention: bool
-    mlp_chunk_tokens: int | None
+    head_chunk_tokens: int  # tokens whose logits exist at a time
+    leaves_out: bool  # whether recomputes leave out products that nothing reads
+    records_attention: bool  # whether they may be given outputs of attention
+    mlp_chunk_tokens: int | None  # tokens that an MLP computes at a time; None for all
 
 
 @dataclass(kw_only=True)
 class PassState:
-    """What the ops of one pass exchange; lists are indexed by micro-batch.
+    """What the ops of one pass exchange; lists are indexed by micro-batch."""
 
-    Attributes:
-        fronts: What the model passes to its layers; of hidden states the shape alone, but of passes
-            that only score.
-        inputs: Layer inputs (B, T, D) on the device, by layer and micro-batch; the entry of
-            layer L is the input of the tail.
-        fetched: Inputs that came back from the stash.
-        graphs: Graphs that forward visits kept for backward visits, by layer and micro-batch.
-        sent: What autograd saved for those of them that are sent away in between.
-        held: Inputs of layers whose graphs could not be sent: they are computed again.
-        attention: What forward visits recorded of it, by layer and micro-batch; of a sent one the
-            tensors are in a buffer that others use in between.
-        draws: The generator states after forward visits; see `VisitRandomness.visit`.
-        gradient: Gradient of the loss by the current hidden state in the backward; None below a
-            layer that passes none on, as in plain autograd.
-        trains_front: Whether a backward of fronts follows the first layer's.
-    """
-
+    # What the model passes to its layers; of hidden states the shape alone, but of passes that only
+    # score.
     fronts: dict[int, Front] = field(default_factory=dict)
+    # Layer inputs (B, T, D) on the device, by layer and micro-batch; the entry of layer L is the
+    # input of the tail.
     inputs: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    # Inputs that came back from the stash.
     fetched: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    # Graphs that forward visits kept for backward visits, by layer and micro-batch.
     graphs: dict[tuple[int, int], Graph] = field(default_factory=dict)
+    # What autograd saved for those of them that are sent away in between.
     sent: dict[tuple[int, int], SavedTensors] = field(default_factory=dict)
+    # Inputs of layers whose graphs could not be sent: they are computed again.
     held: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    # What forward visits recorded of it, by layer and micro-batch; of a sent one the tensors are in
+    # a buffer that others use in between.
     attention: dict[tuple[int, int], Recorded] = field(default_factory=dict)
+    # The generator states after forward visits; see `VisitRandomness.visit`.
     draws: dict[tuple[int, int], bytes | None] = field(default_factory=dict)
+    # Gradient of the loss by the current hidden state in the backward; None below a layer that
+    # passes none on, as in plain autograd.
     gradient: dict[int, torch.Tensor | None] = field(default_factory=dict)
-    trains_front: bool = False
+    trains_front: bool = False  # whether a backward of fronts follows the first layer's
 
     def enter(self, m: int, front: Front) -> None:
         """Keep a front, and the first layer's input, whose memory is then not the front's too."""
@@ -134,17 +112,13 @@ class _WithoutMemory(torch.autograd.Function):
 
 @dataclass(kw_only=True, slots=True)
 class RunState:
-    """What the ops of one pass find out about one run.
+    """What the ops of one pass find out about one run."""
 
-    Attributes:
-        losses: Sum over labelled tokens / num_label_tokens, one scalar tensor per chunk; and the
-            router loss of each micro-batch.
-        balance: The router loss, if the pass has one.
-        metrics: Metrics of an objective, by name.
-    """
-
+    # Sum over labelled tokens / num_label_tokens, one scalar tensor per chunk; and the router loss
+    # of each micro-batch.
     losses: list[torch.Tensor] = field(default_factory=list)
-    balance: Balance | None = None
+    balance: Balance | None = None  # the router loss, if the pass has one
+    # Metrics of an objective, by name.
     metrics: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
@@ -223,16 +197,9 @@ class ForwardResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationResult:
-    """Result of an objective on rows that are not trained on.
+    """Result of an objective on rows that are not trained on."""
 
-    Attributes:
-        loss: The objective's value.
-        metrics: Its metrics, by name.
-        num_label_tokens: Number of label tokens.
-        num_loads: Layers copied from host to device.
-    """
-
-    loss: float
-    metrics: dict[str, float]
-    num_label_tokens: int
-    num_loads: int
+    loss: float  # the objective's value
+    metrics: dict[str, float]  # its metrics, by name
+    num_label_tokens: int  # number of label tokens
+    num_loads: int  # layers copied from host to device

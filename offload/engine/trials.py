@@ -19,15 +19,10 @@ _CLASSES = 4  # sizes between two powers of two
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialSize:
-    """The tokens of a trial.
+    """The tokens of a trial."""
 
-    Attributes:
-        num_tokens: Tokens of a micro-batch.
-        row_tokens: Tokens of its longest row.
-    """
-
-    num_tokens: int
-    row_tokens: int
+    num_tokens: int  # tokens of a micro-batch
+    row_tokens: int  # tokens of its longest row
 
     @classmethod
     def of(cls, batches: Sequence[Batch], *, max_row_tokens: int) -> "TrialSize":

@@ -12,21 +12,13 @@ from offload.plan.step import duration_of, load_sizes
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FeaturePass:
-    """How features are computed, and what trains on them.
+    """How features are computed, and what trains on them."""
 
-    Attributes:
-        one_pass_s: Predicted seconds of a pass over the layers with about the rows of a step.
-        num_passes: The number of such passes; None before rows are known.
-        num_features: Label tokens, each with a feature; None before rows are known.
-        feature_bytes: Bytes of each feature.
-        num_parameters: Parameters of the head, which alone trains on them.
-    """
-
-    one_pass_s: float
-    num_passes: int | None
-    num_features: int | None
-    feature_bytes: int
-    num_parameters: int
+    one_pass_s: float  # predicted seconds of a pass over the layers with about the rows of a step
+    num_passes: int | None  # the number of such passes; None before rows are known
+    num_features: int | None  # label tokens, each with a feature; None before rows are known
+    feature_bytes: int  # bytes of each feature
+    num_parameters: int  # parameters of the head, which alone trains on them
 
     @property
     def pass_s(self) -> float | None:

@@ -38,19 +38,12 @@ GRAPH_RESERVE_FRAC = 0.1  # error of the formula for what autograd saves, over a
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shortage:
-    """A memory that is too small.
+    """A memory that is too small."""
 
-    Attributes:
-        what: The memory's name, with "of" before it, e.g. "of RAM".
-        needed_bytes: Bytes that the request needs.
-        limit_bytes: Bytes that are available.
-        limit: The part of the message that follows the available size.
-    """
-
-    what: str
-    needed_bytes: int
-    limit_bytes: int
-    limit: str
+    what: str  # the memory's name, with "of" before it, e.g. "of RAM".
+    needed_bytes: int  # bytes that the request needs
+    limit_bytes: int  # bytes that are available
+    limit: str  # the part of the message that follows the available size
 
     @property
     def short_bytes(self) -> int:
@@ -60,19 +53,12 @@ class Shortage:
 
 @dataclass(frozen=True, kw_only=True)  # no slots: some properties are computed once
 class MemoryNeeds:
-    """The memory of a request, by the number of slots and of layers that are not checkpointed.
+    """The memory of a request, by the number of slots and of layers that are not checkpointed."""
 
-    Attributes:
-        facts: The model.
-        machine: The machine that it runs on.
-        request: The request.
-        on_device: The use of device memory.
-    """
-
-    facts: ModelFacts
-    machine: Machine
-    request: PlanRequest
-    on_device: DeviceNeeds
+    facts: ModelFacts  # the model
+    machine: Machine  # the machine that it runs on
+    request: PlanRequest  # the request
+    on_device: DeviceNeeds  # the use of device memory
 
     @classmethod
     def of(cls, facts: ModelFacts, machine: Machine, request: PlanRequest) -> "MemoryNeeds":

@@ -15,21 +15,13 @@ _MOVED = (Kind.LOOK_UP, Kind.ROWS)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EmbeddingCost:
-    """What of a plan is due to where its embedding is.
+    """What of a plan is due to where its embedding is."""
 
-    Attributes:
-        saved_vram_bytes: Device memory that it does not take.
-        most_h2d_bytes: Rows of it that are brought in each step, at most.
-        look_up_s: Predicted time of gathering these.
-        h2d_s: Predicted time of copying them.
-        added_s: By what a step is predicted to be longer than if rows took no time.
-    """
-
-    saved_vram_bytes: int
-    most_h2d_bytes: int
-    look_up_s: float
-    h2d_s: float
-    added_s: float
+    saved_vram_bytes: int  # device memory that it does not take
+    most_h2d_bytes: int  # rows of it that are brought in each step, at most
+    look_up_s: float  # predicted time of gathering these
+    h2d_s: float  # predicted time of copying them
+    added_s: float  # the time by which rows in RAM make the predicted step longer
 
     @classmethod
     def of(cls, plan: Plan) -> "EmbeddingCost | None":
@@ -50,21 +42,13 @@ class EmbeddingCost:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeadCost:
-    """What of a plan is due to where its head is.
+    """What of a plan is due to where its head is."""
 
-    Attributes:
-        saved_vram_bytes: Device memory that it does not take.
-        h2d_bytes: What is copied over slots in each step.
-        h2d_s: Predicted time of these copies on the link.
-        num_loads: Layers under it that are loaded again in each step.
-        added_s: By what a step is predicted to be longer.
-    """
-
-    saved_vram_bytes: int
-    h2d_bytes: int
-    h2d_s: float
-    num_loads: int
-    added_s: float
+    saved_vram_bytes: int  # device memory that it does not take
+    h2d_bytes: int  # what is copied over slots in each step
+    h2d_s: float  # predicted time of these copies on the link
+    num_loads: int  # layers under it that are loaded again in each step
+    added_s: float  # the time by which a head in RAM makes the predicted step longer
 
     @classmethod
     def of(cls, plan: Plan) -> "HeadCost | None":

@@ -71,23 +71,14 @@ def needed_bytes_per_s(schedule: Schedule, costs: Costs) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OtherRank:
-    """Another rank of a step.
+    """Another rank of a step."""
 
-    Attributes:
-        machine: Where it computes.
-        num_micro_batches: Its share of the step.
-        num_slots: Layers on its device at a time.
-        num_kept_graphs: How many of its layers are not checkpointed.
-        step_s: Its step, if it waited for no other.
-        arrivals_s: When it comes to each sum of gradients, by its own simulation.
-    """
-
-    machine: Machine
-    num_micro_batches: int
-    num_slots: int
-    num_kept_graphs: int
-    step_s: float
-    arrivals_s: tuple[float, ...]
+    machine: Machine  # where it computes
+    num_micro_batches: int  # its share of the step
+    num_slots: int  # layers on its device at a time
+    num_kept_graphs: int  # how many of its layers are not checkpointed
+    step_s: float  # its step, if it waited for no other
+    arrivals_s: tuple[float, ...]  # when it comes to each sum of gradients, by its own simulation
 
 
 def arrivals_of(schedule: Schedule, costs: Costs) -> tuple[float, ...]:

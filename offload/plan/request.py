@@ -22,17 +22,12 @@ FEWEST_CHUNK_TOKENS = 64  # fewer logits at a time save little, and each chunk r
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ObjectiveCost:
-    """What a loss over a whole step adds to it: each row is scored before any is trained on.
+    """What a loss over a whole step adds to it: each row is scored before any is trained on."""
 
-    Attributes:
-        has_reference: Whether a reference scores all rows too.
-        scored_frac: Rows that are only scored, for each row that is trained on; as long as these.
-        num_top: Tokens whose log-probabilities are taken at each label, at most; 0 for the label's
-            own alone.
-    """
-
-    has_reference: bool = False
+    has_reference: bool = False  # whether a reference scores all rows too
+    # Rows that are only scored, for each row that is trained on; as long as these.
     scored_frac: float = 0.0
+    # Tokens whose log-probabilities are taken at each label, at most; 0 for the label's own alone.
     num_top: int = 0
 
     @property
@@ -51,30 +46,21 @@ class ObjectiveCost:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reduction:
-    """How the gradients of several ranks are added up.
+    """How the gradients of several ranks are added up."""
 
-    Attributes:
-        element_bytes: Bytes of a gradient's element on the network.
-        sends_update: Whether the main rank's weights are sent to all after its update.
-    """
-
-    element_bytes: int = FP32_BYTES
-    sends_update: bool = False
+    element_bytes: int = FP32_BYTES  # bytes of a gradient's element on the network
+    sends_update: bool = False  # whether the main rank's weights are sent to all after its update
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Probe:
-    """Steps of a head alone, on features: what the frozen layers give it, kept in host memory.
+    """Steps of a head alone, on features: what the frozen layers give it, kept in host memory."""
 
-    Attributes:
-        is_alone: Whether all steps of the run are such, and none comes after them.
-        num_features: Label tokens of all rows, each with a feature; None before rows are known.
-        num_passes: Passes over the layers that compute them, each of about the rows of a step; None
-            before rows are known.
-    """
-
-    is_alone: bool = False
+    is_alone: bool = False  # whether all steps of the run are such, and none comes after them
+    # Label tokens of all rows, each with a feature; None before rows are known.
     num_features: int | None = None
+    # Passes over the layers that compute them, each of about the rows of a step; None before rows
+    # are known.
     num_passes: int | None = None
 
 
@@ -86,8 +72,8 @@ class PlanRequest:
         typical: The micro-batch that time is predicted for.
         largest: The largest micro-batch of the run, which must fit.
         num_micro_batches: Micro-batches per step.
-        own_micro_batches: Those of the rank that is planned, where ranks are planned one by one;
-            None plans the one that has most of equal shares.
+        own_micro_batches: The micro-batches of the rank that is planned, where ranks are planned
+            one by one; None plans the one that has most of equal shares.
         most_tokens: Tokens that no step exceeds; None for all that its micro-batches can have.
         num_slots: Layers on the device at a time; None takes as many as fit.
         num_kept_graphs: How many layers, the last ones, keep their graph from the forward to the
@@ -97,7 +83,8 @@ class PlanRequest:
         is_stashed: Whether layer inputs are kept in host memory until the backward.
         is_on_disk: Whether the layers are stored in a file.
         num_ranks: Processes that share the step, each with its own device.
-        most_local_ranks: Those on the machine that has most of them; None if all are on one.
+        most_local_ranks: The number of ranks on the machine that has most of them; None if all are
+            on one.
         is_slab_shared: Whether they share one slab; otherwise each has one.
         traced: Memory of `largest` as a trace measured it; None counts it by formulas.
         is_masked: Whether the model gets a padding mask, so that masks are materialized.
@@ -112,8 +99,8 @@ class PlanRequest:
             and nothing is streamed; see `offload.plan.sharded`.
         order: Whether all micro-batches of a step pass a layer before the next is used, or each
             passes all layers before the next micro-batch does.
-        others: Further runs that share the step, each with an adapter of its own. What concerns
-            the machine is as this request says: of theirs, only what `OF_A_RUN` names counts.
+        others: Further runs that share the step, each with an adapter of its own. What concerns the
+            machine is as this request says: of theirs, only what `OF_A_RUN` names counts.
     """
 
     typical: Workload

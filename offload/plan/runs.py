@@ -34,15 +34,10 @@ Planner = Callable[[tuple[int, ...]], Plan | None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sharing:
-    """So many of the runs, the first ones, in shared steps.
+    """So many of the runs, the first ones, in shared steps."""
 
-    Attributes:
-        plan: The plan of a step of all of them.
-        alone_s: The time of a step of each, one after the other.
-    """
-
-    plan: Plan
-    alone_s: float
+    plan: Plan  # the plan of a step of all of them
+    alone_s: float  # the time of a step of each, one after the other
 
     @property
     def num_runs(self) -> int:
@@ -70,34 +65,22 @@ class Sharing:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wave:
-    """Runs that train together.
+    """Runs that train together."""
 
-    Attributes:
-        runs: The numbers of the runs, counted from 0, in the order of the plan's.
-        plan: The plan of a step of all of them.
-        time_s: Seconds from its start until the last run has made its last step.
-    """
-
-    runs: tuple[int, ...]
-    plan: Plan
-    time_s: float
+    runs: tuple[int, ...]  # the numbers of the runs, counted from 0, in the order of the plan's
+    plan: Plan  # the plan of a step of all of them
+    time_s: float  # seconds from its start until the last run has made its last step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunsPlan:
-    """How several runs train.
+    """How several runs train."""
 
-    Attributes:
-        sharings: For 1, 2, 4, ... of them, as many as fit, and for all if they do.
-        waves: The sets that train together, one after the other.
-        alone_s: The time of all runs one after the other.
-        num_runs: How many there are.
-    """
-
+    # The plans for 1, 2, 4, ... runs, as many as fit, and for all if they do.
     sharings: tuple[Sharing, ...]
-    waves: tuple[Wave, ...]
-    alone_s: float
-    num_runs: int
+    waves: tuple[Wave, ...]  # the sets that train together, one after the other
+    alone_s: float  # the time of all runs one after the other
+    num_runs: int  # how many there are
 
     @property
     def together_s(self) -> float:

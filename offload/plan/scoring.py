@@ -73,46 +73,27 @@ def cut_rows(lengths: Sequence[int], *, max_tokens: int) -> Cut:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoreRequest:
-    """What is to be scored.
+    """What is to be scored."""
 
-    Attributes:
-        workload: How layers compute; its sizes are replaced by those of micro-batches.
-        lengths: Tokens of each row.
-        num_labels: Tokens of all rows that are scored.
-        num_adapters: How often each row is scored, the base without adapters included.
-        adapter_bytes: Bytes of all adapters in device memory.
-        num_slots: Layers on the device at a time; None takes as many as fit.
-        vram_budget_bytes: Device memory that may be used; None takes all of the machine's.
-        is_on_disk: Whether the layers are stored in a file.
-    """
-
-    workload: Workload
-    lengths: tuple[int, ...]
-    num_labels: int
-    num_adapters: int
-    adapter_bytes: int
-    num_slots: int | None
-    vram_budget_bytes: int | None
-    is_on_disk: bool
+    workload: Workload  # how layers compute; its sizes are replaced by those of micro-batches
+    lengths: tuple[int, ...]  # tokens of each row
+    num_labels: int  # tokens of all rows that are scored
+    num_adapters: int  # how often each row is scored, the base without adapters included
+    adapter_bytes: int  # bytes of all adapters in device memory
+    num_slots: int | None  # layers on the device at a time; None takes as many as fit
+    vram_budget_bytes: int | None  # device memory that may be used; None takes all of the machine's
+    is_on_disk: bool  # whether the layers are stored in a file
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScorePlan:
-    """How rows are scored.
+    """How rows are scored."""
 
-    Attributes:
-        num_slots: Layers on the device at a time.
-        sweeps: Micro-batches of each pass over the layers.
-        num_loads: Layers copied to the device, from empty slots.
-        device_memory: Terms of the peak in device memory.
-        sweep_s: Predicted seconds of all sweeps.
-    """
-
-    num_slots: int
-    sweeps: tuple[Cut, ...]
-    num_loads: int
-    device_memory: tuple[MemoryTerm, ...]
-    sweep_s: float
+    num_slots: int  # layers on the device at a time
+    sweeps: tuple[Cut, ...]  # micro-batches of each pass over the layers
+    num_loads: int  # layers copied to the device, from empty slots
+    device_memory: tuple[MemoryTerm, ...]  # terms of the peak in device memory
+    sweep_s: float  # predicted seconds of all sweeps
 
     @property
     def peak_bytes(self) -> int:
@@ -147,25 +128,15 @@ def _sizes(request: ScoreRequest) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Draft:
-    """A plan without its slots.
+    """A plan without its slots."""
 
-    Attributes:
-        facts: The model.
-        machine: The machine.
-        request: The request.
-        cut: The micro-batches.
-        largest: The one with most tokens, as a workload.
-        typical: The mean one.
-        token_bytes: What all passes of a token hold until the last layer.
-    """
-
-    facts: ModelFacts
-    machine: Machine
-    request: ScoreRequest
-    cut: Cut
-    largest: Workload
-    typical: Workload
-    token_bytes: float
+    facts: ModelFacts  # the model
+    machine: Machine  # the machine
+    request: ScoreRequest  # the request
+    cut: Cut  # the micro-batches
+    largest: Workload  # the one with most tokens, as a workload
+    typical: Workload  # the mean one
+    token_bytes: float  # what all passes of a token hold until the last layer
 
     @classmethod
     def of(

@@ -47,23 +47,15 @@ ROUNDING_ERROR_FRAC = 1e-9  # between a bound and a simulated time that equals i
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """One request, evaluated.
+    """One request, evaluated."""
 
-    Attributes:
-        needs: The request and its memory.
-        costs: The prices of its ops.
-        residency: What of the layers stays in device memory; if nothing fits, the least possible.
-        shortages: The memories that are too small for it; empty if it fits.
-        bound_s: The lower bound on its step time.
-        step_s: Its predicted step time; None if the bound ruled it out.
-    """
-
-    needs: MemoryNeeds
-    costs: Costs
+    needs: MemoryNeeds  # the request and its memory
+    costs: Costs  # the prices of its ops
+    # What of the layers stays in device memory; if nothing fits, the least possible.
     residency: Residency
-    shortages: tuple[Shortage, ...]
-    bound_s: float
-    step_s: float | None = None
+    shortages: tuple[Shortage, ...]  # the memories that are too small for it; empty if it fits
+    bound_s: float  # the lower bound on its step time
+    step_s: float | None = None  # its predicted step time; None if the bound ruled it out
 
     @classmethod
     def weighed(cls, needs: MemoryNeeds, costs: Costs, residency: Residency) -> "Candidate":
@@ -105,20 +97,15 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WhatIf:
-    """What another machine, step or codec would give.
+    """What another machine, step or codec would give."""
 
-    Attributes:
-        change: `memory`: one more GiB where the model computes; `link`: twice its rate; `tokens`:
-            twice the micro-batches of a step; `fewer_tokens`: half of them; `micro_batch`: larger
-            ones, where launches or memory take longer than a GPU's arithmetic; or a codec that
-            rounds.
-        best: The candidate that would be chosen then; if none fits, the one that is nearest to it.
-        tokens_per_s: Its predicted rate, with tokens counted as in the chosen plan; None if
-            nothing fits.
-    """
-
+    # `memory`: one more GiB where the model computes; `link`: twice its rate; `tokens`: twice the
+    # micro-batches of a step; `fewer_tokens`: half of them; `micro_batch`: larger ones, where
+    # launches or memory take longer than a GPU's arithmetic; or a codec that rounds.
     change: str
+    # The candidate that would be chosen then; if none fits, the one that is nearest to it.
     best: Candidate
+    # Its predicted rate, with tokens counted as in the chosen plan; None if nothing fits.
     tokens_per_s: float | None
 
 

@@ -60,15 +60,10 @@ def bound_of(needs: MemoryNeeds, costs: Costs) -> _Seconds:
 
 @dataclass(frozen=True, kw_only=True)  # no slots: what is read again and again is kept
 class Split:
-    """The search for the residency with which a request's step is fastest.
+    """The search for the residency with which a request's step is fastest."""
 
-    Attributes:
-        needs: The request and its memory.
-        costs: The prices of its ops.
-    """
-
-    needs: MemoryNeeds
-    costs: Costs
+    needs: MemoryNeeds  # the request and its memory
+    costs: Costs  # the prices of its ops
 
     @cached_property
     def fastest(self) -> Residency | None:

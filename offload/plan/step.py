@@ -200,13 +200,10 @@ class Draft:
     """The ops of one micro-batch, from which a step of any number of them is simulated.
 
     Its time is that of the whole schedule, at the cost of one micro-batch's.
-
-    Attributes:
-        schedule: The ops; each load is one copy, without its read.
-        durations_s: Their durations, or those of the pieces of a staged load.
     """
 
-    schedule: Schedule
+    schedule: Schedule  # the ops; each load is one copy, without its read
+    # Their durations, or those of the pieces of a staged load.
     durations_s: tuple[float | Pieces, ...]
 
     @classmethod

@@ -66,41 +66,27 @@ VAST_BYTES = 2**60
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figures:
-    """The time, memory and traffic of a step.
+    """The time, memory and traffic of a step."""
 
-    Attributes:
-        step_s: Seconds of a step, optimizer included.
-        vram_bytes: Peak of device memory, on each card.
-        ram_bytes: Peak of host memory, of all processes together.
-        link_bytes: What crosses a card's link per step, both ways, to the host and to other cards.
-    """
-
-    step_s: float
-    vram_bytes: int
-    ram_bytes: int
+    step_s: float  # seconds of a step, optimizer included
+    vram_bytes: int  # peak of device memory, on each card
+    ram_bytes: int  # peak of host memory, of all processes together
+    # What crosses a card's link per step, both ways, to the host and to other cards.
     link_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Option:
-    """One row of a what-if table.
+    """One row of a what-if table."""
 
-    Attributes:
-        name: What the option does.
-        standing: Whether the plan uses it, a setting enables it, or this tool only prices it.
-        how: The setting, how the price is computed, or why there is none.
-        source: The source of the idea or the formula.
-        figures: The figures of the same step with the option; if the plan uses it, of the step
-            without it.
-        fits: Whether the figures are within the machine's memory.
-    """
-
-    name: str
+    name: str  # what the option does
+    # Whether the plan uses it, a setting enables it, or this tool only prices it.
     standing: Standing
-    how: str
-    source: str
+    how: str  # the setting, how the price is computed, or why there is none
+    source: str  # the source of the idea or the formula
+    # The figures of the same step with the option; if the plan uses it, of the step without it.
     figures: Figures | None
-    fits: bool
+    fits: bool  # whether the figures are within the machine's memory
 
 
 def figures_of(plan: Plan) -> Figures:

@@ -23,19 +23,13 @@ from offload.probe.machine import disk_rate, installed_version, pinned_bytes
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """Something about this machine, and what to do about it.
+    """Something about this machine, and what to do about it."""
 
-    Attributes:
-        name: What was inspected.
-        value: What was found, in words that may be shown to anyone.
-        status: "error" is what makes training impossible; a "warning" may make it slow.
-        hint: The fix; empty if there is nothing to fix.
-    """
-
-    name: str
-    value: str
+    name: str  # what was inspected
+    value: str  # what was found, in words that may be shown to anyone
+    # "error" is what makes training impossible; a "warning" may make it slow.
     status: Literal["ok", "warning", "error"] = "ok"
-    hint: str = ""
+    hint: str = ""  # the fix; empty if there is nothing to fix
 
 
 def finding(name: str, value: str, *, warning: str | None = None) -> Finding:
@@ -365,18 +359,12 @@ OPTIONAL = ("triton",)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TorchBuild:
-    """What torch was built for.
+    """What torch was built for."""
 
-    Attributes:
-        version: The version of torch.
-        cuda: The CUDA version that it was built with; None for a build for CPUs.
-        sees_cuda: Whether it finds a device.
-        architectures: What its kernels were compiled for: sm_90, or compute_90 for any later one.
-    """
-
-    version: str
-    cuda: str | None
-    sees_cuda: bool
+    version: str  # the version of torch
+    cuda: str | None  # the CUDA version that it was built with; None for a build for CPUs
+    sees_cuda: bool  # whether it finds a device
+    # What its kernels were compiled for: sm_90, or compute_90 for any later one.
     architectures: tuple[str, ...]
 
 

@@ -24,19 +24,13 @@ LEAST_WINDOW_S = 1.0  # counters are refreshed some 10 to 50 times a second
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Counter:
-    """A running total of energy.
+    """A running total of energy."""
 
-    Attributes:
-        part: What it counts the energy of.
-        name: A name that no other counter of any machine has.
-        read_j: Returns the total in joules; raises OSError if it does not respond.
-        range_j: The total at which it begins again; None if it never does.
-    """
-
-    part: Part
-    name: str
+    part: Part  # what it counts the energy of
+    name: str  # a name that no other counter of any machine has
+    # Returns the total in joules; raises OSError if it does not respond.
     read_j: Callable[[], float]
-    range_j: float | None = None
+    range_j: float | None = None  # the total at which it begins again; None if it never does
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,16 +43,12 @@ class Counters:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Taken:
-    """Energy of a window of time.
+    """Energy of a window of time."""
 
-    Attributes:
-        window_s: How long it was.
-        joules: By counter: its part and its name.
-        missing: Parts whose energy is not known, and why.
-    """
-
-    window_s: float
+    window_s: float  # how long it was
+    # The energy by counter: its part and its name.
     joules: Mapping[tuple[Part, str], float] = field(default_factory=dict)
+    # Parts whose energy is not known, and why.
     missing: Mapping[Part, str] = field(default_factory=dict)
 
 

@@ -88,15 +88,10 @@ class Head:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class HeadRows:
-    """Rows with their features.
+    """Rows with their features."""
 
-    Attributes:
-        steps: The steps of the rows, all this rank's.
-        features: The features of each row.
-    """
-
-    steps: Steps
-    features: Features
+    steps: Steps  # the steps of the rows, all this rank's
+    features: Features  # the features of each row
 
     def loss(self, rows: tuple[int, ...], objective: Objective, head: Head) -> StepLoss:
         """Return an objective's loss of rows, of which it knows in the order of a step's share."""
@@ -203,19 +198,12 @@ class HeadResult:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadAlone:
-    """The steps of a head on features.
+    """The steps of a head on features."""
 
-    Attributes:
-        head: The head, on the weights that the run updates.
-        trained: Rows to train on.
-        held_out: Rows to evaluate on; None if there are none.
-        objectives: The losses.
-    """
-
-    head: Head
-    trained: HeadRows
-    held_out: HeadRows | None
-    objectives: Objectives
+    head: Head  # the head, on the weights that the run updates
+    trained: HeadRows  # rows to train on
+    held_out: HeadRows | None  # rows to evaluate on; None if there are none
+    objectives: Objectives  # the losses
 
     def computed(self, request: Request) -> Computed:
         """Add the gradients of a step to those of the weights."""

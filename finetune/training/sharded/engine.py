@@ -43,36 +43,22 @@ EMPTY_TOKENS = 8  # of the row that takes the place of a micro-batch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardedResult:
-    """What a step found.
+    """What a step found."""
 
-    Attributes:
-        loss: Sum of this rank's losses, divided by the label tokens of all.
-        num_label_tokens: The number of label tokens.
-        timeline: Visits as measured, and between them the waits for layers.
-        metrics: None are known here.
-        num_loads: Layers that were loaded: none.
-    """
-
-    loss: float
-    num_label_tokens: int
-    timeline: Timeline
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    num_loads: int = 0
+    loss: float  # sum of this rank's losses, divided by the label tokens of all
+    num_label_tokens: int  # the number of label tokens
+    timeline: Timeline  # visits as measured, and between them the waits for layers
+    metrics: Mapping[str, float] = field(default_factory=dict)  # None are known here
+    num_loads: int = 0  # layers that were loaded: none
 
 
 @dataclass(kw_only=True, slots=True)
 class _Pass:
-    """Where a pass of one micro-batch is.
+    """Where a pass of one micro-batch is."""
 
-    Attributes:
-        seed: The seed of the step.
-        number: The number of the micro-batch in the whole step.
-        clock: When each visit began.
-    """
-
-    seed: int
-    number: int
-    clock: "_Clock"
+    seed: int  # the seed of the step
+    number: int  # the number of the micro-batch in the whole step
+    clock: "_Clock"  # when each visit began
 
     def seed_of(self, layer: int) -> int:
         return seed_of(self.seed, layer, self.number)

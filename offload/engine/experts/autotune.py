@@ -30,17 +30,12 @@ NUM_ROUNDS = 5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
-    """One expert kernel, and its time or why it cannot run.
+    """One expert kernel, and its time or why it cannot run."""
 
-    Attributes:
-        implementation: The kernel's name.
-        seconds: Forward and backward, the median of all rounds; None if it cannot run.
-        reason: Why it cannot run.
-    """
-
-    implementation: ExpertsImplementation
+    implementation: ExpertsImplementation  # the kernel's name
+    # Forward and backward, the median of all rounds; None if it cannot run.
     seconds: float | None = None
-    reason: str | None = None
+    reason: str | None = None  # why it cannot run
 
 
 def find_experts(model: nn.Module) -> nn.Module | None:

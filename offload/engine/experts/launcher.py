@@ -29,21 +29,13 @@ MAX_SHARED_BYTES = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Blocks:
-    """A tile's size and launch settings.
+    """A tile's size and launch settings."""
 
-    Attributes:
-        m: Rows.
-        n: Columns.
-        k: Elements of the sum at a time.
-        num_warps: Groups of 32 threads that share the tile.
-        num_stages: Steps of the sum in flight, loaded before they are used.
-    """
-
-    m: int
-    n: int
-    k: int
-    num_warps: int
-    num_stages: int
+    m: int  # rows
+    n: int  # columns
+    k: int  # elements of the sum at a time
+    num_warps: int  # groups of 32 threads that share the tile
+    num_stages: int  # steps of the sum in flight, loaded before they are used
 
     @property
     def max_registers(self) -> int:

@@ -48,21 +48,13 @@ def reason_outside(experts: nn.Module) -> str | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Routing:
-    """How the choices of all tokens become rows sorted by expert, and back.
+    """How the choices of all tokens become rows sorted by expert, and back."""
 
-    Attributes:
-        choice_S: Index of each row among the T * C choices.
-        token_S: Token of each row.
-        expert_S: Expert of each row.
-        row_TC: Row of each token's choice.
-        end_E: Where each expert's rows end, int32.
-    """
-
-    choice_S: torch.Tensor
-    token_S: torch.Tensor
-    expert_S: torch.Tensor
-    row_TC: torch.Tensor
-    end_E: torch.Tensor
+    choice_S: torch.Tensor  # index of each row among the T * C choices
+    token_S: torch.Tensor  # token of each row
+    expert_S: torch.Tensor  # expert of each row
+    row_TC: torch.Tensor  # row of each token's choice
+    end_E: torch.Tensor  # where each expert's rows end, int32
 
 
 def route(expert_TC: torch.Tensor, *, num_experts: int) -> Routing:
@@ -86,19 +78,12 @@ GATE_NAMES = get_args(GateName)  # in the order of the kernels' numbers
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gate:
-    """How the up projection's output becomes an activation.
+    """How the up projection's output becomes an activation."""
 
-    Attributes:
-        name: See kernels.gate_parts.
-        is_interleaved: Whether gate and up columns alternate, or all gates come first.
-        alpha: Factor inside the sigmoid of clamped_swiglu.
-        limit: Limit that clamped_swiglu clamps its inputs to.
-    """
-
-    name: GateName
-    is_interleaved: bool
-    alpha: float = 1.0
-    limit: float = 0.0
+    name: GateName  # the gate's name in `kernels.gate_parts`
+    is_interleaved: bool  # whether gate and up columns alternate, or all gates come first
+    alpha: float = 1.0  # factor inside the sigmoid of clamped_swiglu
+    limit: float = 0.0  # limit that clamped_swiglu clamps its inputs to
 
     def __call__(self, both_SF: torch.Tensor) -> torch.Tensor:
         """Compute it with torch."""
@@ -152,19 +137,12 @@ def _find_gate(experts: Any) -> Gate | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Branch:
-    """The adapter of one projection of all experts: scaling * (x A) B.
+    """The adapter of one projection of all experts: scaling * (x A) B."""
 
-    Attributes:
-        a_ERK: A of each expert, laid out as in a linear layer.
-        b_ERN: B of each expert, transposed.
-        scaling: A factor.
-        key: Names A and B in the cache of a visit; None casts them at each call.
-    """
-
-    a_ERK: torch.Tensor
-    b_ERN: torch.Tensor
-    scaling: float
-    key: object = None
+    a_ERK: torch.Tensor  # a of each expert, laid out as in a linear layer
+    b_ERN: torch.Tensor  # B of each expert, transposed
+    scaling: float  # a factor
+    key: object = None  # names A and B in the cache of a visit; None casts them at each call
 
     @staticmethod
     def join(branches: Sequence["Branch"]) -> "Branch":
@@ -225,13 +203,9 @@ Slices = Sequence[torch.Tensor] | Taken
 
 
 class Products(Protocol):
-    """An implementation of products of rows that are sorted by expert.
+    """An implementation of products of rows that are sorted by expert."""
 
-    Attributes:
-        num_tokens: Whose rows these are.
-    """
-
-    num_tokens: int
+    num_tokens: int  # whose rows these are
 
     def __init__(self, routing: Routing) -> None:
         """Keep the routing of the rows."""

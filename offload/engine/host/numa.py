@@ -132,17 +132,11 @@ class _LinuxCalls:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostPlace:
-    """The host memory and CPUs to use for a device.
+    """The host memory and CPUs to use for a device."""
 
-    Attributes:
-        node: The NUMA node to take memory from; None leaves it to the system.
-        cpus: The CPUs to run threads on; empty leaves it to the system.
-        reason: What was found and why, for the user.
-    """
-
-    node: int | None
-    cpus: frozenset[int]
-    reason: str
+    node: int | None  # the NUMA node to take memory from; None leaves it to the system
+    cpus: frozenset[int]  # the CPUs to run threads on; empty leaves it to the system
+    reason: str  # what was found and why, for the user
 
 
 def place_near(torch_device: torch.device) -> HostPlace:

@@ -18,55 +18,34 @@ _NAME_BYTES = 96  # NVML_DEVICE_NAME_V2_BUFFER_SIZE
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Link:
-    """A PCIe link: its generation and lanes, and the maximum of card and slot.
+    """A PCIe link: its generation and lanes, and the maximum of card and slot."""
 
-    Attributes:
-        generation: Current; an idle card lowers it.
-        width: Lanes that were negotiated.
-        max_generation: The maximum that card and slot support.
-        max_width: The maximum that card and slot support.
-    """
-
-    generation: int
-    width: int
-    max_generation: int
-    max_width: int
+    generation: int  # current; an idle card lowers it
+    width: int  # lanes that were negotiated
+    max_generation: int  # the maximum that card and slot support
+    max_width: int  # the maximum that card and slot support
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gpu:
-    """A GPU as the driver reports it.
+    """A GPU as the driver reports it."""
 
-    Attributes:
-        name: Name of the card.
-        capability: Its architecture: (8, 9) is sm_89.
-        memory_bytes: Total memory.
-        used_bytes: Memory in use, the driver's own included.
-        num_processes: Processes that compute on it; None if NVML does not report it.
-        link: To the host; None if NVML reports none, as in some virtual machines.
-    """
-
-    name: str
-    capability: tuple[int, int]
-    memory_bytes: int
-    used_bytes: int
-    num_processes: int | None
+    name: str  # name of the card
+    capability: tuple[int, int]  # its architecture: (8, 9) is sm_89
+    memory_bytes: int  # total memory
+    used_bytes: int  # memory in use, the driver's own included
+    num_processes: int | None  # processes that compute on it; None if NVML does not report it
+    # The link to the host; None if NVML reports none, as in some virtual machines.
     link: Link | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Driver:
-    """The driver and its GPUs.
+    """The driver and its GPUs."""
 
-    Attributes:
-        version: Like 570.86.10.
-        cuda: The newest CUDA version that it supports, like (12, 8).
-        gpus: In the driver's order.
-    """
-
-    version: str
-    cuda: tuple[int, int]
-    gpus: tuple[Gpu, ...]
+    version: str  # like 570.86.10
+    cuda: tuple[int, int]  # the newest CUDA version that it supports, like (12, 8)
+    gpus: tuple[Gpu, ...]  # the GPUs in the driver's order
 
 
 def nearest_node(bus_id: str, library: Any = None) -> int | None:

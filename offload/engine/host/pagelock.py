@@ -98,23 +98,14 @@ class Locker(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PageLock:
-    """What is page-locked.
+    """What is page-locked."""
 
-    Attributes:
-        mode: The mode in use.
-        num_bytes: Bytes that are locked.
-        reason: Which mode, why, and what it costs, for the user.
-        buffers: If staged: the locked buffers, uint8, all of one size.
-        addresses: Start addresses of the locked ranges.
-        locker: What locked them.
-    """
-
-    mode: LockMode
-    num_bytes: int
-    reason: str
-    buffers: tuple[torch.Tensor, ...] = ()
-    addresses: tuple[int, ...] = ()
-    locker: Locker | None = None
+    mode: LockMode  # the mode in use
+    num_bytes: int  # bytes that are locked
+    reason: str  # which mode, why, and what it costs, for the user
+    buffers: tuple[torch.Tensor, ...] = ()  # if staged: the locked buffers, uint8, all of one size
+    addresses: tuple[int, ...] = ()  # start addresses of the locked ranges
+    locker: Locker | None = None  # what locked them
 
     def release(self) -> None:
         """Unlock. Call it once, when no copy runs and before the memory is unmapped.
@@ -298,19 +289,12 @@ def open_locker(torch_device: torch.device, fd: int | None) -> Locker | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CudaLocker:
-    """Locks with the runtime that torch uses, and tries sizes with the same one in a child.
+    """Locks with the runtime that torch uses, and tries sizes with the same one in a child."""
 
-    Attributes:
-        runtime: The runtime.
-        path: Its library file.
-        device_index: The device that the memory is for.
-        fd: As for `open_locker`.
-    """
-
-    runtime: CudaRuntime
-    path: Path
-    device_index: int
-    fd: int | None
+    runtime: CudaRuntime  # the runtime
+    path: Path  # its library file
+    device_index: int  # the device that the memory is for
+    fd: int | None  # the file that was opened, see `open_locker`
 
     def rehearse(self, num_bytes: int) -> str | None:
         """Try a lock of this size in a child process, and wait for the result."""

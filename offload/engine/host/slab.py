@@ -33,25 +33,15 @@ from offload.plan.machine.machine import GIB
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Field:
-    """One parameter's place in its layer's record.
+    """One parameter's place in its layer's record."""
 
-    Attributes:
-        parameter: The parameter whose values these are.
-        offset: First byte in the record.
-        num_bytes: Size in the record.
-        shape: Shape of the values.
-        dtype: Type of the values.
-        codec: How they are encoded in the record.
-        decoded_offset: First byte in the decoded record.
-    """
-
-    parameter: nn.Parameter
-    offset: int
-    num_bytes: int
-    shape: torch.Size
-    dtype: torch.dtype
-    codec: Form
-    decoded_offset: int
+    parameter: nn.Parameter  # the parameter whose values these are
+    offset: int  # first byte in the record
+    num_bytes: int  # size in the record
+    shape: torch.Size  # shape of the values
+    dtype: torch.dtype  # type of the values
+    codec: Form  # how they are encoded in the record
+    decoded_offset: int  # first byte in the decoded record
 
     def written(self, record: torch.Tensor) -> torch.Tensor:
         """Return the bytes in a flat uint8 record."""
@@ -74,17 +64,11 @@ class Field:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Record:
-    """The fields of one layer.
+    """The fields of one layer."""
 
-    Attributes:
-        fields: One per parameter.
-        num_bytes: Size of the record, whole pages.
-        decoded_bytes: Size of the decoded record, whole pages; 0 if no field is encoded.
-    """
-
-    fields: tuple[Field, ...]
-    num_bytes: int
-    decoded_bytes: int = 0
+    fields: tuple[Field, ...]  # one per parameter
+    num_bytes: int  # size of the record, whole pages
+    decoded_bytes: int = 0  # size of the decoded record, whole pages; 0 if no field is encoded
 
     @property
     def weight_bytes(self) -> int:

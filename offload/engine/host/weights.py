@@ -52,16 +52,11 @@ from offload.plan.schedule.schedule import NUM_GRADIENT_BUFFERS, NUM_STAGING, PI
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LayerUpdate:
-    """What the update of a layer reads and writes in host memory.
+    """What the update of a layer reads and writes in host memory."""
 
-    Attributes:
-        layer: Which layer.
-        weights: Name -> weight, to be changed in place.
-        gradients: Name -> gradient of the step that has ended; it may be overwritten.
-    """
-
-    layer: int
-    weights: Mapping[str, torch.Tensor]
+    layer: int  # which layer
+    weights: Mapping[str, torch.Tensor]  # name -> weight, to be changed in place
+    # Name -> gradient of the step that has ended; it may be overwritten.
     gradients: Mapping[str, torch.Tensor]
 
 

@@ -345,16 +345,12 @@ class Graph:
     """The autograd graph of one layer and micro-batch.
 
     It aliases the layer's weights in their slot: they must be there again for `backward`.
-
-    Attributes:
-        input_BTD: The layer's input, a leaf.
-        said: The layer's output, and its router logits.
-        is_as_found: Whether products were left out as they were found, and attention was called as
-            it was recorded; if not, the graph is not to be used.
     """
 
-    input_BTD: torch.Tensor
-    said: tuple[torch.Tensor, ...]
+    input_BTD: torch.Tensor  # the layer's input, a leaf
+    said: tuple[torch.Tensor, ...]  # the layer's output, and its router logits
+    # Whether products were left out as they were found, and attention was called as it was
+    # recorded; if not, the graph is not to be used.
     is_as_found: bool = True
 
     @property
@@ -398,21 +394,13 @@ class Graph:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Visited:
-    """What a visit upwards gave.
+    """What a visit upwards gave."""
 
-    Attributes:
-        output_BTD: The layer's output, without a graph.
-        router_logits: Its router logits, if they have a loss.
-        graph: If it is kept or sent.
-        saved: What autograd saved, if it is sent.
-        recorded: Its attention, if that is kept or sent.
-    """
-
-    output_BTD: torch.Tensor
-    router_logits: list[torch.Tensor]
-    graph: Graph | None = None
-    saved: SavedTensors | None = None
-    recorded: Recorded = NOTHING
+    output_BTD: torch.Tensor  # the layer's output, without a graph
+    router_logits: list[torch.Tensor]  # its router logits, if they have a loss
+    graph: Graph | None = None  # if it is kept or sent
+    saved: SavedTensors | None = None  # what autograd saved, if it is sent
+    recorded: Recorded = NOTHING  # its attention, if that is kept or sent
 
 
 def visit_without_graph(

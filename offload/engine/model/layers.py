@@ -81,14 +81,10 @@ _ATTRIBUTE = "_loss_function"  # what transformers' property returns, where it i
 
 @dataclass(kw_only=True, slots=True)
 class OwnLoss:
-    """The function that a model calls for its loss, and its calls.
+    """The function that a model calls for its loss, and its calls."""
 
-    Attributes:
-        function: The function.
-        calls: The arguments by name and the result of each call.
-    """
-
-    function: Any
+    function: Any  # the function
+    # The arguments by name and the result of each call.
     calls: list[tuple[dict[str, Any], Any]] = field(default_factory=list)
 
     def problem(

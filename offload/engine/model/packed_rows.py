@@ -51,17 +51,11 @@ _UNSUPPORTED = ("dropout", "position_bias", "softcap", "s_aux", "cache", "output
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JoinedRows:
-    """Rows end to end, as the operator takes them.
+    """Rows end to end, as the operator takes them."""
 
-    Attributes:
-        ends: Where rows begin, and the end of the last one: int32, (rows + 1,).
-        longest: Tokens of the longest row.
-        window: Tokens that a token sees, itself included; None for all before it.
-    """
-
-    ends: torch.Tensor
-    longest: int
-    window: int | None
+    ends: torch.Tensor  # where rows begin, and the end of the last one: int32, (rows + 1,)
+    longest: int  # tokens of the longest row
+    window: int | None  # tokens that a token sees, itself included; None for all before it
 
     @classmethod
     def of(cls, lens: Sequence[int], device: torch.device) -> "JoinedRows":
@@ -225,18 +219,13 @@ class ApartError(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedCall:
-    """One layer's arguments for packed rows.
+    """One layer's arguments for packed rows."""
 
-    Attributes:
-        lens: Tokens of each row.
-        rows: Its arguments for each row alone.
-        together: Its arguments for all tokens at once, without a mask; None if there are none.
-        joined: Its rows for attention in one call; None if attention takes row after row.
-    """
-
-    lens: tuple[int, ...]
-    rows: tuple[Call, ...]
+    lens: tuple[int, ...]  # tokens of each row
+    rows: tuple[Call, ...]  # its arguments for each row alone
+    # Its arguments for all tokens at once, without a mask; None if there are none.
     together: Call | None
+    # Its rows for attention in one call; None if attention takes row after row.
     joined: JoinedRows | None = None
 
     @property
@@ -383,20 +372,13 @@ _FIELD = "_attn_implementation_internal"  # the public property sets sub-configs
 
 @dataclass(kw_only=True, slots=True)
 class _Rows:
-    """The rows of the layer that is being computed, and how attention took them.
+    """The rows of the layer that is being computed, and how attention took them."""
 
-    Attributes:
-        lens: Tokens of each row.
-        masks: Each row's mask as it is alone; None for none.
-        joined: The rows for one call; None to take them one by one.
-        names: What a config called the layer's attention.
-        has_joined: Whether all calls so far took them at once; None before the first.
-    """
-
-    lens: tuple[int, ...]
-    masks: tuple[Any, ...]
-    joined: JoinedRows | None
-    names: dict[int, str | None]
+    lens: tuple[int, ...]  # tokens of each row
+    masks: tuple[Any, ...]  # each row's mask as it is alone; None for none
+    joined: JoinedRows | None  # the rows for one call; None to take them one by one
+    names: dict[int, str | None]  # what a config called the layer's attention
+    # Whether all calls so far took them at once; None before the first.
     has_joined: bool | None = None
 
 

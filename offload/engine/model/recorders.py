@@ -294,13 +294,9 @@ class TouchedError(Exception):
 
 
 class Between(torch.Tensor):
-    """A tensor with a shape and no values, which may be passed on but not computed with.
+    """A tensor with a shape and no values, which may be passed on but not computed with."""
 
-    Attributes:
-        what: Its description for error messages.
-    """
-
-    what: str
+    what: str  # its description for error messages
 
     @classmethod
     def __torch_function__(
@@ -345,13 +341,10 @@ _LOOKS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Form:
-    """How a layer returns the hidden state.
+    """How a layer returns the hidden state."""
 
-    Attributes:
-        extras: What comes after it in a tuple, True for a value and False for None; None where the
-            hidden state is returned alone.
-    """
-
+    # What comes after it in a tuple, True for a value and False for None; None where the hidden
+    # state is returned alone.
     extras: tuple[bool, ...] | None
 
     @classmethod
@@ -390,25 +383,15 @@ def between(hidden: torch.Tensor, what: str = _HIDDEN) -> Between:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Note:
-    """A stand-in's arguments, and the hidden state it returned.
+    """A stand-in's arguments, and the hidden state it returned."""
 
-    Attributes:
-        layer: Index of the layer it replaces.
-        hidden: The hidden state that it received.
-        returned: The hidden state that it returned.
-        call: The other arguments; one object for layers in a row that are passed the same ones.
-        seen: Snapshot of the other arguments at the first of these layers' calls.
-        hidden_look: Version of the hidden state at its own call, as `look_of` returns it.
-        modes: Torch's modes at the call.
-    """
-
-    layer: int
-    hidden: torch.Tensor
-    returned: torch.Tensor
-    call: Call
-    seen: Snapshot
-    hidden_look: object
-    modes: tuple[object, ...]
+    layer: int  # index of the layer it replaces
+    hidden: torch.Tensor  # the hidden state that it received
+    returned: torch.Tensor  # the hidden state that it returned
+    call: Call  # the other arguments; one object for layers in a row that are passed the same ones
+    seen: Snapshot  # snapshot of the other arguments at the first of these layers' calls
+    hidden_look: object  # version of the hidden state at its own call, as `look_of` returns it
+    modes: tuple[object, ...]  # torch's modes at the call
 
     def alone(self) -> "Note":
         """Return the note with what its layer alone is passed of arguments of all layers."""

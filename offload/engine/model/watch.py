@@ -36,7 +36,7 @@ class Watch(TorchDispatchMode):
 
     Attributes:
         problem: The first forbidden action of a part; empty if there was none.
-        culprit: That part.
+        culprit: The part that is at fault.
     """
 
     def __init__(self, homes: Mapping[int, int]) -> None:

@@ -54,37 +54,31 @@ class Reducer(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RunStep:
-    """What one run computes in a step that it may share with others.
+    """What one run computes in a step that it may share with others."""
 
-    Attributes:
-        micro_batches: Rows that are trained on, as `Engine.forward_backward` takes them.
-        adapter: Name of the adapter that it trains; None for those that are active, which only a
-            run that shares its step with no other can have.
-        objective: The loss of the run's step; None for the cross-entropy.
-        scored: Micro-batches that the objective's loss reads and does not train on.
-        dropout_seed: Seeds dropout; None draws one from torch's generator.
-        num_label_tokens: Divisor of the sum of the losses; None counts the label tokens of the
-            micro-batches. If several processes share a step, pass their total. An objective divides
-            as it defines.
-        micro_batch_ids: Number of each micro-batch in the run's whole step, so that its dropout
-            does not depend on the process that computes it; None numbers them from 0.
-        add_up: Adds up a vector over the processes that share the step, in each of them alike; a
-            router loss calls it once per step.
-        reducer: Adds up the gradients over the processes that share the step, while it runs; None
-            leaves those of this process.
-        loss_scale: Factor of all gradients, and not of the loss that is returned: a power of two
-            keeps small ones in float16.
-    """
-
+    # Rows that are trained on, as `Engine.forward_backward` takes them.
     micro_batches: Sequence[Batch]
+    # Name of the adapter that it trains; None for those that are active, which only a run that
+    # shares its step with no other can have.
     adapter: str | None = None
-    objective: Objective | None = None
+    objective: Objective | None = None  # the loss of the run's step; None for the cross-entropy
+    # Micro-batches that the objective's loss reads and does not train on.
     scored: Sequence[Batch] = ()
-    dropout_seed: int | None = None
+    dropout_seed: int | None = None  # seeds dropout; None draws one from torch's generator
+    # Divisor of the sum of the losses; None counts the label tokens of the micro-batches. If
+    # several processes share a step, pass their total. An objective divides as it defines.
     num_label_tokens: int | None = None
+    # Number of each micro-batch in the run's whole step, so that its dropout does not depend on the
+    # process that computes it; None numbers them from 0.
     micro_batch_ids: Sequence[int] | None = None
+    # Adds up a vector over the processes that share the step, in each of them alike; a router loss
+    # calls it once per step.
     add_up: Callable[[torch.Tensor], torch.Tensor] = alone
+    # Adds up the gradients over the processes that share the step, while it runs; None leaves those
+    # of this process.
     reducer: Reducer | None = None
+    # Factor of all gradients, and not of the loss that is returned: a power of two keeps small ones
+    # in float16.
     loss_scale: float = 1.0
 
 
@@ -191,29 +185,17 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Part:
-    """What one run contributes to a step.
+    """What one run contributes to a step."""
 
-    Attributes:
-        run: The run.
-        passes: Its passes through the layers, numbered in the step.
-        batches: Those that are trained on, on the compute device.
-        model: How they are computed.
-        num_label_tokens: Divisor of the sum of the losses; an objective divides by itself.
-        scoring: What is scored, with an objective.
-        seed: Dropout is seeded by (seed, layer, id), so that the recompute repeats it.
-        ids: Number in the run's whole step of each micro-batch that is trained on.
-        state: What its ops find out.
-    """
-
-    run: RunStep
-    passes: Passes
-    batches: Sequence[LabelledBatch]
-    model: SwitchedModel
-    num_label_tokens: int
-    scoring: Scoring | None = None
-    seed: int = 0
-    ids: Sequence[int] = ()
-    state: RunState = field(default_factory=RunState)
+    run: RunStep  # the run
+    passes: Passes  # its passes through the layers, numbered in the step
+    batches: Sequence[LabelledBatch]  # the batches that are trained on, on the compute device
+    model: SwitchedModel  # how they are computed
+    num_label_tokens: int  # divisor of the sum of the losses; an objective divides by itself
+    scoring: Scoring | None = None  # what is scored, with an objective
+    seed: int = 0  # dropout is seeded by (seed, layer, id), so that the recompute repeats it
+    ids: Sequence[int] = ()  # number in the run's whole step of each micro-batch that is trained on
+    state: RunState = field(default_factory=RunState)  # what its ops find out
 
     @property
     def labelled(self) -> Sequence[LabelledBatch]:

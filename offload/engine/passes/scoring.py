@@ -375,32 +375,21 @@ def _prepared(
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Scoring:
-    """What a step with an objective scores.
+    """What a step with an objective scores."""
 
-    Attributes:
-        objective: Its loss.
-        batches: The run's micro-batches, those that are only scored last.
-        rows_N: The row of each label token, on the compute device.
-        num_rows: Rows of all micro-batches.
-        passes: Through the layers, numbered in the step.
-        model: How rows are computed that are only scored.
-        reference: How the reference computes them; None if there is none.
-        top_ids: The tokens (N, K) that the loss names, of each micro-batch, on the compute device;
-            none if it names none.
-        reads_outputs: Whether the loss reads the head's outputs, and no log-probabilities.
-        output_index: Which of them it then reads; None if it reads all.
-    """
-
-    objective: Objective
-    batches: Sequence[LabelledBatch]
-    rows_N: torch.Tensor
-    num_rows: int
-    passes: Passes
-    model: SwitchedModel
-    reference: SwitchedModel | None
+    objective: Objective  # its loss
+    batches: Sequence[LabelledBatch]  # the run's micro-batches, those that are only scored last
+    rows_N: torch.Tensor  # the row of each label token, on the compute device
+    num_rows: int  # rows of all micro-batches
+    passes: Passes  # through the layers, numbered in the step
+    model: SwitchedModel  # how rows are computed that are only scored
+    reference: SwitchedModel | None  # how the reference computes them; None if there is none
+    # The tokens (N, K) that the loss names, of each micro-batch, on the compute device; none if it
+    # names none.
     top_ids: Sequence[torch.Tensor] = ()
+    # Whether the loss reads the head's outputs, and no log-probabilities.
     reads_outputs: bool = False
-    output_index: int | None = None
+    output_index: int | None = None  # which of them it then reads; None if it reads all
 
     @classmethod
     def of(
@@ -711,36 +700,23 @@ def _require_graph(objective: Objective, value: torch.Tensor) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TokenScores:
-    """What an adapter gives the label tokens of a micro-batch, on the host.
+    """What an adapter gives the label tokens of a micro-batch, on the host."""
 
-    Attributes:
-        logps_N: Log-probability of each, in fp32, or in fp64 where the model is.
-        is_greedy_N: Whether it is the most probable token.
-        rows_N: Its row, counted within the micro-batch.
-        num_rows: Rows of the micro-batch.
-    """
-
-    logps_N: torch.Tensor
-    is_greedy_N: torch.Tensor
-    rows_N: torch.Tensor
-    num_rows: int
+    logps_N: torch.Tensor  # log-probability of each, in fp32, or in fp64 where the model is
+    is_greedy_N: torch.Tensor  # whether it is the most probable token
+    rows_N: torch.Tensor  # its row, counted within the micro-batch
+    num_rows: int  # rows of the micro-batch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ScoreResult:
-    """Result of scoring.
+    """Result of scoring."""
 
-    Attributes:
-        scores: By adapter in the order that was asked for, and by micro-batch.
-        num_loads: Layers copied from host to device.
-        num_passes: Visits of each layer: micro-batches times adapters.
-        pass_s: Measured seconds from the first op to the last.
-    """
-
+    # The scores by adapter in the order that was asked for, and by micro-batch.
     scores: tuple[tuple[TokenScores, ...], ...]
-    num_loads: int
-    num_passes: int
-    pass_s: float
+    num_loads: int  # layers copied from host to device
+    num_passes: int  # visits of each layer: micro-batches times adapters
+    pass_s: float  # measured seconds from the first op to the last
 
 
 class ScoredPasses:

@@ -38,16 +38,11 @@ NAMES: Mapping[type[Part], FusedPart] = {Norm: "norms", Rotary: "rotary", GatedM
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class FusedModule:
-    """A module of a layer, and what it is known to compute.
+    """A module of a layer, and what it is known to compute."""
 
-    Attributes:
-        module: The module.
-        part: What it computes.
-        normed: Norms of what a rotation rotates, if it is to compute them too.
-    """
-
-    module: nn.Module
-    part: Part
+    module: nn.Module  # the module
+    part: Part  # what it computes
+    # Norms of what a rotation rotates, if it is to compute them too.
     normed: "HeadNorms | None" = None
 
     def forwards(self) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:

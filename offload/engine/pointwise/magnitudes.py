@@ -35,15 +35,10 @@ from offload.plan.facts.facts import Device, norm_rows, sum_rows
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Scale:
-    """What a layer's output is multiplied by, for as long as its weights are the same.
+    """What a layer's output is multiplied by, for as long as its weights are the same."""
 
-    Attributes:
-        factor_M: The magnitude over the norm, in fp32 at least.
-        norm_M: The norm.
-    """
-
-    factor_M: torch.Tensor
-    norm_M: torch.Tensor
+    factor_M: torch.Tensor  # the magnitude over the norm, in fp32 at least
+    norm_M: torch.Tensor  # the norm
 
     @classmethod
     def of(cls, magnitude_M: torch.Tensor, norm_M: torch.Tensor) -> "Scale":

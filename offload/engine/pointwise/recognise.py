@@ -52,37 +52,25 @@ class Norm:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rotary:
-    """The functions among a module's globals that rotate queries and keys.
+    """The functions among a module's globals that rotate queries and keys."""
 
-    Attributes:
-        name: What the module's forward calls it.
-        dtypes: Of queries and of angles, for which it was proven.
-        is_partial: Whether features without an angle pass through.
-        norms: The children that norm what it rotates, queries first, if nothing else reads their
-            results.
-    """
-
-    name: str
+    name: str  # what the module's forward calls it
+    # The types of queries and of angles for which it was proven.
     dtypes: frozenset[tuple[torch.dtype, torch.dtype]]
-    is_partial: bool
+    is_partial: bool  # whether features without an angle pass through
+    # The children that norm what it rotates, queries first, if nothing else reads their results.
     norms: tuple[str, str] | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GatedMlp:
-    """An MLP: down(curve(gate(x)) * up(x)).
+    """An MLP: down(curve(gate(x)) * up(x))."""
 
-    Attributes:
-        first: Names of the linears that read x, in the order in which they are called.
-        gate: The name of the one whose output is curved.
-        down: The name of the linear that follows.
-        curve: The activation.
-    """
-
+    # Names of the linears that read x, in the order in which they are called.
     first: tuple[str, str]
-    gate: str
-    down: str
-    curve: Curve
+    gate: str  # the name of the one whose output is curved
+    down: str  # the name of the linear that follows
+    curve: Curve  # the activation
 
 
 def find_norm(module: nn.Module) -> Norm | None:

@@ -33,22 +33,15 @@ Timed = tuple[float, float]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
-    """One kind of part, and its time by either code.
+    """One kind of part, and its time by either code."""
 
-    Attributes:
-        name: The class of its module, and the kind of part.
-        part: The part of a layer that is tried.
-        plain_s: Forward and backward by the model's own code, the median of all rounds; None if a
-            reason was found before.
-        fused_s: By the fused operator.
-        reason: Why the operator is not to be used; None if it may be.
-    """
-
-    name: str
-    part: FusedPart
+    name: str  # the class of its module, and the kind of part
+    part: FusedPart  # the part of a layer that is tried
+    # Forward and backward by the model's own code, the median of all rounds; None if a reason was
+    # found before.
     plain_s: float | None = None
-    fused_s: float | None = None
-    reason: str | None = None
+    fused_s: float | None = None  # the time of the fused operator
+    reason: str | None = None  # why the operator is not to be used; None if it may be
 
 
 def try_fused(

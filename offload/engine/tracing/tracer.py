@@ -36,9 +36,9 @@ class LiveBytes:
     """Counts live bytes, like a device without a caching allocator.
 
     Attributes:
-        live_bytes: Of the tensors that are there.
+        live_bytes: The size of the tensors that are there.
         peak_bytes: The most since the last `reset_peak`.
-        largest_bytes: Of the largest tensor that ever was.
+        largest_bytes: The size of the largest tensor that ever was.
     """
 
     def __init__(self) -> None:

@@ -17,39 +17,31 @@ class Codec:
     """A form of tensors: what it takes, how it is priced, and how it is written and read.
 
     Sizes do not depend on values because layers are laid out before any weight is read.
-
-    Attributes:
-        doc: What it is, in a few words with a verb that follow its name in the reference.
-        sizes: Function of the number of weights and of the bytes of one in the compute dtype, to
-            the bytes of each part that a tensor is stored as.
-        write: Encodes values of any shape into the parts, uint8 tensors on the same device, of
-            which it writes all; raises a CodecError for values that cannot be in this form.
-        read: Decodes the parts into weights (N,) on the current stream; the host does not wait.
-        dtypes: Dtypes of weights that it takes; none for any.
-        same_as: Dtype whose weights it stores as they are, so that nothing is decoded.
-        is_exact: Whether bfloat16 weights come back bit for bit.
-        rounding: RMS error relative to the RMS of normally distributed weights, as bench_codecs
-            measures it.
-        workspace_bytes: Peak device memory of decoding a tensor, in addition to its two forms.
-        is_automatic: Whether `offload.codec: auto` tries it, and a refusal names it.
-        is_suggested: Whether a plan says what it would gain, and a refusal whether it would fit.
-        option: Its name and source among the ways that `plan` compares; None for none.
-        aliases: Settings of other trainers that mean it.
     """
 
-    doc: str
+    doc: str  # what it is, in a few words with a verb that follow its name in the reference
+    # Function of the number of weights and of the bytes of one in the compute dtype, to the bytes
+    # of each part that a tensor is stored as.
     sizes: Callable[[int, int], tuple[int, ...]]
+    # Encodes values of any shape into the parts, uint8 tensors on the same device, of which it
+    # writes all; raises a CodecError for values that cannot be in this form.
     write: Callable[[Tensor, Sequence[Tensor]], None]
+    # Decodes the parts into weights (N,) on the current stream; the host does not wait.
     read: Callable[[Sequence[Tensor], Tensor], None]
-    dtypes: tuple[str, ...] = FLOATS
+    dtypes: tuple[str, ...] = FLOATS  # dtypes of weights that it takes; none for any
+    # Dtype whose weights it stores as they are, so that nothing is decoded.
     same_as: str | None = None
-    is_exact: bool = False
+    is_exact: bool = False  # whether bfloat16 weights come back bit for bit
+    # RMS error relative to the RMS of normally distributed weights, as bench_codecs measures it.
     rounding: float = 0.0
+    # Peak device memory of decoding a tensor, in addition to its two forms.
     workspace_bytes: int = 0
-    is_automatic: bool = False
+    is_automatic: bool = False  # whether `offload.codec: auto` tries it, and a refusal names it
+    # Whether a plan says what it would gain, and a refusal whether it would fit.
     is_suggested: bool = False
+    # Its name and source among the ways that `plan` compares; None for none.
     option: tuple[str, str] | None = None
-    aliases: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()  # settings of other trainers that mean it
 
 
 CODECS = Registry("codecs", "offload.codecs", Codec)

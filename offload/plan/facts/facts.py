@@ -38,55 +38,33 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PassCounts:
-    """What a forward or a backward does, in addition to the frozen layer's product.
+    """What a forward or a backward does, in addition to the frozen layer's product."""
 
-    Attributes:
-        fp32_flops: Arithmetic of products in float32.
-        half_flops: Arithmetic of products in 16 bits.
-        num_bytes: Read and written by operations that are not such products.
-        num_ops: Operations that run a kernel.
-    """
-
-    fp32_flops: Line
-    half_flops: Line
-    num_bytes: Line
-    num_ops: int
+    fp32_flops: Line  # arithmetic of products in float32
+    half_flops: Line  # arithmetic of products in 16 bits
+    num_bytes: Line  # read and written by operations that are not such products
+    num_ops: int  # operations that run a kernel
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MethodCounts:
-    """An adapter on one linear layer.
+    """An adapter on one linear layer."""
 
-    Attributes:
-        shapes: The shapes of its tensors that train.
-        forward: What a forward adds.
-        backward: What a backward adds.
-        saved: Bytes of what is saved for the backward, but for the layer's own input.
-        saves_input: Whether the layer's own input is saved too.
-        live: Bytes that are live at once at most, in addition to what is saved.
-    """
-
-    shapes: tuple[Shape, ...]
-    forward: PassCounts
-    backward: PassCounts
-    saved: Line
-    saves_input: bool
-    live: Line
+    shapes: tuple[Shape, ...]  # the shapes of its tensors that train
+    forward: PassCounts  # what a forward adds
+    backward: PassCounts  # what a backward adds
+    saved: Line  # bytes of what is saved for the backward, but for the layer's own input
+    saves_input: bool  # whether the layer's own input is saved too
+    live: Line  # bytes that are live at once at most, in addition to what is saved
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeftMethod:
-    """The counts of a method on all kinds of linear layers of a model.
+    """The counts of a method on all kinds of linear layers of a model."""
 
-    Attributes:
-        name: The name of the method, such as "loha".
-        linears: (name, d_in, d_out) -> counts.
-        frozen_bytes: Bytes of the adapter's tensors that do not train, of the whole model.
-    """
-
-    name: str
-    linears: tuple[tuple[tuple[str, int, int], MethodCounts], ...]
-    frozen_bytes: int
+    name: str  # the name of the method, such as "loha"
+    linears: tuple[tuple[tuple[str, int, int], MethodCounts], ...]  # (name, d_in, d_out) -> counts
+    frozen_bytes: int  # bytes of the adapter's tensors that do not train, of the whole model
 
     def of(self, name: str, d_in: int, d_out: int) -> MethodCounts:
         """Return the counts of a linear layer."""
@@ -149,23 +127,14 @@ TensorClass = Literal[
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InventoryRow:
-    """The parameters of one class that are stored in one codec.
+    """The parameters of one class that are stored in one codec."""
 
-    Attributes:
-        kind: Their class.
-        codec: Their codec.
-        is_in_layers: Whether they are in the decoder layers, and not trained on the device.
-        num_parameters: How many parameters.
-        decoded_bytes: Their size in the compute dtype.
-        encoded_bytes: Their size as stored.
-    """
-
-    kind: TensorClass
-    codec: str
-    is_in_layers: bool
-    num_parameters: int
-    decoded_bytes: int
-    encoded_bytes: int
+    kind: TensorClass  # their class
+    codec: str  # their codec
+    is_in_layers: bool  # whether they are in the decoder layers, and not trained on the device
+    num_parameters: int  # how many parameters
+    decoded_bytes: int  # their size in the compute dtype
+    encoded_bytes: int  # their size as stored
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -224,19 +193,12 @@ class HashedOnce:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerFacts(HashedOnce):
-    """One decoder layer.
+    """One decoder layer."""
 
-    Attributes:
-        attention: Its token mixing.
-        linears: All matrix products except those within attention.
-        norms: All norms, including those on queries and keys.
-        num_others: Other parameters: attention sinks, convolutions, decays, scales.
-    """
-
-    attention: Attention
-    linears: tuple[Linear, ...]
-    norms: tuple[Norm, ...]
-    num_others: int = 0
+    attention: Attention  # its token mixing
+    linears: tuple[Linear, ...]  # all matrix products except those within attention
+    norms: tuple[Norm, ...]  # all norms, including those on queries and keys
+    num_others: int = 0  # other parameters: attention sinks, convolutions, decays, scales
 
     __hash__ = HashedOnce.__hash__
 
@@ -413,17 +375,12 @@ def with_classifier_head(facts: ModelFacts, num_classes: int, *, has_bias: bool)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WholeWeights:
-    """How many of the model's own weights train, where no adapter does.
+    """How many of the model's own weights train, where no adapter does."""
 
-    Attributes:
-        layers: The number in each layer, in forward order.
-        outer: The numbers before and after the layers, by name.
-        low_bytes: Bytes that make up the fp32 master of each with it: all of one in float16; None
-            for the bytes by which its type is shorter.
-    """
-
-    layers: tuple[int, ...]
-    outer: tuple[tuple[str, int], ...]
+    layers: tuple[int, ...]  # the number in each layer, in forward order
+    outer: tuple[tuple[str, int], ...]  # the numbers before and after the layers, by name
+    # Bytes that make up the fp32 master of each with it: all of one in float16; None for the bytes
+    # by which its type is shorter.
     low_bytes: int | None = None
 
     @property

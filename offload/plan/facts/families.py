@@ -106,46 +106,30 @@ class Config:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mixer:
-    """The part of a layer that mixes tokens.
+    """The part of a layer that mixes tokens."""
 
-    Attributes:
-        attention: What it computes.
-        linears: Its matrix products.
-        norms: The norms inside it.
-        num_others: Other parameters: attention sinks, convolutions, decays.
-    """
-
-    attention: Attention
-    linears: tuple[Linear, ...]
-    norms: tuple[Norm, ...] = ()
-    num_others: int = 0
+    attention: Attention  # what it computes
+    linears: tuple[Linear, ...]  # its matrix products
+    norms: tuple[Norm, ...] = ()  # the norms inside it
+    num_others: int = 0  # other parameters: attention sinks, convolutions, decays
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Heads:
-    """Attention with projections for queries, keys and values.
+    """Attention with projections for queries, keys and values."""
 
-    Attributes:
-        bias_key: The flag for biases, if a config has one.
-        has_bias: The flag's default.
-        is_output_biased: Whether the flag applies to the output projection too.
-        qk_norm: Norms on queries and keys: of each head, or of all heads together.
-        qk_norm_key: The flag for these norms, off by default; None if they are always on.
-        is_fused: Whether queries, keys and values are one projection.
-        has_output_gate: Whether the projection of queries computes a gate for the output as well.
-        scores: Whether they have sinks, one parameter per head, or soft caps.
-        rotary_frac: Fraction of a head that is rotated, if the config has none.
-    """
-
-    bias_key: str | None = "attention_bias"
-    has_bias: bool = False
-    is_output_biased: bool = True
+    bias_key: str | None = "attention_bias"  # the flag for biases, if a config has one
+    has_bias: bool = False  # the flag's default
+    is_output_biased: bool = True  # whether the flag applies to the output projection too
+    # Norms on queries and keys: of each head, or of all heads together.
     qk_norm: Literal["head", "whole"] | None = None
+    # The flag for these norms, off by default; None if they are always on.
     qk_norm_key: str | None = None
-    is_fused: bool = False
+    is_fused: bool = False  # whether queries, keys and values are one projection
+    # Whether the projection of queries computes a gate for the output as well.
     has_output_gate: bool = False
-    scores: Scores = "fused"
-    rotary_frac: float = 1.0
+    scores: Scores = "fused"  # whether they have sinks, one parameter per head, or soft caps
+    rotary_frac: float = 1.0  # fraction of a head that is rotated, if the config has none
 
     def read(self, config: Config, hidden: int, window: int | None) -> Mixer:
         """Read the sizes of one layer."""
@@ -366,23 +350,16 @@ class Mlp:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Experts:
-    """A mixture of experts.
+    """A mixture of experts."""
 
-    Attributes:
-        width_key: The key of an expert's width.
-        shared: An expert for all tokens: one with its own gate, or one as wide as several.
-        shared_bias_key: The flag for biases of the shared expert, off by default.
-        is_biased: Whether experts and the router have biases.
-        is_clamped: Whether gate and up are clamped.
-        has_router_scales: Whether the router is a linear module after a norm without weights, with
-            scales for its input and one scale per expert.
-    """
-
-    width_key: str = "moe_intermediate_size"
+    width_key: str = "moe_intermediate_size"  # the key of an expert's width
+    # An expert for all tokens: one with its own gate, or one as wide as several.
     shared: Literal["gated", "counted"] | None = None
-    shared_bias_key: str | None = None
-    is_biased: bool = False
-    is_clamped: bool = False
+    shared_bias_key: str | None = None  # the flag for biases of the shared expert, off by default
+    is_biased: bool = False  # whether experts and the router have biases
+    is_clamped: bool = False  # whether gate and up are clamped
+    # Whether the router is a linear module after a norm without weights, with scales for its input
+    # and one scale per expert.
     has_router_scales: bool = False
 
     def is_in(self, layer: int, config: Config) -> bool:
@@ -465,40 +442,27 @@ _HEADS, _MLP = Heads(), Mlp()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
-    """How a model type differs from the plain decoder.
+    """How a model type differs from the plain decoder."""
 
-    Attributes:
-        defaults: Sizes of missing keys.
-        attention: Its softmax attention.
-        delta: Its layers of linear attention.
-        mlp: Its dense layers.
-        experts: Its mixtures of experts.
-        has_mlp_beside_experts: Whether a layer with experts has the dense MLP too.
-        num_norms: Norms of a layer, except those inside attention.
-        has_norm_weights: Whether these norms, and the one before the head, have weights.
-        has_norm_after_mlp: Whether a norm reads the output of a dense MLP before it is added.
-        has_layer_inputs: Whether each layer has its own embedding, gated into its output.
-        is_tied: Whether head and embedding are tied, if the config does not say.
-        has_window_switch: Whether windows are off unless a flag is set.
-        has_global_last: Whether the last layer attends to all tokens, whatever the config says.
-        slides: Whether layer i has a window, if the config lists no layer types.
-        is_linear: Whether layer i has linear attention, if the config lists no layer types.
-    """
-
-    defaults: Mapping[str, int] = field(default_factory=dict)
-    attention: Heads | GlobalHeads | Latent = _HEADS
-    delta: Delta | None = None
-    mlp: Mlp = _MLP
-    experts: Experts | None = None
-    has_mlp_beside_experts: bool = False
-    num_norms: int = 2
-    has_norm_weights: bool = True
+    defaults: Mapping[str, int] = field(default_factory=dict)  # sizes of missing keys
+    attention: Heads | GlobalHeads | Latent = _HEADS  # its softmax attention
+    delta: Delta | None = None  # its layers of linear attention
+    mlp: Mlp = _MLP  # its dense layers
+    experts: Experts | None = None  # its mixtures of experts
+    has_mlp_beside_experts: bool = False  # whether a layer with experts has the dense MLP too
+    num_norms: int = 2  # norms of a layer, except those inside attention
+    has_norm_weights: bool = True  # whether these norms, and the one before the head, have weights
+    # Whether a norm reads the output of a dense MLP before it is added.
     has_norm_after_mlp: bool = False
+    # Whether each layer has its own embedding, gated into its output.
     has_layer_inputs: bool = False
-    is_tied: bool = False
-    has_window_switch: bool = False
+    is_tied: bool = False  # whether head and embedding are tied, if the config does not say
+    has_window_switch: bool = False  # whether windows are off unless a flag is set
+    # Whether the last layer attends to all tokens, whatever the config says.
     has_global_last: bool = False
+    # Whether layer i has a window, if the config lists no layer types.
     slides: Callable[[int, Config], bool] = lambda _i, _config: True
+    # Whether layer i has linear attention, if the config lists no layer types.
     is_linear: Callable[[int, Config], bool] = lambda _i, _config: False
 
 

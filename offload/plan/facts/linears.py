@@ -11,33 +11,23 @@ Reads = Literal["input", "inside", "gated", "clamped", "plain"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Linear:
-    """One matrix product of a layer, or a fused stack of one per expert.
+    """One matrix product of a layer, or a fused stack of one per expert."""
 
-    Attributes:
-        name: Last part of the module's (or fused parameter's) name, such as q_proj.
-        group: Part of the layer that it belongs to.
-        d_in: Features in.
-        d_out: Features out.
-        num_experts: Matrices in the stack.
-        active: Matrices of the stack that one token passes through.
-        has_bias: Whether each matrix has a bias of d_out elements.
-        reads: What its input is: the input of its part of the layer, which others read too;
-            something that the part computed from it; or an activation, either of one projection
-            times another, perhaps both of them clamped, or of one alone.
-        is_module: Whether it is a linear module of its own, which an adapter can target by name.
-        is_unread: Whether nothing but the layer's output depends on its value: a layer that is
-            recomputed for its gradients can leave it out.
-    """
-
-    name: str
-    group: Group
-    d_in: int
-    d_out: int
-    num_experts: int = 1
-    active: int = 1
-    has_bias: bool = False
+    name: str  # last part of the module's (or fused parameter's) name, such as q_proj
+    group: Group  # part of the layer that it belongs to
+    d_in: int  # features in
+    d_out: int  # features out
+    num_experts: int = 1  # matrices in the stack
+    active: int = 1  # matrices of the stack that one token passes through
+    has_bias: bool = False  # whether each matrix has a bias of d_out elements
+    # What its input is: the input of its part of the layer, which others read too; something that
+    # the part computed from it; or an activation, either of one projection times another, perhaps
+    # both of them clamped, or of one alone.
     reads: Reads = "input"
+    # Whether it is a linear module of its own, which an adapter can target by name.
     is_module: bool = True
+    # Whether nothing but the layer's output depends on its value: a layer that is recomputed for
+    # its gradients can leave it out.
     is_unread: bool = False
 
     @property
@@ -72,17 +62,11 @@ class Linear:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Norm:
-    """One norm of a layer.
+    """One norm of a layer."""
 
-    Attributes:
-        num_features: Elements of one token that pass through it, over all heads.
-        num_weights: Its weights: those of one head, or none.
-        num_biases: Its biases.
-    """
-
-    num_features: int
-    num_weights: int
-    num_biases: int = 0
+    num_features: int  # elements of one token that pass through it, over all heads
+    num_weights: int  # its weights: those of one head, or none
+    num_biases: int = 0  # its biases
 
 
 # ---------------------------------------------------------------------------------------------
@@ -102,30 +86,19 @@ DELTA_CHUNK_TOKENS = 64  # of the delta rule in transformers and in flash-linear
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SoftmaxAttention:
-    """Queries, keys and values.
+    """Queries, keys and values."""
 
-    Attributes:
-        num_heads: Heads of queries.
-        num_kv_heads: Heads of keys and values.
-        qk_dim: Features of a head of queries and keys.
-        v_dim: Features of a head of values.
-        rotary_dim: Features of a head that the rotary embedding rotates.
-        num_rotated_heads: Heads that are rotated; in latent attention all keys share one.
-        window: Tokens that each token attends to, itself included; None for all before it.
-        has_output_gate: Whether the output is multiplied by a sigmoid.
-        is_fused: Whether queries, keys and values are slices of one product.
-        scores: Whether a fused kernel computes them; none supports sinks or soft caps.
-    """
-
-    num_heads: int
-    num_kv_heads: int
-    qk_dim: int
-    v_dim: int
-    rotary_dim: int
-    num_rotated_heads: int
+    num_heads: int  # heads of queries
+    num_kv_heads: int  # heads of keys and values
+    qk_dim: int  # features of a head of queries and keys
+    v_dim: int  # features of a head of values
+    rotary_dim: int  # features of a head that the rotary embedding rotates
+    num_rotated_heads: int  # heads that are rotated; in latent attention all keys share one
+    # Tokens that each token attends to, itself included; None for all before it.
     window: int | None = None
-    has_output_gate: bool = False
-    is_fused: bool = False
+    has_output_gate: bool = False  # whether the output is multiplied by a sigmoid
+    is_fused: bool = False  # whether queries, keys and values are slices of one product
+    # Whether a fused kernel computes them; none supports sinks or soft caps.
     scores: Scores = "fused"
 
     @property
@@ -145,21 +118,13 @@ class SoftmaxAttention:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeltaAttention:
-    """A gated delta rule after a short convolution.
+    """A gated delta rule after a short convolution."""
 
-    Attributes:
-        num_key_heads: Heads of queries and keys.
-        num_value_heads: Heads of values, each with a state of its own.
-        key_dim: Features of a head of queries and keys.
-        value_dim: Features of a head of values.
-        conv_tokens: Kernel size of the convolution.
-    """
-
-    num_key_heads: int
-    num_value_heads: int
-    key_dim: int
-    value_dim: int
-    conv_tokens: int
+    num_key_heads: int  # heads of queries and keys
+    num_value_heads: int  # heads of values, each with a state of its own
+    key_dim: int  # features of a head of queries and keys
+    value_dim: int  # features of a head of values
+    conv_tokens: int  # kernel size of the convolution
 
     @property
     def conv_features(self) -> int:
@@ -181,15 +146,10 @@ class DeltaAttention:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recurrence:
-    """Another recurrence: a state space, an RNN, a convolution. Its products are counted elsewhere.
+    """Another recurrence: a state space, an RNN, a convolution; its products are elsewhere."""
 
-    Attributes:
-        width: Features that go through it.
-        state_size: State elements per feature; 0 if the config names none.
-    """
-
-    width: int
-    state_size: int
+    width: int  # features that go through it
+    state_size: int  # state elements per feature; 0 if the config names none
 
     def flops_per_token(self, context_tokens: int) -> float:
         """Count three products per state element: it decays, is added to, and is read."""

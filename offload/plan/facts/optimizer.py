@@ -31,68 +31,53 @@ HOST_GRADIENTS, HOST_STATES = "gradients in RAM", "optimizer states in RAM"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """What an update is made with.
+    """What an update is made with."""
 
-    Attributes:
-        number: Counted from 1.
-        lr: Learning rate.
-        weight_decay: Decoupled: lr times as much of the weight goes.
-    """
-
-    number: int
-    lr: float
-    weight_decay: float
+    number: int  # counted from 1
+    lr: float  # learning rate
+    weight_decay: float  # decoupled: lr times as much of the weight goes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Optimizer:
-    """An optimizer of tensors on the device that computes, of weights in RAM, or of both.
+    """An optimizer of tensors on the device that computes, of weights in RAM, or of both."""
 
-    Attributes:
-        doc: What it does, in a few words that follow its name in the reference.
-        states: Function of the shape of a tensor to shape and dtype of its states, by name. A state
-            has an element for each of the weight's, or for each block (see `SCALE`).
-        update: Updates a weight in RAM in place, in fp32, and its states; the gradient may be
-            overwritten. None if it updates tensors on the device alone.
-        settings: What a checkpoint of weights in RAM says of it.
-        is_by_tensor: Whether a tensor is updated as a whole, and one at a time. Otherwise each
-            element is updated by itself, and a weight in RAM in pieces that fit a cache.
-        core_s: Seconds that a core computes for a weight in RAM, where that takes longer than its
-            memory, as measured on an AMD EPYC (2026-11-23).
-        made_by: The class of torch's optimizer on the device, as `module:name`; None if it updates
-            weights in RAM alone.
-        options: Arguments of that class.
-        update_bytes: Bytes on the device that an update of a weight reads and writes, with three
-            passes of fp32 that clip.
-        num_ops: Operations on the device of an update of a tensor.
-        is_joint: Whether one operation updates many tensors there.
-        moments: Names of states -> names in torch's optimizer, if that updates a part of a tensor
-            as it would the whole.
-        min_paged: Elements from which the driver moves states to the host while the device is full,
-            but for scales.
-        instead: What updates in its place where it cannot.
-        is_small_in: Where its states are so small that a refusal names it.
-        option: Its name and source among the ways that `plan` compares; None for none.
-        aliases: What transformers' Trainer calls it.
-    """
-
-    doc: str
+    doc: str  # what it does, in a few words that follow its name in the reference
+    # Function of the shape of a tensor to shape and dtype of its states, by name. A state has an
+    # element for each of the weight's, or for each block (see `SCALE`).
     states: Callable[[Shape], Mapping[str, tuple[Shape, str]]]
+    # Updates a weight in RAM in place, in fp32, and its states; the gradient may be overwritten.
+    # None if it updates tensors on the device alone.
     update: Callable[[Tensor, Tensor, States, Step], None] | None = None
+    # What a checkpoint of weights in RAM says of it.
     settings: Mapping[str, Any] = field(default_factory=dict)
+    # Whether a tensor is updated as a whole, and one at a time. Otherwise each element is updated
+    # by itself, and a weight in RAM in pieces that fit a cache.
     is_by_tensor: bool = False
+    # Seconds that a core computes for a weight in RAM, where that takes longer than its memory, as
+    # measured on an AMD EPYC (2026-11-23).
     core_s: float = 0.0
+    # The class of torch's optimizer on the device, as `module:name`; None if it updates weights in
+    # RAM alone.
     made_by: str | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)  # arguments of that class
+    # Bytes on the device that an update of a weight reads and writes, with three passes of fp32
+    # that clip.
     update_bytes: int = 0
-    num_ops: int = 0
-    is_joint: bool = False
+    num_ops: int = 0  # operations on the device of an update of a tensor
+    is_joint: bool = False  # whether one operation updates many tensors there
+    # Names of states -> names in torch's optimizer, if that updates a part of a tensor as it would
+    # the whole.
     moments: Mapping[str, str] | None = None
+    # Elements from which the driver moves states to the host while the device is full, but for
+    # scales.
     min_paged: int | None = None
-    instead: str = DEFAULT
+    instead: str = DEFAULT  # what updates in its place where it cannot
+    # Where its states are so small that a refusal names it.
     is_small_in: tuple[Literal["device", "RAM"], ...] = ()
+    # Its name and source among the ways that `plan` compares; None for none.
     option: tuple[str, str] | None = None
-    aliases: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()  # what transformers' Trainer calls it
 
     def state_bytes(self, shape: Shape) -> int:
         """Return the bytes of the states of a tensor of this shape."""

@@ -50,19 +50,12 @@ NORMS_HEADS = frozenset(("qwen3", "qwen3_moe", "gemma3_text"))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FusedParts:
-    """The parts of one layer that are one operator each.
+    """The parts of one layer that are one operator each."""
 
-    Attributes:
-        norms: Norms.
-        has_rotary: Whether queries and keys are rotated in one.
-        head_norms: Those of the norms, of queries and keys, that the rotation computes.
-        downs: The last linears of MLPs whose gated activation is one.
-    """
-
-    norms: tuple[Norm, ...] = ()
-    has_rotary: bool = False
-    head_norms: tuple[Norm, ...] = ()
-    downs: tuple[Linear, ...] = ()
+    norms: tuple[Norm, ...] = ()  # norms
+    has_rotary: bool = False  # whether queries and keys are rotated in one
+    head_norms: tuple[Norm, ...] = ()  # the norms, of queries and keys, that the rotation computes
+    downs: tuple[Linear, ...] = ()  # the last linears of MLPs whose gated activation is one
 
     def without(self, plain: frozenset[FusedPart]) -> "FusedParts":
         """Return the same but for parts that the model's own code computes."""

@@ -37,49 +37,35 @@ Pcie = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Card:
-    """Published figures of a card, and measurements.
+    """Published figures of a card, and measurements."""
 
-    Attributes:
-        memory_gib: Device memory, as the card is sold.
-        half_tflops: Dense products of 16-bit numbers, accumulated in fp32.
-        fp32_tflops: Arithmetic in fp32, without tensor cores.
-        memory_gb_per_s: The bandwidth of device memory.
-        pcie: Generation and lanes of its link.
-        line: The product line, which implies the kind of host.
-        sheet: The source of the figures.
-        listed_mib: Device memory that nvidia-smi lists; None if no such list was found.
-        has_bf16: Whether it computes in bfloat16; cards before Ampere do not.
-        has_grouped_gemm: Whether torch's grouped products are one kernel on it.
-        measured_gemm_tflops: Large products, as measured by others; of the H200 those of an MLP, by
-            the kernel times of a profile in tests/bench/results.
-        measured_attention_tflops: Causal attention, forward and backward, by the same profile.
-        measured_memory_gb_per_s: Large copies within device memory; of the H200 by `sluice probe`.
-        measured_fp32_tflops: Arithmetic in fp32, as measured by others; of the H200 by `sluice
-            probe`.
-        measured_link_gb_per_s: Copies to the device, as measured by others; of the H200 by `sluice
-            probe`.
-        board_w: Watts of the whole card at most, as published: "graphics card power" of a GeForce,
-            board power of a workstation card, thermal design power of a server card (of A100 the
-            SXM board, of V100 the PCIe card); None where no published table or article was read.
-        nvlink_gb_per_s: NVLink in each direction, half of the sum that the datasheet names.
-    """
-
-    memory_gib: float
-    half_tflops: float
-    fp32_tflops: float
-    memory_gb_per_s: float
-    pcie: Pcie
-    line: Line
-    sheet: str
+    memory_gib: float  # device memory, as the card is sold
+    half_tflops: float  # dense products of 16-bit numbers, accumulated in fp32
+    fp32_tflops: float  # arithmetic in fp32, without tensor cores
+    memory_gb_per_s: float  # the bandwidth of device memory
+    pcie: Pcie  # generation and lanes of its link
+    line: Line  # the product line, which implies the kind of host
+    sheet: str  # the source of the figures
+    # Device memory that nvidia-smi lists; None if no such list was found.
     listed_mib: int | None = None
-    has_bf16: bool = True
-    has_grouped_gemm: bool = False
+    has_bf16: bool = True  # whether it computes in bfloat16; cards before Ampere do not
+    has_grouped_gemm: bool = False  # whether torch's grouped products are one kernel on it
+    # Large products, as measured by others; of the H200 those of an MLP, by the kernel times of a
+    # profile in tests/bench/results.
     measured_gemm_tflops: float | None = None
+    # Causal attention, forward and backward, by the same profile.
     measured_attention_tflops: float | None = None
+    # Large copies within device memory; of the H200 by `sluice probe`.
     measured_memory_gb_per_s: float | None = None
+    # Arithmetic in fp32, as measured by others; of the H200 by `sluice probe`.
     measured_fp32_tflops: float | None = None
+    # Copies to the device, as measured by others; of the H200 by `sluice probe`.
     measured_link_gb_per_s: float | None = None
+    # Watts of the whole card at most, as published: "graphics card power" of a GeForce, board power
+    # of a workstation card, thermal design power of a server card (of A100 the SXM board, of V100
+    # the PCIe card); None where no published table or article was read.
     board_w: int | None = None
+    # NVLink in each direction, half of the sum that the datasheet names.
     nvlink_gb_per_s: float | None = None
 
 

@@ -42,36 +42,22 @@ class Implementation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Node:
-    """A NUMA node: host memory with its local processors.
+    """A NUMA node: host memory with its local processors."""
 
-    Attributes:
-        number: The system's number of the node.
-        num_cpus: Processors that this process may use.
-        ram_bytes: All of its memory.
-        is_near: Whether it is the nearest one to the device.
-        copy_bytes_per_s: Bytes that one of its threads copies within it.
-    """
-
-    number: int
-    num_cpus: int
-    ram_bytes: int
-    is_near: bool
-    copy_bytes_per_s: Rate
+    number: int  # the system's number of the node
+    num_cpus: int  # processors that this process may use
+    ram_bytes: int  # all of its memory
+    is_near: bool  # whether it is the nearest one to the device
+    copy_bytes_per_s: Rate  # bytes that one of its threads copies within it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Network:
-    """What connects the ranks of a run.
+    """What connects the ranks of a run."""
 
-    Attributes:
-        world_size: The ranks that it was measured between.
-        latency_s: Seconds of adding up a few gradients, words about them included.
-        bytes_per_s: Bytes that each rank sends while it adds up many, and receives as many.
-    """
-
-    world_size: int
-    latency_s: Rate
-    bytes_per_s: Rate
+    world_size: int  # the ranks that it was measured between
+    latency_s: Rate  # seconds of adding up a few gradients, words about them included
+    bytes_per_s: Rate  # bytes that each rank sends while it adds up many, and receives as many
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -70,17 +70,11 @@ MemoryGrade = Literal["formula", "traced"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TracedBytes:
-    """Peak device memory of each part, in addition to what was allocated before it.
+    """Peak device memory of each part, in addition to what was allocated before it."""
 
-    Attributes:
-        visits: Bytes of each layer's backward visit, for one micro-batch.
-        head_chunk: Bytes of one chunk's norm, head, loss and backward.
-        recorded: Bytes of what the model passes to all layers besides their inputs, for one
-            micro-batch.
-    """
-
-    visits: tuple[int, ...]
-    head_chunk: int
+    visits: tuple[int, ...]  # bytes of each layer's backward visit, for one micro-batch
+    head_chunk: int  # bytes of one chunk's norm, head, loss and backward
+    # Bytes of what the model passes to all layers besides their inputs, for one micro-batch.
     recorded: int
 
 
@@ -220,45 +214,35 @@ class DeviceNeeds:
     """The use of device memory, by the number of slots and of kept graphs.
 
     A search asks for the peak of thousands of residencies, and for the terms of a few.
-
-    Attributes:
-        slot_bytes: The size of a slot.
-        always: Terms that are live at every instant, but for slots.
-        kept: Live from the forward to the backward, without kept graphs.
-        graph_bytes: What kept graphs add to it, by their number.
-        visit: A visit that recomputes its layer, without kept graphs.
-        instants: A head chunk, a visit whose graph was kept, a layer's update on the device: what
-            is live in addition to all kept graphs.
-        forward: A visit without a graph, at most.
-        scored: Memory of passes that only score, until all rows are scored: live with a head chunk
-            or a visit without a graph. None where there are no such passes.
-        update: The optimizer.
-        fixed: Independent of all settings.
-        output_bytes: Bytes of the output and log-sum-exp of each layer's attention for one
-            micro-batch; 0 where it is computed again.
-        sent_graph_bytes: Bytes of all that autograd saves of each layer for one micro-batch.
-        router_bytes: Bytes of each layer's router logits for one micro-batch, if they wait with its
-            graph for a router loss over the step.
-        num_micro_batches: The micro-batches of a rank that pass the layers together, if all were as
-            large as the largest.
-        head_bytes: Bytes of an output head that is copied over the slots, with its gradient there;
-            0 if the device has it.
     """
 
-    slot_bytes: int
-    always: tuple[MemoryTerm, ...]
-    kept: tuple[MemoryTerm, ...]
-    graph_bytes: tuple[int, ...]
-    visit: tuple[MemoryTerm, ...]
+    slot_bytes: int  # the size of a slot
+    always: tuple[MemoryTerm, ...]  # terms that are live at every instant, but for slots
+    kept: tuple[MemoryTerm, ...]  # live from the forward to the backward, without kept graphs
+    graph_bytes: tuple[int, ...]  # what kept graphs add to it, by their number
+    visit: tuple[MemoryTerm, ...]  # a visit that recomputes its layer, without kept graphs
+    # A head chunk, a visit whose graph was kept, a layer's update on the device: what is live in
+    # addition to all kept graphs.
     instants: tuple[tuple[MemoryTerm, ...], ...]
-    forward: tuple[MemoryTerm, ...]
-    update: MemoryTerm
-    fixed: tuple[MemoryTerm, ...]
+    forward: tuple[MemoryTerm, ...]  # a visit without a graph, at most
+    update: MemoryTerm  # the optimizer
+    fixed: tuple[MemoryTerm, ...]  # independent of all settings
+    # Bytes of the output and log-sum-exp of each layer's attention for one micro-batch; 0 where it
+    # is computed again.
     output_bytes: tuple[int, ...]
+    # Bytes of all that autograd saves of each layer for one micro-batch.
     sent_graph_bytes: tuple[int, ...]
+    # Bytes of each layer's router logits for one micro-batch, if they wait with its graph for a
+    # router loss over the step.
     router_bytes: tuple[int, ...]
+    # The micro-batches of a rank that pass the layers together, if all were as large as the
+    # largest.
     num_micro_batches: float
+    # Memory of passes that only score, until all rows are scored: live with a head chunk or a visit
+    # without a graph. None where there are no such passes.
     scored: tuple[MemoryTerm, ...] = ()
+    # Bytes of an output head that is copied over the slots, with its gradient there; 0 if the
+    # device has it.
     head_bytes: int = 0
 
     @cached_property
@@ -723,19 +707,12 @@ LOCKED_TERMS = (STASH, SENT, ROWS, HEAD)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostLoad:
-    """What one run of a step has in host memory.
+    """What one run of a step has in host memory."""
 
-    Attributes:
-        workload: Its largest micro-batch.
-        num_workers: Its data workers of each rank.
-        num_stashed: Micro-batches whose layer inputs each rank stashes in host memory.
-        feature_bytes: What a head reads that learns alone before the first step.
-    """
-
-    workload: Workload
-    num_workers: int
-    num_stashed: int
-    feature_bytes: int = 0
+    workload: Workload  # its largest micro-batch
+    num_workers: int  # its data workers of each rank
+    num_stashed: int  # micro-batches whose layer inputs each rank stashes in host memory
+    feature_bytes: int = 0  # what a head reads that learns alone before the first step
 
 
 def host_terms(

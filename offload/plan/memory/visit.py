@@ -97,29 +97,18 @@ FUSED_NORM_COPIES = 2  # in the dtype, where that is one operator: two gradients
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VisitBytes:
-    """The memory of one micro-batch's visit of a layer, with its graph.
+    """The memory of one micro-batch's visit of a layer, with its graph."""
 
-    Attributes:
-        saved: Activations except scores.
-        scores: Attention scores, if no fused kernel avoids materializing them.
-        adapter_inputs: What low-rank branches save.
-        factors: A and B in the compute dtype, where they are cast to it.
-        gradients: The widest gradients that are live together with all of these.
-        dora: What is live while peft computes a merged weight's norm.
-        update: What is live while another method than LoRA computes on a whole weight.
-        tile: All that one tile of an MLP in tiles takes, if that is when most is live.
-        own_input: The layer's input, if autograd saves it without a copy: `saved` leaves it out, as
-            it is counted with the kept layer inputs.
-    """
-
-    saved: int
-    scores: int
-    adapter_inputs: int
-    factors: int
-    gradients: int
-    dora: int
-    update: int = 0
-    tile: int = 0
+    saved: int  # activations except scores
+    scores: int  # attention scores, if no fused kernel avoids materializing them
+    adapter_inputs: int  # what low-rank branches save
+    factors: int  # a and B in the compute dtype, where they are cast to it
+    gradients: int  # the widest gradients that are live together with all of these
+    dora: int  # what is live while peft computes a merged weight's norm
+    update: int = 0  # what is live while another method than LoRA computes on a whole weight
+    tile: int = 0  # all that one tile of an MLP in tiles takes, if that is when most is live
+    # The layer's input, if autograd saves it without a copy: `saved` leaves it out, as it is
+    # counted with the kept layer inputs.
     own_input: int = 0
 
     @property

@@ -75,44 +75,36 @@ OVER_NETWORK = (Kind.GATHER, Kind.REDUCE)
 
 
 class Op(NamedTuple):
-    """One piece of work on one lane; a tuple, since a search makes tens of thousands.
+    """One piece of work on one lane; a tuple, since a search makes tens of thousands."""
 
-    Attributes:
-        lane: Where it runs, after the lane's earlier ops.
-        kind: What it does.
-        layer: The layer, counted from 0; for GATHER and REDUCE none if it is of what no layer has
-            alone.
-        micro_batch: The micro-batch of the step; with an objective, one of its passes.
-        slot: The slot that a load or a piece of the head fills, and that a visit or the decoding
-            before it reads.
-        buffer: For READ and LOAD the staging buffer, for FETCH and BACKWARD the buffer of the
-            fetched layer input, for GRADIENT the buffer that is copied to the host, for LOOK_UP,
-            ROWS and FRONT that of the embedding's rows.
-        offset: First byte of a piece within its layer or the head.
-        num_bytes: Bytes that are moved; for DECODE, bytes that are written; for GATHER and
-            REDUCE, bytes that this rank sends.
-        has_graph: For FORWARD, whether the graph is kept, or sent if there is a carrier; for
-            BACKWARD, whether one was.
-        has_output: For FORWARD, whether the attention's output is recorded for the backward; for
-            BACKWARD, whether the recompute is given it.
-        carrier: The device buffer that a sent graph or output leaves from and comes back to.
-        run: For OBJECTIVE and REDUCE, the run whose loss or gradients they are, counted from 0.
-        waits: Positions in the op list, always smaller than the op's own.
-    """
-
-    lane: Lane
-    kind: Kind
+    lane: Lane  # where it runs, after the lane's earlier ops
+    kind: Kind  # what it does
+    # The layer, counted from 0; for GATHER and REDUCE none if it is of what no layer has alone.
     layer: int | None = None
+    # The micro-batch of the step; with an objective, one of its passes.
     micro_batch: int | None = None
+    # The slot that a load or a piece of the head fills, and that a visit or the decoding before it
+    # reads.
     slot: int | None = None
+    # The buffer: for READ and LOAD the staging buffer, for FETCH and BACKWARD that of the fetched
+    # layer input, for GRADIENT the one that is copied to the host, for LOOK_UP, ROWS and FRONT that
+    # of the embedding's rows.
     buffer: int | None = None
-    offset: int = 0
+    offset: int = 0  # first byte of a piece within its layer or the head
+    # Bytes that are moved; for DECODE, bytes that are written; for GATHER and REDUCE, bytes that
+    # this rank sends.
     num_bytes: int = 0
+    # Whether the graph is kept by a FORWARD, or sent if there is a carrier; whether it was, for a
+    # BACKWARD.
     has_graph: bool = False
+    # Whether the attention's output is recorded for the backward by a FORWARD; whether a BACKWARD's
+    # recompute is given it.
     has_output: bool = False
+    # The device buffer that a sent graph or output leaves from and comes back to.
     carrier: int | None = None
+    # The run whose loss or gradients an OBJECTIVE or REDUCE has, counted from 0.
     run: int | None = None
-    waits: tuple[int, ...] = ()
+    waits: tuple[int, ...] = ()  # positions in the op list, always smaller than the op's own
 
     def pieces(self, total: int, piece_bytes: int) -> tuple["Op", ...]:
         """Split a copy of so many bytes into pieces; an empty copy is one piece."""

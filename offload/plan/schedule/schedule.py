@@ -210,22 +210,14 @@ class Passes:
 
     They are numbered within the step: the micro-batches that are trained on, run after run; then,
     run after run, those that are only scored and all of the run's as its reference computes them.
-
-    Attributes:
-        num_trained: Micro-batches that are trained on; 0 for an evaluation.
-        num_scored: Micro-batches that are only scored.
-        has_reference: Whether a reference scores all of them too.
-        has_objective: Whether the loss is taken over all of the run's rows at once.
-        first_trained: Number of the first that is trained on.
-        first_further: Number of the first that is not; None if they follow at once.
     """
 
-    num_trained: int
-    num_scored: int = 0
-    has_reference: bool = False
-    has_objective: bool = True
-    first_trained: int = 0
-    first_further: int | None = None
+    num_trained: int  # micro-batches that are trained on; 0 for an evaluation
+    num_scored: int = 0  # micro-batches that are only scored
+    has_reference: bool = False  # whether a reference scores all of them too
+    has_objective: bool = True  # whether the loss is taken over all of the run's rows at once
+    first_trained: int = 0  # number of the first that is trained on
+    first_further: int | None = None  # number of the first that is not; None if they follow at once
 
     @property
     def num_policy(self) -> int:
@@ -283,22 +275,17 @@ class Residency(NamedTuple):
     """How many layers' weights, graphs and attention outputs are on the device at a time.
 
     A tuple, since a search makes and looks up tens of thousands.
-
-    Attributes:
-        num_slots: Layers whose weights are on the device at a time.
-        num_kept_graphs: How many layers, the last ones, are not checkpointed.
-        num_sent_graphs: How many of the layers below are not checkpointed either: what autograd
-            saved of them goes to host memory and comes back.
-        num_kept_outputs: How many layers, the last of all others, keep the output of their
-            attention on the device, so that it is not computed again.
-        num_sent_outputs: How many of the rest send theirs to host memory and get it back.
     """
 
-    num_slots: int
-    num_kept_graphs: int = 0
+    num_slots: int  # layers whose weights are on the device at a time
+    num_kept_graphs: int = 0  # how many layers, the last ones, are not checkpointed
+    # How many of the layers below are not checkpointed either: what autograd saved of them goes to
+    # host memory and comes back.
     num_sent_graphs: int = 0
+    # How many layers, the last of all others, keep the output of their attention on the device, so
+    # that it is not computed again.
     num_kept_outputs: int = 0
-    num_sent_outputs: int = 0
+    num_sent_outputs: int = 0  # how many of the rest send theirs to host memory and get it back
 
     @property
     def has_outputs(self) -> bool:
@@ -344,21 +331,16 @@ class Residency(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Saved:
-    """What checkpointed layers save on the way up, so that less is computed again.
+    """What checkpointed layers save on the way up, so that less is computed again."""
 
-    Attributes:
-        kept: Layers whose outputs of attention stay on the device.
-        sent: Layers whose outputs of attention leave for host memory and come back.
-        graphs: Layers of which all that autograd saved leaves and comes back; they are not
-            computed again.
-        output_bytes: Bytes of an attention's output and log-sum-exp, by layer and micro-batch.
-        graph_bytes: Bytes of what autograd saves, by layer and micro-batch.
-    """
-
-    kept: frozenset[int] = frozenset()
+    kept: frozenset[int] = frozenset()  # layers whose outputs of attention stay on the device
+    # Layers whose outputs of attention leave for host memory and come back.
     sent: frozenset[int] = frozenset()
+    # Layers of which all that autograd saved leaves and comes back; they are not computed again.
     graphs: frozenset[int] = frozenset()
+    # Bytes of an attention's output and log-sum-exp, by layer and micro-batch.
     output_bytes: tuple[tuple[int, ...], ...] = ()
+    # Bytes of what autograd saves, by layer and micro-batch.
     graph_bytes: tuple[tuple[int, ...], ...] = ()
 
     @property
@@ -415,16 +397,11 @@ Ring = tuple[int | None, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reduced:
-    """Bytes that each rank sends so that the gradients of all ranks are added up.
+    """Bytes that each rank sends so that the gradients of all ranks are added up."""
 
-    Attributes:
-        layers: Bytes of what each layer has alone, in forward order: final once its backward has
-            ended.
-        rest: Bytes of all else: final once the whole backward has.
-    """
-
+    # Bytes of what each layer has alone, in forward order: final once its backward has ended.
     layers: tuple[int, ...]
-    rest: int
+    rest: int  # bytes of all else: final once the whole backward has
 
     @classmethod
     def of(
@@ -447,31 +424,23 @@ class Reduced:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TransferSizes:
-    """What crosses the link and the network, and in which portions.
+    """What crosses the link and the network, and in which portions."""
 
-    Attributes:
-        layer_bytes: What one load of each layer moves, in forward order.
-        gradient_bytes: Gradients of each layer's own weights that go to the host; 0 if frozen.
-        decoded_bytes: Size of each layer once decoded; 0 if it computes in its slot.
-        piece_bytes: The largest copy; larger ones are split.
-        num_staging: Staging buffers of `piece_bytes` that loads pass through; 0 if the layers are
-            in page-locked memory.
-        updated: Layers that are updated by the gradients of the step before, each where it is first
-            loaded.
-        reduced: What of each run's gradients crosses the network; none with a single rank.
-        row_bytes: Bytes of the input embedding's rows, by pass; empty if the device has all of
-            them.
-        head_bytes: Bytes of the output head, if it is copied over slots; 0 if the device has it.
-    """
-
-    layer_bytes: tuple[int, ...]
+    layer_bytes: tuple[int, ...]  # what one load of each layer moves, in forward order
+    # Gradients of each layer's own weights that go to the host; 0 if frozen.
     gradient_bytes: tuple[int, ...]
-    decoded_bytes: tuple[int, ...]
-    piece_bytes: int
+    decoded_bytes: tuple[int, ...]  # size of each layer once decoded; 0 if it computes in its slot
+    piece_bytes: int  # the largest copy; larger ones are split
+    # Staging buffers of `piece_bytes` that loads pass through; 0 if the layers are in page-locked
+    # memory.
     num_staging: int
+    # Layers that are updated by the gradients of the step before, each where it is first loaded.
     updated: frozenset[int] = frozenset()
+    # What of each run's gradients crosses the network; none with a single rank.
     reduced: tuple[Reduced, ...] = ()
+    # Bytes of the input embedding's rows, by pass; empty if the device has all of them.
     row_bytes: tuple[int, ...] = ()
+    # Bytes of the output head, if it is copied over slots; 0 if the device has it.
     head_bytes: int = 0
 
     def head_slots(self, num_slots: int) -> range:

@@ -20,19 +20,12 @@ from offload.plan.schedule.schedule import Schedule
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardedSizes:
-    """What each rank sends of a layer, and of all else.
+    """What each rank sends of a layer, and of all else."""
 
-    Attributes:
-        layers: Bytes to gather each layer, in forward order.
-        rest: Bytes to gather what is around the layers.
-        gradients: Bytes to add up the gradients of each layer; 0 where it is frozen.
-        rest_gradients: Bytes to add up the gradients of what is around the layers.
-    """
-
-    layers: tuple[int, ...]
-    rest: int
-    gradients: tuple[int, ...]
-    rest_gradients: int
+    layers: tuple[int, ...]  # bytes to gather each layer, in forward order
+    rest: int  # bytes to gather what is around the layers
+    gradients: tuple[int, ...]  # bytes to add up the gradients of each layer; 0 where it is frozen
+    rest_gradients: int  # bytes to add up the gradients of what is around the layers
 
 
 def sharded_schedule(

@@ -79,33 +79,24 @@ class StepBound:
     """R3 for steps that differ only in what stays on the device; see `r3_bound_s`.
 
     A search asks for thousands of bounds at the same costs, so what they share is computed once.
-
-    Attributes:
-        costs: The prices of the ops.
-        num_micro_batches: Micro-batches of the step.
-        stashed_bytes: Bytes of one micro-batch's layer input, if inputs are stashed in host memory.
-        is_staged: Whether loads pass through staging buffers.
-        loads_s: Seconds on the link, by layer.
-        forth_s: Seconds of one micro-batch on the way up, by layer, where nothing is sent; with its
-            share of what only scores.
-        back_s: Seconds of one micro-batch on the way down, by layer, with its recompute.
-        graph_back_s: Seconds of one micro-batch on the way down, by layer, without its recompute.
-        decodes_s: Seconds of decoding each layer.
-        host_updates_s: Seconds of updating each layer on the host.
-        fetch_s: Seconds of copying one micro-batch's input back to the device.
     """
 
-    costs: Costs
-    num_micro_batches: int
+    costs: Costs  # the prices of the ops
+    num_micro_batches: int  # micro-batches of the step
+    # Bytes of one micro-batch's layer input, if inputs are stashed in host memory.
     stashed_bytes: int
-    is_staged: bool
-    loads_s: tuple[float, ...]
+    is_staged: bool  # whether loads pass through staging buffers
+    loads_s: tuple[float, ...]  # seconds on the link, by layer
+    # Seconds of one micro-batch on the way up, by layer, where nothing is sent; with its share of
+    # what only scores.
     forth_s: tuple[float, ...]
+    # Seconds of one micro-batch on the way down, by layer, with its recompute.
     back_s: tuple[float, ...]
+    # Seconds of one micro-batch on the way down, by layer, without its recompute.
     graph_back_s: tuple[float, ...]
-    decodes_s: tuple[float, ...]
-    host_updates_s: tuple[float, ...]
-    fetch_s: float
+    decodes_s: tuple[float, ...]  # seconds of decoding each layer
+    host_updates_s: tuple[float, ...]  # seconds of updating each layer on the host
+    fetch_s: float  # seconds of copying one micro-batch's input back to the device
 
     @classmethod
     def of(
@@ -149,27 +140,18 @@ class StepBound:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Sweeps:
-    """The sweep up to the head and the sweep down from it, with this on the device.
+    """The sweep up to the head and the sweep down from it, with this on the device."""
 
-    Attributes:
-        step: What does not depend on it.
-        leaving: The layers that send anything.
-        stashed: The layers whose inputs leave the device, in order.
-        send_s: Seconds of copying what each layer sends of one micro-batch, for those that send
-            anything.
-        return_s: Seconds of copying back what each layer sends of one micro-batch.
-        forth_s: Seconds of one micro-batch at each layer on the way up.
-        back_s: Seconds of one micro-batch at each layer on the way down.
-        visits_s: Seconds of all micro-batches at each layer on the way up, with its decoding.
-    """
-
-    step: StepBound
-    leaving: frozenset[int]
-    stashed: Sequence[int]
+    step: StepBound  # what does not depend on it
+    leaving: frozenset[int]  # the layers that send anything
+    stashed: Sequence[int]  # the layers whose inputs leave the device, in order
+    # Seconds of copying what each layer sends of one micro-batch, for those that send anything.
     send_s: Mapping[int, float]
+    # Seconds of copying back what each layer sends of one micro-batch.
     return_s: Mapping[int, float]
-    forth_s: Sequence[float]
-    back_s: Sequence[float]
+    forth_s: Sequence[float]  # seconds of one micro-batch at each layer on the way up
+    back_s: Sequence[float]  # seconds of one micro-batch at each layer on the way down
+    # Seconds of all micro-batches at each layer on the way up, with its decoding.
     visits_s: Sequence[float]
 
     @classmethod

@@ -268,39 +268,24 @@ GRAPH_OPS = 30  # copies of a whole graph: 20 to 44 in layers of Llama, Qwen3, O
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerCost:
-    """One decoder layer, for one micro-batch.
+    """One decoder layer, for one micro-batch."""
 
-    Attributes:
-        forward_s: Forward without a graph.
-        backward_s: Recompute, and backward to the layer's input and its adapters.
-        recompute_s: The part of `backward_s` that is saved if the layer is not checkpointed.
-        recompute_frac: What a recompute takes of a forward's time: it leaves out what is not read.
-        attention_s: What of `recompute_s` its attention's output saves; 0 without a fused kernel.
-        pack_s: Copying that output to the buffer that it is sent from.
-        output_bytes: Bytes of an attention's output and log-sum-exp.
-        graph_bytes: Bytes of all that autograd saves of a visit; 0 if no graph is to be sent.
-        graph_pack_s: Copying that to the buffer that it is sent from.
-        reference_s: Forward without adapters, as a reference computes it.
-        update_s: Updating its weights, once per step; 0 if they are frozen.
-        decode_s: Decoding: once per visit, whatever the number of micro-batches.
-        weight_bytes: What one load moves.
-        bound: What the forward spends most of its time on.
-    """
-
-    forward_s: float
-    backward_s: float
-    recompute_s: float
-    decode_s: float
-    weight_bytes: int
-    bound: Bound
+    forward_s: float  # forward without a graph
+    backward_s: float  # recompute, and backward to the layer's input and its adapters
+    recompute_s: float  # the part of `backward_s` that is saved if the layer is not checkpointed
+    decode_s: float  # decoding: once per visit, whatever the number of micro-batches
+    weight_bytes: int  # what one load moves
+    bound: Bound  # what the forward spends most of its time on
+    # What a recompute takes of a forward's time: it leaves out what is not read.
     recompute_frac: float = 1.0
+    # What of `recompute_s` its attention's output saves; 0 without a fused kernel.
     attention_s: float = 0.0
-    pack_s: float = 0.0
-    output_bytes: int = 0
-    graph_bytes: int = 0
-    graph_pack_s: float = 0.0
-    update_s: float = 0.0
-    reference_s: float = 0.0
+    pack_s: float = 0.0  # copying that output to the buffer that it is sent from
+    output_bytes: int = 0  # bytes of an attention's output and log-sum-exp
+    graph_bytes: int = 0  # bytes of all that autograd saves of a visit; 0 if no graph is to be sent
+    graph_pack_s: float = 0.0  # copying that to the buffer that it is sent from
+    update_s: float = 0.0  # updating its weights, once per step; 0 if they are frozen
+    reference_s: float = 0.0  # forward without adapters, as a reference computes it
 
     def forth_s(self, *, is_sent: bool, has_graph: bool = False) -> float:
         """Return the seconds of a forward visit, with a copy of what is sent."""
@@ -316,56 +301,36 @@ class LayerCost:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Costs:
-    """All durations that the simulation needs.
+    """All durations that the simulation needs."""
 
-    Attributes:
-        grade: How the numbers were obtained.
-        layers: The prices of the layers, in forward order.
-        front_s: Embeddings and masks of one micro-batch.
-        front_backward_s: Gradient of the embeddings for one micro-batch, if they train.
-        tail_s: Norm, head and loss of one micro-batch, forward and backward.
-        optimizer_s: Clipping and update, once per step.
-        h2d_bytes_per_s: Rate of a load while the device computes; a CPU's from disk is a read.
-        h2d_latency_s: Fixed time of a load.
-        d2h_bytes_per_s: Rate of a copy to the host while the device computes.
-        fetch_bytes_per_s: Rate of the copy back.
-        read_bytes_per_s: Rate at which staging buffers are filled, from memory or from a file.
-        head_bytes: Bytes of an output head that is copied over slots; 0 if the device has it.
-        look_up_bytes_per_s: Rate at which rows of the embedding are gathered in host memory.
-        duplex_frac: The part of the rates to the device that is left if copies leave it meanwhile.
-        top_s: Seconds of the tail that log-probabilities of several tokens at each label add to a
-            cross-entropy.
-        score_s: Norm, head and log-probabilities of one micro-batch; 0 without an objective.
-        objective_s: Its loss and the gradient by the log-probabilities, once per step.
-        num_scored: Micro-batches that are only scored, for each that is trained on.
-        num_references: Micro-batches that a reference scores, for each that is trained on.
-        network_latency_s: Fixed time of adding up gradients over ranks.
-        network_bytes_per_s: Rate at which each rank sends meanwhile.
-        runs: The costs of each run of a shared step, of which the rest is then the mean; none for
-            one run.
-    """
-
-    grade: Grade
-    layers: tuple[LayerCost, ...]
-    front_s: float
-    tail_s: float
-    optimizer_s: float
-    h2d_bytes_per_s: float
-    h2d_latency_s: float
-    d2h_bytes_per_s: float
-    fetch_bytes_per_s: float
-    read_bytes_per_s: float
-    front_backward_s: float = 0.0
+    grade: Grade  # how the numbers were obtained
+    layers: tuple[LayerCost, ...]  # the prices of the layers, in forward order
+    front_s: float  # embeddings and masks of one micro-batch
+    tail_s: float  # norm, head and loss of one micro-batch, forward and backward
+    optimizer_s: float  # clipping and update, once per step
+    h2d_bytes_per_s: float  # rate of a load while the device computes; a CPU's from disk is a read
+    h2d_latency_s: float  # fixed time of a load
+    d2h_bytes_per_s: float  # rate of a copy to the host while the device computes
+    fetch_bytes_per_s: float  # rate of the copy back
+    read_bytes_per_s: float  # rate at which staging buffers are filled, from memory or from a file
+    front_backward_s: float = 0.0  # gradient of the embeddings for one micro-batch, if they train
+    # The part of the rates to the device that is left if copies leave it meanwhile.
     duplex_frac: float = 1.0
+    # Norm, head and log-probabilities of one micro-batch; 0 without an objective.
     score_s: float = 0.0
-    objective_s: float = 0.0
+    objective_s: float = 0.0  # its loss and the gradient by the log-probabilities, once per step
+    # Seconds of the tail that log-probabilities of several tokens at each label add to a
+    # cross-entropy.
     top_s: float = 0.0
-    num_scored: float = 0.0
+    num_scored: float = 0.0  # micro-batches that are only scored, for each that is trained on
+    # Micro-batches that a reference scores, for each that is trained on.
     num_references: float = 0.0
-    network_latency_s: float = 0.0
-    network_bytes_per_s: float = math.inf
+    network_latency_s: float = 0.0  # fixed time of adding up gradients over ranks
+    network_bytes_per_s: float = math.inf  # rate at which each rank sends meanwhile
+    # Rate at which rows of the embedding are gathered in host memory.
     look_up_bytes_per_s: float = math.inf
-    head_bytes: int = 0
+    head_bytes: int = 0  # bytes of an output head that is copied over slots; 0 if the device has it
+    # The costs of each run of a shared step, of which the rest is then the mean; none for one run.
     runs: tuple["RunCosts", ...] = ()
 
     @property
@@ -561,17 +526,11 @@ def recomputed_products(at: Pricer, layer: LayerFacts) -> Work:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _LayerWork:
-    """The operations of a layer, for one micro-batch.
+    """The operations of a layer, for one micro-batch."""
 
-    Attributes:
-        visits: Operations of its visits.
-        first: Operations of a forward without adapters.
-        given: Operations of a recompute that is given the output of its attention.
-    """
-
-    visits: VisitWork
-    first: Work
-    given: Work
+    visits: VisitWork  # operations of its visits
+    first: Work  # operations of a forward without adapters
+    given: Work  # operations of a recompute that is given the output of its attention
 
 
 def layer_work(at: Pricer, layer: LayerFacts) -> _LayerWork:

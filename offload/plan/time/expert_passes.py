@@ -14,18 +14,12 @@ from offload.plan.machine.machine import ExpertsImplementation
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowPasses:
-    """Passes over the features of each routed row, and of each token.
+    """Passes over the features of each routed row, and of each token."""
 
-    Attributes:
-        width: Over the input of the projection down.
-        hidden: Over hidden features.
-        tokens: Over hidden features of each token.
-        tokens_per_expert: Passes over hidden features of each token, for each expert that has rows.
-    """
-
-    width: float
-    hidden: float
-    tokens: float = 0
+    width: float  # over the input of the projection down
+    hidden: float  # over hidden features
+    tokens: float = 0  # over hidden features of each token
+    # Passes over hidden features of each token, for each expert that has rows.
     tokens_per_expert: float = 0
 
     def features(
@@ -50,61 +44,37 @@ class Launches:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BranchPasses:
-    """What a branch takes besides the arithmetic of its products.
+    """What a branch takes besides the arithmetic of its products."""
 
-    Attributes:
-        d_in: Passes over the rows that its projection takes.
-        d_out: Over those that it gives.
-        num_products: Products that are kernels of their own.
-        launches: Launches in addition to these products.
-    """
-
-    d_in: float
-    d_out: float
-    num_products: int
-    launches: Launches
+    d_in: float  # passes over the rows that its projection takes
+    d_out: float  # over those that it gives
+    num_products: int  # products that are kernels of their own
+    launches: Launches  # launches in addition to these products
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Way:
-    """Passes and launches of an expert kernel backend.
+    """Passes and launches of an expert kernel backend."""
 
-    Attributes:
-        forward: Passes of a forward without a graph.
-        recompute: Passes of a forward with a graph.
-        backward: Passes of the backward after it.
-        down: Passes of a forward that come after the projection down.
-        forward_launches: Launches of a forward or a recompute.
-        backward_launches: Launches of the backward.
-        down_launches: Launches of a forward that come after the projection down.
-        branch_forward: Passes of a branch in a forward.
-        branch_inner: Passes of a branch whose projection is left out of a recompute.
-        branch_backward: Passes of a branch in a backward.
-        branch_sides: Passes over both sides of a branch, by products that are separate kernels.
-        factor_passes: Passes of a backward over A and B, in the weights' dtype: they are read, and
-            unless the kernels fuse it, their gradients are written and cast.
-        factor_fp32_passes: Passes of a backward over A and B in fp32: gradients are cast, put in
-            order, and added up.
-        num_calls: Functions of our own, forward as well as backward.
-        is_fused: Whether its kernels fuse these passes.
-        is_tiled: Whether its kernels multiply tiles of rows, some of them empty; see `tile_rows`.
-    """
-
-    forward: RowPasses
-    recompute: RowPasses
-    backward: RowPasses
-    down: RowPasses
-    forward_launches: Launches
-    backward_launches: Launches
-    down_launches: Launches
-    branch_forward: BranchPasses
-    branch_inner: BranchPasses
-    branch_backward: BranchPasses
-    branch_sides: int
+    forward: RowPasses  # passes of a forward without a graph
+    recompute: RowPasses  # passes of a forward with a graph
+    backward: RowPasses  # passes of the backward after it
+    down: RowPasses  # passes of a forward that come after the projection down
+    forward_launches: Launches  # launches of a forward or a recompute
+    backward_launches: Launches  # launches of the backward
+    down_launches: Launches  # launches of a forward that come after the projection down
+    branch_forward: BranchPasses  # passes of a branch in a forward
+    branch_inner: BranchPasses  # passes of a branch whose projection is left out of a recompute
+    branch_backward: BranchPasses  # passes of a branch in a backward
+    branch_sides: int  # passes over both sides of a branch, by products that are separate kernels
+    # Passes of a backward over A and B, in the weights' dtype: they are read, and unless the
+    # kernels fuse it, their gradients are written and cast.
     factor_passes: int
+    # Passes of a backward over A and B in fp32: gradients are cast, put in order, and added up.
     factor_fp32_passes: int
-    num_calls: int
-    is_fused: bool
+    num_calls: int  # functions of our own, forward as well as backward
+    is_fused: bool  # whether its kernels fuse these passes
+    # Whether its kernels multiply tiles of rows, some of them empty; see `tile_rows`.
     is_tiled: bool = False
 
 

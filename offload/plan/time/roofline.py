@@ -20,21 +20,13 @@ OPS_PER_CALL = 6
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """Operations one after another.
+    """Operations one after another."""
 
-    Attributes:
-        compute_s: Their arithmetic time.
-        memory_s: Their traffic time.
-        flops: Their arithmetic.
-        num_ops: Their number.
-        num_calls: The number of functions of our own that issue some of them.
-    """
-
-    compute_s: float = 0.0
-    memory_s: float = 0.0
-    flops: float = 0.0
-    num_ops: float = 0
-    num_calls: float = 0
+    compute_s: float = 0.0  # their arithmetic time
+    memory_s: float = 0.0  # their traffic time
+    flops: float = 0.0  # their arithmetic
+    num_ops: float = 0  # their number
+    num_calls: float = 0  # the number of functions of our own that issue some of them
 
     def __add__(self, other: "Work") -> "Work":
         return Work(
@@ -79,19 +71,12 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VisitWork:
-    """Operations of a layer's visits, for one micro-batch.
+    """Operations of a layer's visits, for one micro-batch."""
 
-    Attributes:
-        forward: Operations of a forward without a graph.
-        recompute: Operations of a forward with one.
-        backward: Operations of the backward after it.
-        again: Operations that a backward repeats if the graph was kept.
-    """
-
-    forward: Work = Work()
-    recompute: Work = Work()
-    backward: Work = Work()
-    again: Work = Work()
+    forward: Work = Work()  # operations of a forward without a graph
+    recompute: Work = Work()  # operations of a forward with one
+    backward: Work = Work()  # operations of the backward after it
+    again: Work = Work()  # operations that a backward repeats if the graph was kept
 
     def __add__(self, other: "VisitWork") -> "VisitWork":
         return VisitWork(

@@ -477,7 +477,7 @@ AUTO = "train.parallel=auto"
 def test_what_is_left_open_is_what_the_plan_says_is_faster_and_why() -> None:
     way, shown = way_of(AUTO, "train.what=all", ranks=EightRanks())
     assert way == "fsdp2"
-    assert "train.parallel: fsdp2: stream is not possible, train.what: all" in shown
+    assert "train.parallel: fsdp2: stream is not possible, train.what is all" in shown
     little = replace(CARDS, ram_bytes=144 * GIB)
     with pytest.raises(DoesNotFitError, match="sharded over 8 ranks the plan needs"):
         way_of(AUTO, "train.what=all", ranks=EightRanks(), machine=little)
