@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from finetune.report.charts import metric_charts, page
 from finetune.report.compared_runs import ComparedRun, runs_tables
-from finetune.report.pages import metric_charts, page
 from finetune.report.rows import Table, as_html
 from finetune.run.run_files import EVAL_LOSS
 

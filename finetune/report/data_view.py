@@ -8,7 +8,7 @@ from html import escape
 from rich.console import RenderableType
 from rich.text import Text
 
-from finetune.report.pages import page
+from finetune.report.charts import page
 from finetune.report.rows import Part, Row, Table, as_html, as_text, tables
 
 _BAR = 40

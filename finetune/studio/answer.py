@@ -32,7 +32,7 @@ from finetune.recipe.extensions import OBJECTIVES, NameIn, ObjectiveSection, Sec
 from finetune.recipe.load import Draft, find_shape, published_ids, recipe_from, shipped_shapes
 from finetune.recipe.recipe import Recipe, whole_units
 from finetune.recipe.sections import CodecName
-from finetune.report import pages
+from finetune.report.charts import break_even
 from finetune.report.gantt import gantt_svg
 from finetune.report.plan import memory_limits, rows_of
 from finetune.report.rows import BRIEF, as_json, tables
@@ -346,7 +346,7 @@ def _plan_answer(plan: Plan, question: Question) -> Json:
         "memory": _memory(plan.machine, plan.device_memory, plan.host_memory),
         "work": _work(question.work, figures),
         "gantt": _drawn(plan, zoom=1),
-        "curve": pages.break_even([], break_even_tokens=plan.break_even_tokens).complete_spec,
+        "curve": break_even([], break_even_tokens=plan.break_even_tokens).complete_spec,
         "recipe": recipe_text(question.setup),
         "command": command(question.setup),
     }

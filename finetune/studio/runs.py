@@ -18,9 +18,9 @@ from typing import Any, get_args
 from finetune.errors import CheckpointError
 from finetune.recipe.extensions import OBJECTIVES, ObjectiveSection
 from finetune.recipe.load import published_ids
-from finetune.report import pages
-from finetune.report.pages import COLOURS, LIBRARIES, STYLE, Chart, answers, run_page
-from finetune.report.pages import asset as report_asset
+from finetune.report.charts import COLOURS, LIBRARIES, STYLE, Chart, curves
+from finetune.report.charts import asset as report_asset
+from finetune.report.pages import answers, run_page
 from finetune.report.prediction import FIRST, read_predictions
 from finetune.run.run_dir import RunDir
 from finetune.run.run_files import EVAL_LOSS, NewRows
@@ -402,7 +402,7 @@ def _curve(
     name: str, title: str, points: Sequence[tuple[int, float]], *, y: str, is_held_out: bool = False
 ) -> Chart:
     values = [{"step": step, y: value} for step, value in points]
-    return pages.curves(name, title, values, y=y, is_held_out=is_held_out)
+    return curves(name, title, values, y=y, is_held_out=is_held_out)
 
 
 def _written_s(run: Path) -> float:

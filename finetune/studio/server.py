@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from finetune.errors import ConfigError, StudioError
 from finetune.interrupts import SIGNALS
 from finetune.processes import prepare_worker, process_context
-from finetune.report.pages import page
+from finetune.report.charts import page
 from finetune.studio import guard
 from finetune.studio.answer import Json, Kind, Planner, Question
 from finetune.studio.runs import ASSETS, Runs, asset, plan_page, report_of, runs_page
@@ -124,15 +124,6 @@ def _answer_all(pipe: "Connection[Json, tuple[Kind, Question, Machine | None]]",
         while True:
             kind, question, found = pipe.recv()
             pipe.send(planner.answer(kind, question))
-
-
-_FOLDER = Path("/tmp/configs")  # of the browser's own file system, in memory
-_planner = Planner(here=None, folder=_FOLDER)
-
-
-def answered(kind: str, text: str) -> str:
-    """Answer a question."""
-    return _planner.answered(kind, text)
 
 
 MAX_QUESTION_BYTES = 2**21

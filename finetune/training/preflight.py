@@ -12,7 +12,6 @@ from finetune.data.steps import Steps
 from finetune.errors import CheckpointError, ConfigError, DataError, ModelError
 from finetune.files.adapter import read_adapter_config, require_adapter_files
 from finetune.model.config import has_weights, is_hub_reachable
-from finetune.model.load import set_router_loss
 from finetune.planning.candidates import choose, full_requests
 from finetune.recipe.capabilities import broken_length_rules
 from finetune.recipe.recipe import Recipe
@@ -258,6 +257,7 @@ def _require_router_loss(recipe: Recipe) -> None:
     if not recipe.train.router_loss_coef:
         return
     from finetune.model.empty import empty_of
+    from finetune.model.load import set_router_loss
     from offload.engine.model.layers import LayeredModel
 
     empty = empty_of(recipe.model)

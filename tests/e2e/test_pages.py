@@ -15,9 +15,9 @@ import pytest
 
 from finetune import app
 from finetune.recipe.load import load_shape
-from finetune.report import pages
+from finetune.report import charts
+from finetune.report.charts import page as page_of
 from finetune.report.memory import MemoryRow
-from finetune.report.pages import page as page_of
 from finetune.report.pages import write_run_page
 from finetune.studio.answer import DRAWN_WIDTH, Planner
 from offload.plan.machine.machine import GIB
@@ -123,7 +123,7 @@ def test_a_limit_of_memory_has_no_serious_finding_near_or_far(
     row = MemoryRow(
         name="peak memory", grade="", predicted=2 * GIB, measured=GIB, how="", limit=limit_gib * GIB
     )
-    chart = pages.memory([row])
+    chart = charts.memory([row])
     file = tmp_path / "memory.html"
     file.write_text(page_of("Memory", chart.html, [chart]))
     shown = started.new_page()

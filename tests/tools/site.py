@@ -35,7 +35,7 @@ CORE = "pydantic-core"
 # Asks a question of each kind, and one of each that is refused, and lists the files it imported.
 _TRACE = """
 import json, sys
-from finetune.studio.server import answered
+from finetune.studio.browser import answered
 setup = dict(model="qwen3-30b-a3b", card="rtx4090", num_cards=1, method="lora", rank=8,
              codec="auto", objective="sft", seq_len=2048, tokens_per_step=4096, micro_batch_size=1)
 work = dict(data_tokens=1, price_per_hour=0, power_watts=0, price_per_kwh=0)

@@ -23,7 +23,7 @@ from finetune.files.atomic import write_atomically
 from finetune.report.pages import NUM_SAMPLES
 from finetune.run.run_files import line_of, read_rows
 from finetune.run.run_lock import locked
-from finetune.studio import server
+from finetune.studio import browser
 from finetune.studio.answer import HERE, Json, Kind, Planner, Question
 from finetune.studio.guard import inside, new_token, refusal
 from finetune.studio.runs import Runs, report_of, run_names
@@ -229,13 +229,13 @@ def test_a_malformed_question_is_refused_by_its_field(kind, text, words, planner
 
 def test_the_static_page_s_door_answers_what_the_server_does(planner: Planner) -> None:
     text = json.dumps(question_values(rank=32))
-    assert server.answered("plan", text) == planner.answered("plan", text)
+    assert browser.answered("plan", text) == planner.answered("plan", text)
 
 
 _ALONE = """
 import json, sys
 text = json.dumps(json.loads(sys.argv[1]))
-from finetune.studio.server import answered
+from finetune.studio.browser import answered
 print(answered("plan", text))
 assert not {"torch", "transformers", "numpy", "huggingface_hub"} & set(sys.modules)
 """
@@ -261,7 +261,7 @@ def test_the_static_page_s_archive_holds_all_that_its_answers_import(tmp_path: P
     )
     assert found.returncode == 0, found.stderr
     answer = json.loads(found.stdout)
-    assert answer == json.loads(server.answered("plan", text))
+    assert answer == json.loads(browser.answered("plan", text))
 
 
 # --------------------------------------------------------------------------------------- background

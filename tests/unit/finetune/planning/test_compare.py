@@ -222,7 +222,6 @@ def test_what_fits_is_within_the_memory_and_what_does_not_is_short_of_one(
 ) -> None:
     in_12_gib = [*in_12_gib, *compared_in_12_gib("qwen3-30b-a3b")]
     found = {(compared.model, compared.codec, compared.tier): compared for compared in in_12_gib}
-    assert found["qwen3-14b", "nf4", "ram"].stash == "host"
     assert found["qwen3-30b-a3b", "bf16_packed", "ram"].short == ()
     assert found["qwen3-30b-a3b", "nf4", "ram"].short == ()
     for compared in in_12_gib:

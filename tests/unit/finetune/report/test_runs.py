@@ -16,7 +16,8 @@ from finetune.errors import CheckpointError, ConfigError
 from finetune.files.manifest import sealed_json
 from finetune.recipe.recipe import Recipe, resolved_yaml
 from finetune.recipe.sections import MixSource
-from finetune.report import pages
+from finetune.report import charts
+from finetune.report.charts import LIBRARIES, Chart, page
 from finetune.report.choice import choice_tables, faster_rows, plan_parts, plan_rows
 from finetune.report.compare_pages import SweptRun, best_first, compare_page, sweep_page
 from finetune.report.compared_runs import (
@@ -29,7 +30,7 @@ from finetune.report.compared_runs import (
 from finetune.report.format import shown_gib, shown_time
 from finetune.report.memory import MemoryRow
 from finetune.report.model_card import public_recipe
-from finetune.report.pages import LIBRARIES, Chart, page, run_page, write_run_page
+from finetune.report.pages import run_page, write_run_page
 from finetune.report.plan import plan_json
 from finetune.report.rows import (
     Row,
@@ -551,7 +552,7 @@ def test_a_page_loads_nothing_and_closes_what_it_opens(tmp_path: Path) -> None:
 )
 def test_the_break_even_is_a_line_where_there_is_one(tokens, num_layers, words) -> None:
     points = [{"tokens per step": 1024, "tokens/s": 10.0}]
-    chart = pages.break_even(points, break_even_tokens=tokens)
+    chart = charts.break_even(points, break_even_tokens=tokens)
     assert len(chart.spec["layer"]) == num_layers
     assert words in chart.summary
 
@@ -606,8 +607,8 @@ def test_the_runs_of_a_sweep_are_listed_the_best_first() -> None:
 
 def test_long_curves_are_thinned_and_keep_their_ends() -> None:
     points = [{"step": i, "run": run} for run in "ab" for i in range(10_000)]
-    kept = pages.thinned(points, "run")
-    assert len(kept) <= 2 * (pages.MOST_POINTS + 1)
+    kept = charts.thinned(points, "run")
+    assert len(kept) <= 2 * (charts.MOST_POINTS + 1)
     for run in "ab":
         steps = [point["step"] for point in kept if point["run"] == run]
         assert steps[0] == 0
@@ -630,7 +631,7 @@ def test_a_chart_has_words_for_those_who_cannot_see_it() -> None:
 def test_a_limit_of_memory_is_drawn_at_its_total_if_it_is_near() -> None:
     def drawn(limit: int) -> Chart:
         row = MemoryRow(name="peak memory", grade="", predicted=2 * GIB, measured=GIB, how="")
-        return pages.memory([replace(row, limit=limit)])
+        return charts.memory([replace(row, limit=limit)])
 
     near, far = drawn(8 * GIB), drawn(9 * GIB)
     line = {"term": "peak memory", "which": "limit", "GiB": 8.0}
