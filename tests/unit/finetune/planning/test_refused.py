@@ -218,3 +218,12 @@ def test_each_row_has_a_case() -> None:
             what.startswith(row.field) and f" and {row.other} is " in what and hint in said
             for what, said in found
         ), row
+
+
+def test_several_gpus_of_a_machine_without_one_are_refused() -> None:
+    train = subject_of("tiny-qwen3-moe", []).recipe.train
+    cpu = replace(named_machine("rtx3060"), device="cpu", name="a processor")
+    require_gpus(train, cpu, num_gpus=1, setting=GPUS)
+    with pytest.raises(ConfigError, match="2 GPUs, but a processor is a CPU") as caught:
+        require_gpus(train, cpu, num_gpus=2, setting=GPUS)
+    assert caught.value.hint == f"`{GPUS} 1`, or a named card"
