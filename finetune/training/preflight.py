@@ -134,7 +134,7 @@ def require_last_step(steps: Steps, *, num_ranks: int) -> None:
     if num_examples < num_ranks:
         num, limit = num_examples, f"each of {num_ranks} processes needs a row of every step"
     elif is_mismatched and num_rows == 1:
-        num, limit = 1, "KTO scores each prompt with the answer of another row of the step"
+        num, limit = 1, "each prompt is scored with the answer of another row of the step"
     else:
         return
     raise DataError(

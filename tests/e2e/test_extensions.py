@@ -127,7 +127,9 @@ def test_a_run_trains_with_extensions_of_another_package(
         *("train.steps=2", "train.warmup_steps=0", "report.samples=0", "output.eval_every=null"),
         *(f"output.dir={tmp_path / 'run'}", "offload.device=cpu", "output.checkpoint_every=null"),
     )
-    text = shown("cli.py", "finetune", "quickstart", "--machine", machine_file, *few, *CHOSEN)
+    text = shown(
+        "cli.py", "finetune", "quickstart", "--verbose", "--machine", machine_file, *few, *CHOSEN
+    )
     assert "in acme8, each weight rounded by 1.0% RMS" in text
     rows = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     first, second = (json.loads(row)["loss"] for row in rows)

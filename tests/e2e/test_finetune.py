@@ -1198,7 +1198,7 @@ def test_two_ranks_share_one_encoded_slab(tmp_path, write_recipe, machine_file, 
     words = ("finetune", recipe, "--machine", machine_file)
     ranks = forked.start_ranks(*words, f"output.dir={tmp_path / 'two'}")
     assert [rank.end() for rank in ranks] == [0, 0], [rank.shown for rank in ranks]
-    assert ", shared by 2 ranks" in ranks[0].shown
+    assert "Plan for 2 x " in ranks[0].shown
     assert run(*words, f"output.dir={tmp_path / 'one'}") == 0
     assert_same_training(tmp_path / "two", tmp_path / "one")
 
