@@ -72,7 +72,7 @@ class HostOptions:
     """What a card is planned with."""
 
     ram_gib: float | None  # host memory of a named card; None means the assumed value
-    link_gb_per_s: float | None  # the link of a named card; likewise
+    link_gb_per_s: float | None  # the link of a named card; None: as published
     # Cards of the machine, which share a step; None plans for one, and says so nowhere.
     num_gpus: int | None = None
     interconnect: str | None = None  # what connects them; None is the link that loads weights too

@@ -59,7 +59,7 @@ def compared(
     """Return a row that compares answers.
 
     Args:
-        found: What its format has read.
+        found: The answers that the format has read from a row.
         row: With the columns of its format.
         form: How rows are read.
         source: Where the row is.

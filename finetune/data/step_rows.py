@@ -90,8 +90,8 @@ def row_sums(
     """Sum up the log-probabilities of each row, and get those of the other ranks' rows.
 
     Args:
-        scores: Of this rank's rows.
-        rows: What they are to each other; numbers of groups are those of the whole step.
+        scores: The scores of this rank's rows.
+        rows: The relations of these rows; numbers of groups are those of the whole step.
         exchange: Called once; None if there are no other ranks.
         has_reference: Whether the loss compares with a reference, whose scores are read then.
 

@@ -57,7 +57,7 @@ class PairObjective(SectionObjective):
         """Return the loss of a step.
 
         Args:
-            scores: Of all its rows.
+            scores: The scores of all rows of the step.
 
         Raises:
             DataError: Rows of a group are not one chosen and one rejected answer.

@@ -187,7 +187,7 @@ def choose(facts: ModelFacts, machine: Machine, requests: Sequence[PlanRequest])
 
     Layers that may wait packed do so only where they would not fit otherwise: the cost of unpacking
     on a GPU has not been measured, and a file of packed weights is written at the first start.
-    Likewise, fewer logits exist at a time only where more would not fit, MLPs compute in tiles only
+    Fewer logits exist at a time only where more would not fit, MLPs compute in tiles only
     where that does not fit either, the input embedding is in host memory only where nothing else
     fits, and the output head is there too where not even that does.
 

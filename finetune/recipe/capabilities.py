@@ -938,7 +938,7 @@ class Sum:
     limit: str
     """What is asked, in words of the documentation."""
     fix: str
-    """What the field can be, likewise."""
+    """What the field can be, in words of the documentation."""
     is_broken: Callable[[Numbers], object]
     texts: Callable[[Numbers], tuple[str, str, str]]
     """What is wrong, what is asked and what to write, with the numbers."""

@@ -86,7 +86,7 @@ class Miss:
     term: str  # what kind of part: compute, decode, copy, stall, head and loss, optimizer, ..
     name: str  # the kind of op, or what was waited for
     predicted_s: float  # the predicted time of all layers
-    measured_s: float  # the measured seconds, likewise
+    measured_s: float  # the measured time of all layers
     difference_s: float  # measured less predicted
     layers: tuple[int, ...]  # the fewest layers that make up most of the difference
 

@@ -293,7 +293,7 @@ def limit_line(plan: Plan, phases: Mapping[str, float]) -> str:
         "memory": f"the {device}'s memory: it takes longer to read weights than to compute",
         "launch": "the host: the GPU waits for its kernels to be started",
     }
-    hidden = f"; {shown_time(copy_s)} of {copies} hide behind it" if copy_s else ""
+    hidden = f"; {shown_time(copy_s)} of {copies} overlap with it" if copy_s else ""
     return why[plan.costs.bound if device == "GPU" else "compute"] + hidden
 
 

@@ -66,11 +66,17 @@ class Setup(Section):
     """What is planned."""
 
     model: str = Field(description="A shipped shape, a hub id, or `config.json` with its text.")
-    config: str | None = Field(default=None, max_length=2**20, description="Of a pasted model.")
+    config: str | None = Field(
+        default=None, max_length=2**20, description="The text of a pasted config."
+    )
     card: str = Field(description="A named card, or `this machine`.")
     num_cards: int = Field(ge=1, le=16, description="Cards that share a step.")
-    ram_gib: float | None = Field(default=None, ge=1, le=1e6, description="Of a named card's host.")
-    link_gb_per_s: float | None = Field(default=None, ge=0.1, le=1e6, description="Likewise.")
+    ram_gib: float | None = Field(
+        default=None, ge=1, le=1e6, description="RAM of a named card's host, in GiB."
+    )
+    link_gb_per_s: float | None = Field(
+        default=None, ge=0.1, le=1e6, description="Rate of a named card's link, in GB/s."
+    )
     method: Trained = Field(description="An adapter's method, or `all` weights of the model.")
     rank: int = Field(ge=1, le=4096, description="Of the adapter, where its method has one.")
     codec: Literal["auto"] | CodecName = Field(description="Form in which layers wait.")

@@ -200,7 +200,7 @@ class RateBench:
         return _Copier(self.sizes.copy_bytes).bytes_per_s(self._share_s, beside=None)
 
     def host_copy_beside_compute_bytes_per_s(self) -> float:
-        """Likewise, while the calling thread computes products."""
+        """Copy within host memory while the calling thread computes products."""
         m, k, n = self.sizes.gemm
         left, right = self._random(self.dtype, m, k), self._random(self.dtype, n, k)
         copier = _Copier(self.sizes.copy_bytes)

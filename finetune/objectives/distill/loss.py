@@ -43,7 +43,7 @@ class DistillObjective(SectionObjective):
         """Return the loss of a step.
 
         Args:
-            scores: Of all its rows.
+            scores: The scores of all rows of the step.
         """
         assert scores.top_NK is not None
         assert scores.others_N is not None

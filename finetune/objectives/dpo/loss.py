@@ -174,7 +174,7 @@ class RankingObjective(SectionObjective):
         """Return the loss of a step.
 
         Args:
-            scores: Of all its rows.
+            scores: The scores of all rows of the step.
 
         Raises:
             DataError: No answer of a ranking is better than another.

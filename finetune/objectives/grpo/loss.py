@@ -43,7 +43,7 @@ class GrpoObjective(SectionObjective):
         """Return the loss of a step.
 
         Args:
-            scores: Of all its rows.
+            scores: The scores of all rows of the step.
 
         Raises:
             DataError: A group has one answer, or a reward is not a number.

@@ -29,7 +29,7 @@ class KtoObjective(SectionObjective):
         """Return the loss of a step.
 
         Args:
-            scores: Of all its rows.
+            scores: The scores of all rows of the step.
 
         Raises:
             DataError: A label is neither 0 nor 1, or no row is there to take k from.

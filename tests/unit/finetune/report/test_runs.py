@@ -83,7 +83,7 @@ def test_a_step_that_computes_is_limited_by_the_gpu_and_its_copies_are_hidden() 
     assert found["a step"] == [step]
     (limit,) = found["limited by"]
     assert limit.startswith("computing on the GPU; ")
-    assert limit.endswith(" of copies from RAM hide behind it")
+    assert limit.endswith(" of copies from RAM overlap with it")
     n_star = f"less than 1% from N* = {plan.break_even_tokens:,}"
     assert found["streaming"][0].endswith(n_star)
 
