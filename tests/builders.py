@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from finetune.recipe.sections import AdapterSection
+from finetune.recipe.adapters import ADAPTERS, AdapterSection, LoraSection
 from offload.plan.facts.facts import AdapterSpec, ModelFacts, model_facts
 from offload.plan.facts.workload import Workload
 from offload.plan.machine.machine import GIB, Machine, Rate, named_machine
@@ -67,9 +67,16 @@ def lora(**changes: Any) -> AdapterSpec:
     return AdapterSpec(**spec | changes)
 
 
-def adapter(**changes: Any) -> AdapterSection:
+def adapter(**changes: Any) -> LoraSection:
     """Return LoRA of rank 2 on all linears, for models of a few features."""
-    return AdapterSection(**{"rank": 2, "alpha": 4.0} | changes)
+    return LoraSection(**{"rank": 2, "alpha": 4.0} | changes)
+
+
+def of_method(method: str, **settings: Any) -> Any:
+    """Return the adapter of a method with those settings that it has."""
+    known = ADAPTERS[method].settings.model_fields
+    own = {name: value for name, value in settings.items() if name in known}
+    return AdapterSection.model_validate({"method": method} | own)
 
 
 def workload(**changes: Any) -> Workload:

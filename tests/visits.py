@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from finetune.adapter.lora import add_lora
 from finetune.model.empty import empty_from
-from finetune.recipe.sections import AdapterSection
+from finetune.recipe.adapters import LoraSection
 from offload.engine.experts.lora import register
 from offload.engine.experts.products import gate_of, goes_through_interface
 from offload.engine.model.hooks import attempt, visit_with_graph, visit_without_graph
@@ -212,7 +212,7 @@ def _without_values(shape: Shape, levers: Levers) -> tuple[Any, FakeTensorMode]:
     if has_experts:
         register()
         base.config._experts_implementation = levers.experts
-    section = AdapterSection(
+    section = LoraSection(
         rank=RANK,
         alpha=float(RANK),
         experts=has_experts and not levers.is_dora,

@@ -34,16 +34,16 @@ from finetune.adapter.methods import (
 from finetune.adapter.targets import chosen_targets
 from finetune.data.chat_template import Stops, eos_ids, write_generation_config
 from finetune.errors import CheckpointError, ConfigError, FinetuneError, read_by_library
-from finetune.files.adapter import (
+from finetune.files.manifest import whole_folder
+from finetune.model.empty import linear_modules
+from finetune.recipe.adapters import AdapterSection, LinearSection, LoraSection
+from finetune.report.model_card import MODEL_CARD
+from finetune.run.adapter_folder import (
     WEIGHTS_FILE,
-    computed_settings,
+    methods,
     read_adapter_config,
     require_adapter_files,
 )
-from finetune.files.manifest import whole_folder
-from finetune.model.empty import linear_modules
-from finetune.recipe.sections import AdapterSection
-from finetune.report.model_card import MODEL_CARD
 from offload.engine.host.store import Backing
 from offload.engine.host.weights import values_shown
 from offload.engine.model.layers import LayeredModel, find_layers, find_towers
@@ -409,16 +409,16 @@ def add_loras(
             parameter.requires_grad = True  # peft trains the active one alone
     leave_out_draws(adapted)
     adapted = compute_beside(adapted)
-    by_peft = [name for name, one in adapters.items() if one.section.compute_dtype == "float32"]
+    sections = {name: new.section.as_lora for name, new in adapters.items()}
+    by_peft = [name for name, one in sections.items() if one.compute_dtype == "float32"]
     if len(by_peft) < len(adapters):
         compute_in_base_dtype(adapted, by_peft=by_peft)
-    for name, new in adapters.items():
-        if new.section.dtype == "bfloat16":
+    for name, section in sections.items():
+        if section.dtype == "bfloat16":
             hold_in_bf16(adapted, name)
     _start_from_base(adapted, backing)
     for name, one in chosen.items():
-        section = adapters[name].section
-        _require_adapted(adapted, name, one.linears, has_experts=section.experts)
+        _require_adapted(adapted, name, one.linears, has_experts=sections[name].experts)
         _require_wrapped(adapted, name, one.whole)
     return adapted
 
@@ -436,24 +436,25 @@ def held_by(model: PreTrainedModel, adapter: AdapterSection) -> tuple[frozenset[
 
 def _chosen(model: PreTrainedModel, adapter: AdapterSection) -> _Chosen:
     """Return what an adapter is in a model that has none yet."""
-    refuse_virtual(adapter.method)
+    refuse_virtual(adapter.stated)
+    lora = adapter.as_lora
     linears = _adapted_linears(model, adapter)
-    experts = _expert_targets(model, adapter)
-    whole = whole_modules(model, adapter.modules_to_save, linears=linear_modules(model))
+    experts = _expert_targets(model, lora)
+    whole = whole_modules(model, lora.modules_to_save, linears=linear_modules(model))
     weights = _claimed_by_peft(model, linears, adapter)
     modules = {name.rsplit(".", 1)[-1] for name in linears if name not in weights}
-    if adapter.method != "lora":
+    if isinstance(adapter, LinearSection) and adapter.stated.kind == "modules":
         return _of_method(model, adapter, modules, linears=linears, whole=whole)
     keys = _pattern_keys(linears, weights, experts)
     parameters = sorted({*experts, *weights.values()})
     config = LoraConfig(
-        r=adapter.rank,
-        lora_alpha=adapter.alpha,  # type: ignore[arg-type]  # peft takes floats
-        lora_dropout=adapter.dropout,
-        rank_pattern=_pattern("rank_pattern", adapter.rank_pattern, keys),
-        alpha_pattern=_pattern("alpha_pattern", adapter.alpha_pattern, keys),
-        use_rslora=adapter.rslora,
-        use_dora=adapter.dora,
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # peft takes floats
+        lora_dropout=lora.dropout,
+        rank_pattern=_pattern("rank_pattern", lora.rank_pattern, keys),
+        alpha_pattern=_pattern("alpha_pattern", lora.alpha_pattern, keys),
+        use_rslora=lora.rslora,
+        use_dora=lora.dora,
         # peft's own name for none
         target_modules=sorted(modules) if modules or parameters else DUMMY_TARGET_MODULES,
         exclude_modules=_in_towers(model, modules) or None,
@@ -467,7 +468,7 @@ def _chosen(model: PreTrainedModel, adapter: AdapterSection) -> _Chosen:
 
 def _of_method(
     model: PreTrainedModel,
-    adapter: AdapterSection,
+    adapter: LinearSection,
     modules: Collection[str],
     *,
     linears: Collection[str],
@@ -494,27 +495,28 @@ def _of_method(
 
 def _adapted_linears(model: PreTrainedModel, adapter: AdapterSection) -> dict[str, nn.Module]:
     """Return the linear layers that get an adapter, by full name."""
-    known = linear_names(model)
-    if adapter.targets and not known:
+    known, lora = linear_names(model), adapter.as_lora
+    if lora.targets and not known:
         raise ConfigError(
             f"nothing in a {model.config.model_type} model can get an adapter",
             limit="adapters go on linear layers (nn.Linear) inside the decoder layers",
             hint="`train.what: all`, or another model",
         )
-    names = chosen_targets(adapter.targets, known=known, modules_to_save=adapter.modules_to_save)
+    names = chosen_targets(lora.targets, known=known, modules_to_save=lora.modules_to_save)
     unknown = sorted(set(names) - set(known))
-    if unknown or (adapter.targets and not names):
+    if unknown or (lora.targets and not names):
         raise ConfigError(
-            f"adapter.targets: {', '.join(unknown) or adapter.targets} is not in this model",
+            f"adapter.targets: {', '.join(unknown) or lora.targets} is not in this model",
             limit=f"its linear layers are {', '.join(known)}",
             hint="`adapter.targets: all-linear`",
         )
     linears = {
         name: m for name, m in linear_modules(model).items() if name.rsplit(".", 1)[-1] in names
     }
-    setting = "dora: true" if adapter.dora else f"method: {adapter.method}"
+    setting = "dora: true" if lora.dora else f"method: {adapter.method}"
+    is_for_plain = lora.dora or adapter.stated.kind == "modules"
     for name, module in linears.items():
-        if setting != "method: lora" and type(module) is not nn.Linear:
+        if is_for_plain and type(module) is not nn.Linear:
             raise ConfigError(
                 f"adapter.{setting}, but {name} is a {type(module).__name__}",
                 limit="it is for plain linear layers",
@@ -536,11 +538,11 @@ def _claimed_by_peft(
     convert_peft_config_for_transformers(probe, model=model, conversions=None)
     left_alone = set(probe.target_modules or ())
     claimed = [name for name in linears if name.rsplit(".", 1)[-1] not in left_alone]
-    other = adapter.method if adapter.method != "lora" else None
+    lora = adapter.as_lora
     for setting, value in (
-        ("method", other),
-        ("dora", adapter.dora),
-        ("dropout", adapter.dropout),
+        ("method", adapter.method if adapter.stated.kind == "modules" else ""),
+        ("dora", lora.dora),
+        ("dropout", lora.dropout),
     ):
         if claimed and value:
             left = {name.rsplit(".", 1)[-1] for name in linears if name not in claimed}
@@ -553,7 +555,7 @@ def _claimed_by_peft(
     return {name: f"{_within_layer(name)}.weight" for name in claimed}
 
 
-def _expert_targets(model: PreTrainedModel, adapter: AdapterSection) -> tuple[str, ...]:
+def _expert_targets(model: PreTrainedModel, adapter: LoraSection) -> tuple[str, ...]:
     """Return the fused expert weights that get an adapter."""
     experts = expert_parameters(model) if adapter.experts else ()
     if adapter.experts and not experts:
@@ -743,7 +745,7 @@ def load_adapter(
         CheckpointError: It is damaged, or of another model.
         ModelError: Its weights are damaged.
     """
-    refuse_virtual(str(read_adapter_config(folder)["peft_type"]))
+    refuse_virtual(methods()[str(read_adapter_config(folder)["peft_type"])])
     with (
         read_by_library(
             f"{folder} cannot be put on this model",
@@ -819,7 +821,7 @@ def load_into(model: PeftModel, folder: Path, *, adapter: str = ALONE) -> None:
     here: Any = model.peft_config[adapter]
     there: Any = saved_config(folder)
     kind = str(here.peft_type.value)
-    for name in ("peft_type", *sorted(computed_settings(kind))):
+    for name in ("peft_type", *sorted(methods()[kind].computed.split())):
         values = [getattr(one, name, None) for one in (there, here)]
         shown, own = (sorted(v) if isinstance(v, set | list) else v for v in values)
         if (shown or None) != (own or None):

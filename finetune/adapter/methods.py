@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
-import peft
 import torch
 from peft import PeftConfig, get_peft_model
 from peft.tuners.lycoris_utils import LycorisLayer
@@ -19,29 +18,15 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from finetune.errors import ConfigError
-from finetune.files.adapter import ROW_TASK, TOKEN_TASK
-from finetune.recipe.sections import AdapterSection
+from finetune.recipe.adapters import Adapter, LinearSection
+from finetune.run.adapter_folder import ROW_TASK, TOKEN_TASK
 from offload.engine.tracing.tracer import LiveBytes, Tracer, fake_copy
 from offload.plan.facts.facts import Line, MethodCounts, PassCounts, PeftMethod
 from offload.plan.facts.optimizer import Shape
 
-# What peft calls the fields that a method reads. A rank of OFT is a number of blocks, in place of
-# their size.
-_FIELDS: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {
-    "loha": ("LoHaConfig", {"rank": "r", "alpha": "alpha"}, {}),
-    "lokr": ("LoKrConfig", {"rank": "r", "alpha": "alpha"}, {}),
-    "ia3": ("IA3Config", {}, {}),
-    "vera": ("VeraConfig", {"rank": "r", "dropout": "vera_dropout"}, {}),
-    "oft": ("OFTConfig", {"rank": "r"}, {"oft_block_size": 0}),
-    "miss": ("MissConfig", {"rank": "r", "dropout": "miss_dropout"}, {}),
-    "hira": ("HiraConfig", {"rank": "r", "dropout": "hira_dropout"}, {}),
-}
-
-_VIRTUAL = ("prompt", "p", "prefix", "prefix_mlp", "multitask_prompt")
-
 
 def method_config(
-    adapter: AdapterSection,
+    adapter: LinearSection,
     *,
     targets: Collection[str],
     excluded: Collection[str],
@@ -55,7 +40,7 @@ def method_config(
     MLP, and what it returns elsewhere.
 
     Args:
-        adapter: Whose method is not `lora`.
+        adapter: Of a method that peft computes.
         targets: The last names of the linear layers.
         excluded: Full names of modules that have such a name and get no adapter.
         modules_to_save: Of modules trained whole.
@@ -65,27 +50,23 @@ def method_config(
     Raises:
         ConfigError: The method cannot leave modules out.
     """
-    class_name, fields, fixed = _FIELDS[adapter.method]
-    config_class = getattr(peft, class_name)
-    settings: dict[str, Any] = {own: getattr(adapter, name) for name, own in fields.items()} | fixed
-    if adapter.method == "ia3":
-        ends = TRANSFORMERS_MODELS_TO_IA3_FEEDFORWARD_MODULES_MAPPING.get(model_type, [])
-        settings["feedforward_modules"] = sorted({*ends, "down_proj"} & set(targets))
-    if excluded:
-        if "exclude_modules" not in config_class.__dataclass_fields__:
-            raise ConfigError(
-                f"adapter.method: {adapter.method}, and {min(excluded)} is in an image or audio"
-                " tower",
-                limit=f"peft's {class_name} cannot leave modules out by their full names",
-                hint="`adapter.method: lora`",
-            )
-        settings["exclude_modules"] = sorted(excluded)
-    config: PeftConfig = config_class(
+    config: PeftConfig = adapter.peft_config(
         target_modules=sorted(targets),
         modules_to_save=list(modules_to_save) or None,
         task_type=task,
-        **settings,
     )
+    if hasattr(config, "feedforward_modules"):
+        ends = TRANSFORMERS_MODELS_TO_IA3_FEEDFORWARD_MODULES_MAPPING.get(model_type, [])
+        config.feedforward_modules = {*ends, "down_proj"} & set(targets)
+    if excluded:
+        if not hasattr(config, "exclude_modules"):
+            raise ConfigError(
+                f"adapter.method: {adapter.method}, and {min(excluded)} is in an image or audio"
+                " tower",
+                limit=f"{type(config).__name__} of peft cannot leave modules out by full names",
+                hint="`adapter.method: lora`",
+            )
+        config.exclude_modules = set(excluded)
     return config
 
 
@@ -128,8 +109,7 @@ DTYPES = {2: torch.bfloat16, 4: torch.float32}
 
 @cache
 def counted(
-    method: str,
-    rank: int,
+    adapter: LinearSection,
     linears: tuple[tuple[Size, int], ...],
     *,
     model_type: str,
@@ -141,13 +121,11 @@ def counted(
     the tokens by the difference; those of the layer without an adapter are subtracted.
 
     Args:
-        method: Of a recipe, but `lora`.
-        rank: As in a recipe.
+        adapter: Of a method that peft computes.
         linears: The last name, d_in and d_out of each kind of adapted layer, and their number.
         model_type: Of the model's config.
         dtype_bytes: Of an element of the weights.
     """
-    adapter = AdapterSection.model_validate({"method": method, "rank": rank})
     dtype = DTYPES[dtype_bytes]
 
     def adapted(size: Size) -> _Layer:
@@ -163,12 +141,12 @@ def counted(
 
     layers = {size: adapted(size) for size, _ in linears}
     frozen_bytes = sum(layers[size].frozen_bytes * number for size, number in linears)
-    if method == "vera":  # all layers share two matrices, as large as the largest layers need
+    if adapter.stated.shares_frozen:
         sizes = layers.keys()
         largest = adapted(("largest", max(s[1] for s in sizes), max(s[2] for s in sizes)))
         frozen_bytes = largest.frozen_bytes
     return PeftMethod(
-        name=method,
+        name=adapter.method,
         linears=tuple(
             (size, _counts(layer, _Layer.plain(size, dtype))) for size, layer in layers.items()
         ),
@@ -339,15 +317,15 @@ def _tensors(values: object) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
-def refuse_virtual(method: str) -> None:
-    """Refuse a method with virtual tokens, by a recipe's or peft's name, where rows have none.
+def refuse_virtual(adapter: Adapter) -> None:
+    """Refuse virtual tokens where rows have none.
 
     Raises:
-        ConfigError: It is one.
+        ConfigError: It is a method of these.
     """
-    if method.lower().removesuffix("_tuning") in _VIRTUAL:
+    if adapter.is_virtual:
         raise ConfigError(
-            f"an adapter of the method {method}, and rows without virtual tokens",
+            f"an adapter of the type {adapter.peft_type}, and rows without virtual tokens",
             limit="only a run that trains puts them in front, and `chat` and `generate` a prefix",
             hint="load the adapter with plain peft",
         )

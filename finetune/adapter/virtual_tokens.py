@@ -21,11 +21,7 @@ from typing import Any
 
 import torch
 from peft import (
-    PeftConfig,
     PeftModel,
-    PrefixTuningConfig,
-    PromptEncoderConfig,
-    PromptTuningConfig,
     get_peft_model,
 )
 from torch import nn
@@ -34,8 +30,8 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from finetune.errors import CheckpointError, ConfigError, read_by_library
-from finetune.files.adapter import require_adapter_files
-from finetune.recipe.sections import AdapterSection
+from finetune.recipe.adapters import AdapterSection
+from finetune.run.adapter_folder import require_adapter_files
 from offload.engine.model.layers import LayeredModel
 from offload.engine.model.recorders import ByLayer, FrontArguments
 
@@ -48,7 +44,7 @@ def add_virtual_tokens(model: PreTrainedModel, adapter: AdapterSection, *, seed:
 
     Args:
         model: Without adapters.
-        adapter: Of method `prompt` or `p_tuning`.
+        adapter: Of virtual tokens of rows.
         seed: Of the encoder's weights.
 
     Raises:
@@ -72,22 +68,12 @@ def add_virtual_tokens(model: PreTrainedModel, adapter: AdapterSection, *, seed:
         )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        adapted = get_peft_model(model, _config(adapter))
+        adapted: PeftModel = get_peft_model(model, adapter.peft_config(task_type="CAUSAL_LM"))
     encoder: Any = adapted.prompt_encoder[adapted.active_adapter]
     embedding.add_module(ENCODER, encoder)
-    embedding.num_virtual_tokens = adapter.num_virtual_tokens
+    embedding.num_virtual_tokens = adapter.num_in_front
     vars(embedding)["forward"] = MethodType(_embedded, embedding)
     return adapted
-
-
-def _config(adapter: AdapterSection) -> PeftConfig:
-    settings: dict[str, Any] = {
-        "num_virtual_tokens": adapter.num_virtual_tokens,
-        "task_type": "CAUSAL_LM",
-    }
-    if adapter.method == "p_tuning":  # its MLP is as wide as the model
-        return PromptEncoderConfig(**settings)
-    return PromptTuningConfig(**settings)
 
 
 def _embedded(embedding: Any, ids_BT: torch.Tensor) -> torch.Tensor:
@@ -127,22 +113,18 @@ def add_prefix(model: PreTrainedModel, adapter: AdapterSection, *, seed: int) ->
 
     Args:
         model: Without adapters.
-        adapter: Of method `prefix` or `prefix_mlp`.
+        adapter: Of keys and values of virtual tokens.
         seed: Of the encoder's weights.
 
     Raises:
         ConfigError: Not all layers of the model keep plain keys and values.
     """
-    config = PrefixTuningConfig(
-        num_virtual_tokens=adapter.num_virtual_tokens,
-        prefix_projection=adapter.method == "prefix_mlp",
-        task_type="CAUSAL_LM",
-    )
+    config = adapter.peft_config(task_type="CAUSAL_LM")
     require_plain_cache(model, adapter)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
-            adapted = get_peft_model(model, config)
+            adapted: PeftModel = get_peft_model(model, config)
         except ValueError as error:  # of a config that names sizes as no other does
             why_not = f"peft does not find the size of its keys: {error}"
             raise _refusal(model, adapter, why_not) from error

@@ -22,11 +22,11 @@ from finetune.data.rows import Conversation
 from finetune.data.tokenize import encode, prompt_ids, require_known_ids
 from finetune.data.turns import Message
 from finetune.errors import ConfigError
-from finetune.files.adapter import refuse_classifier
 from finetune.model.load import load_model
 from finetune.model.tokenizer import Choose, load_tokenizer
 from finetune.planning.request import facts_of, full_request
 from finetune.recipe.recipe import Recipe, with_settings
+from finetune.run.adapter_folder import refuse_classifier
 from finetune.run.run_dir import RunDir
 from finetune.training import preflight
 from finetune.training.generate import generate
@@ -149,11 +149,11 @@ class Prepared:
             experts_implementation="eager",  # it works on any device, and a token has few rows
         )
         model: PeftModel | PreTrainedModel = loaded.model
-        if recipe.adapter.is_prefix:
+        if recipe.adapter.stated.kind == "prefix":
             load_prefix(loaded.model, self.run.adapter)
         elif not recipe.train.is_full:
             adapted = model = load_adapter(loaded.model, self.run.adapter)
-            if recipe.adapter.compute_dtype == "auto":
+            if recipe.adapter.as_lora.compute_dtype == "auto":
                 compute_in_base_dtype(adapted)
         model.requires_grad_(requires_grad=False).eval()
         engine = offload.attach(

@@ -40,8 +40,8 @@ from finetune.adapter.lora import (
     saved_tensors,
 )
 from finetune.errors import MergeError, ModelError, read_by_library
-from finetune.files.adapter import MERGEABLE, read_adapter_config
 from finetune.files.tensors import DTYPES, Spec
+from finetune.run.adapter_folder import methods, read_adapter_config
 
 # ---------------------------------------------------------------------------------------------
 # Which published tensors become which parameters of a model, and back, by transformers' own rules.
@@ -369,10 +369,12 @@ def _adapted(model: PreTrainedModel, adapter: Path) -> tuple[PeftModel, SavedTen
     """Put an adapter on a model without memory, and account for each of its tensors."""
     hint = "name the base that the adapter was trained on"
     kind = str(read_adapter_config(adapter)["peft_type"])
-    if kind not in MERGEABLE:
+    every = methods()
+    if every[kind].is_virtual:
+        known = ", ".join(name for name, one in every.items() if not one.is_virtual)
         raise MergeError(
             f"{adapter} is of type {kind}",
-            limit=f"{', '.join(MERGEABLE)} can be merged",
+            limit=f"{known} can be merged",
             hint="load it on its base with peft",
         )
     with (

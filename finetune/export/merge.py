@@ -23,7 +23,6 @@ from finetune.data.chat_template import merge_generation_config
 from finetune.errors import MergeError, ModelError
 from finetune.export.adapter_delta import Changes, Group, Renaming
 from finetune.export.safetensors_writer import Shards, find_packed, new_shards
-from finetune.files.adapter import refuse_classifier
 from finetune.files.atomic import JsonFile, becoming
 from finetune.files.shards import INDEX, SINGLE, read_weight_map, weight_files
 from finetune.files.tensors import DTYPES, Place, Spec, read_bytes, read_headers, read_tensor
@@ -31,6 +30,7 @@ from finetune.model.config import cached_file
 from finetune.model.empty import empty_published
 from finetune.recipe.load import load_shape, published_shape
 from finetune.report.format import shown_gib
+from finetune.run.adapter_folder import refuse_classifier
 from finetune.run.run_dir import RunDir
 from offload.engine.codec import form_named
 from offload.engine.host.pagelock import aligned_empty

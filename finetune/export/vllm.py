@@ -30,14 +30,14 @@ from safetensors.torch import load_file, save_file
 
 from finetune.data.chat_template import GENERATION_CONFIG, template_kwargs_in, vllm_flag
 from finetune.errors import CheckpointError, ConfigError
-from finetune.files.adapter import (
+from finetune.files.atomic import becoming, flush, require_free
+from finetune.run.adapter_folder import (
     CONFIG_FILE,
     WEIGHTS_FILE,
     read_adapter_config,
     refuse_classifier,
     require_adapter_files,
 )
-from finetune.files.atomic import becoming, flush, require_free
 
 _PREFIX = "base_model.model."
 

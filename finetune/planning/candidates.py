@@ -357,7 +357,8 @@ def with_forms(
 
 def _may_tile(recipe: Recipe) -> bool:
     """Return whether a run's MLPs may be computed in tiles without being asked to."""
-    is_lora = recipe.adapter.method == "lora" and recipe.adapter.dropout == 0
+    adapter = recipe.adapter
+    is_lora = adapter.stated.kind == "lora" and adapter.as_lora.dropout == 0
     return is_lora and not recipe.train.compile
 
 
@@ -384,7 +385,7 @@ def _codecs(recipe: Recipe) -> tuple[str, ...]:
     """Return the forms that layers may wait in; the forms of `auto` are lossless."""
     if recipe.offload.codec != "auto":
         return (recipe.offload.codec,)
-    is_encodable = set(recipe.adapter.modules_to_save) <= set(NEVER_ENCODED)
+    is_encodable = set(recipe.adapter.as_lora.modules_to_save) <= set(NEVER_ENCODED)
     if recipe.train.is_full or not is_encodable:
         return (NATIVE,)
     dtype = recipe.model.dtype

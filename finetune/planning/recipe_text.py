@@ -13,7 +13,6 @@ from offload.plan.facts.codec import CODECS, NATIVE
 from offload.plan.machine.machine import GIB
 
 EPOCH_TOKENS = 10_000_000
-_METHODS = {"lora": "LoRA"}
 _COMMENTS = {
     "model.init": "a shape without weights: to try the program with",
     "adapter.rank": "columns of A, rows of B",
@@ -68,8 +67,7 @@ def _header(suggestion: Suggestion, name: str) -> Iterator[str]:
         machine.name if num_gpus == 1 else f"{num_gpus} GPUs of {machine.name}, which share a step,"
     )
     learns = [] if recipe.objective.is_cross_entropy else [recipe.objective.method.upper()]
-    adapter = _METHODS.get(recipe.adapter.method, recipe.adapter.method)
-    trained = "all weights of" if recipe.train.is_full else f"{adapter} on"
+    trained = "all weights of" if recipe.train.is_full else f"{recipe.adapter.stated.title} on"
     way = " with ".join([*learns, trained])
     yield from _wrapped(
         f"{way[0].upper()}{way[1:]} {suggestion.model.name}, {form_words(chosen)}, for"

@@ -10,6 +10,7 @@ from finetune.adapter.targets import chosen_targets
 from finetune.errors import ConfigError
 from finetune.model.config import read_config
 from finetune.planning.ranks import LAUNCHED
+from finetune.recipe.adapters import AdapterSection, LinearSection
 from finetune.recipe.capabilities import (
     DEVICE,
     MLPS,
@@ -25,7 +26,7 @@ from finetune.recipe.capabilities import (
 from finetune.recipe.extensions import ObjectiveSection
 from finetune.recipe.load import is_shipped
 from finetune.recipe.recipe import Recipe
-from finetune.recipe.sections import AdapterSection, ModelSection, OffloadSection
+from finetune.recipe.sections import ModelSection, OffloadSection
 from offload.errors import MachineError
 from offload.plan.facts.facts import (
     AdapterSpec,
@@ -214,38 +215,33 @@ def adapter_spec(adapter: AdapterSection, facts: ModelFacts, *, dtype_bytes: int
 
     Of another method than LoRA, its modules are counted, which loads torch and peft.
     """
-    if adapter.is_prefix:
-        has_encoder = adapter.method == "prefix_mlp"
-        return prefix_spec(facts, num_past=adapter.num_virtual_tokens, has_encoder=has_encoder)
-    if adapter.is_virtual:
-        shapes = virtual_shapes(
-            adapter.num_virtual_tokens,
-            facts.hidden_size,
-            has_encoder=adapter.method == "p_tuning",
-        )
+    stated, lora, num = adapter.stated, adapter.as_lora, adapter.num_in_front
+    if stated.kind == "prefix":
+        return prefix_spec(facts, num_past=num, has_encoder=stated.has_encoder)
+    if stated.is_virtual:
+        shapes = virtual_shapes(num, facts.hidden_size, has_encoder=stated.has_encoder)
         return AdapterSpec(rank=1, targets=(), experts=False, virtual=shapes)
     spec = AdapterSpec(
-        rank=adapter.rank,
+        rank=lora.rank,
         targets=chosen_targets(
-            adapter.targets, known=linear_names(facts), modules_to_save=adapter.modules_to_save
+            lora.targets, known=linear_names(facts), modules_to_save=lora.modules_to_save
         ),
-        experts=adapter.experts,
-        rank_pattern=tuple(adapter.rank_pattern.items()),
-        alpha_pattern=tuple(adapter.alpha_pattern),
-        is_dora=adapter.dora,
-        modules=tuple(dict.fromkeys(adapter.modules_to_save)),
-        is_in_base_dtype=adapter.compute_dtype == "auto",
-        has_dropout=adapter.dropout > 0,
-        is_rounded=adapter.dtype == "bfloat16",
+        experts=lora.experts,
+        rank_pattern=tuple(lora.rank_pattern.items()),
+        alpha_pattern=tuple(lora.alpha_pattern),
+        is_dora=lora.dora,
+        modules=tuple(dict.fromkeys(lora.modules_to_save)),
+        is_in_base_dtype=lora.compute_dtype == "auto",
+        has_dropout=lora.dropout > 0,
+        is_rounded=lora.dtype == "bfloat16",
     )
-    if adapter.method == "lora":
+    if not isinstance(adapter, LinearSection) or stated.kind != "modules":
         return spec
     from finetune.adapter.methods import counted
 
     adapted = (x for layer in facts.layers for x in adapted_linears(layer, spec))
     method = counted(
-        adapter.method,
-        adapter.rank,
+        adapter,
         tuple(Counter((x.name, x.d_in, x.d_out) for x in adapted).items()),
         model_type=facts.model_type,
         dtype_bytes=dtype_bytes,

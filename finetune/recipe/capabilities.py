@@ -14,8 +14,9 @@ from functools import partial
 from typing import Any, get_args
 
 from finetune.errors import ConfigError
+from finetune.recipe.adapters import ADAPTERS, Adapter, LoraSection
 from finetune.recipe.extensions import FORMATS, OBJECTIVES, Head, ObjectiveSection
-from finetune.recipe.sections import MAX_MICRO_BATCHES, AdapterSection, Settings, TrainSection
+from finetune.recipe.sections import MAX_MICRO_BATCHES, Settings, TrainSection
 from offload.plan.facts.codec import CODECS, FLOATS, NATIVE, codecs_that
 from offload.plan.facts.optimizer import DEFAULT, OPTIMIZERS, optimizers_that
 from offload.plan.facts.trainable import EMBEDDING, HEAD, SCORE
@@ -75,7 +76,7 @@ def naming(*names: str) -> Values:
     """Return the lists that have one of these names."""
     return Values(
         f"with {' or '.join(f'`{name}`' for name in names)}",
-        lambda value: not set(names).isdisjoint(value),
+        lambda value: not set(names).isdisjoint(value or ()),
         lambda value: [name for name in value if name not in names],
     )
 
@@ -84,14 +85,14 @@ def beyond(*names: str) -> Values:
     """Return the lists that have another name than these."""
     return Values(
         f"with more than {', '.join(f'`{name}`' for name in names)}",
-        lambda value: not set(names).issuperset(value),
+        lambda value: not set(names).issuperset(value or ()),
         lambda value: [name for name in value if name in names],
     )
 
 
 SET = Values("set", bool)
 ON = Values("`true`", lambda value: value is True)
-OFF = Values("`false`", lambda value: value is False)
+OFF = Values("`false`", lambda value: not value)
 UNSET = Values("not set", lambda value: not value)
 NUMBER = Values("a number", lambda value: type(value) is int)
 FUSED = Values("`fused` or a list", lambda value: value not in ("auto", "plain"))
@@ -100,6 +101,11 @@ FUSED = Values("`fused` or a list", lambda value: value not in ("auto", "plain")
 def objectives(words: str, have: Callable[[type[ObjectiveSection]], object]) -> Values:
     """Return the methods of objectives that state something of themselves."""
     return Values(words, lambda method: have(OBJECTIVES[method].settings))
+
+
+def adapters(words: str, have: Callable[[Adapter], object]) -> Values:
+    """Return the methods of adapters that state something of themselves."""
+    return Values(words, lambda method: have(ADAPTERS[method]))
 
 
 def with_head(head: str) -> Values:
@@ -212,8 +218,10 @@ _BY_PARTS = optimizers_that(lambda one: one.moments is not None)
 """Optimizers of `train.parallel: fsdp2`."""
 STREAMED = "`train.parallel: stream`, with one process if weights of the model train"
 
-_IN_ROWS = ("prompt", "p_tuning")
-_VIRTUAL = (*_IN_ROWS, "prefix", "prefix_mlp")
+_IN_ROWS = adapters("with virtual tokens in rows", lambda one: one.kind == "rows")
+_VIRTUAL = adapters("with virtual tokens", lambda one: one.is_virtual)
+_BY_PEFT = adapters("on linear layers, other than `lora`", lambda one: one.kind == "modules")
+_OTHER = adapters("other than `lora`", lambda one: one.kind != "lora")
 _NEW = "`objective.method: classify`"
 _NO_STEP_BACK = "no step goes back through the layers"
 _FOR_ALL = "the head that predicts tokens is trained already; a new one is of classes or rewards"
@@ -341,11 +349,10 @@ PAIRS: tuple[Row, ...] = (
             "bfloat16",
         ),
         instead="`adapter.dtype: float32`",
-        also=(("adapter.method", only("lora")),),
     ),
     *_with(
         "adapter.method",
-        only(*_VIRTUAL),
+        _VIRTUAL,
         Row(
             "objective.method",
             STEP_LOSS,
@@ -362,7 +369,7 @@ PAIRS: tuple[Row, ...] = (
     ),
     *_with(
         "adapter.method",
-        only(*_IN_ROWS),
+        _IN_ROWS,
         Row(
             "train.neftune_alpha",
             SET,
@@ -374,13 +381,13 @@ PAIRS: tuple[Row, ...] = (
     ),
     *_with(
         "adapter.method",
-        but("lora"),
+        _OTHER,
         Row("train.compile", ON, "layers are compiled with LoRA alone", "false"),
         instead="`adapter.method: lora`",
     ),
     *_with(
         "adapter.method",
-        but("lora", *_VIRTUAL),
+        _BY_PEFT,
         Row(
             "offload.mlp_chunk",
             NUMBER,
@@ -395,7 +402,7 @@ PAIRS: tuple[Row, ...] = (
         Row("adapter.modules_to_save", naming(EMBEDDING), "an embedding in host memory is frozen"),
         Row(
             "adapter.method",
-            only(*_IN_ROWS),
+            _IN_ROWS,
             "virtual tokens train, and the embedding looks them up",
             "lora",
         ),
@@ -759,7 +766,7 @@ PAIRS: tuple[Row, ...] = (
         ),
         Row(
             "adapter.method",
-            but("lora"),
+            _OTHER,
             "only LoRA is known to give what it gives when layers are streamed",
             "lora",
         ),
@@ -783,7 +790,7 @@ PAIRS: tuple[Row, ...] = (
         ),
         Row(
             "adapter.dtype",
-            but("float32"),
+            only("bfloat16"),
             "each process would round its part of a tensor by itself",
             "float32",
         ),
@@ -920,13 +927,13 @@ class Numbers:
     @property
     def listed(self) -> tuple[str, ...]:
         """Targets that are listed one by one."""
-        targets = self.recipe.adapter.targets
+        targets = self.recipe.adapter.as_lora.targets
         return () if isinstance(targets, str) else targets
 
     @property
     def both_ways(self) -> list[str]:
         """Modules that train whole and with an adapter."""
-        return [name for name in self.recipe.adapter.modules_to_save if name in self.listed]
+        return [name for name in self.recipe.adapter.as_lora.modules_to_save if name in self.listed]
 
 
 @dataclass(frozen=True, slots=True)
@@ -1254,7 +1261,7 @@ OF_RUNS = (
             ),
             Row(
                 "adapter.method",
-                but("lora"),
+                _OTHER,
                 "runs share their steps with LoRA adapters",
                 "lora",
             ),
@@ -1500,22 +1507,6 @@ def _named(value: object) -> str:
 # Settings that a method, a loss or a format does not read
 #
 
-EVERY_METHOD = frozenset({"method", "targets", "init_from", "modules_to_save"})
-READS = {
-    "loha": EVERY_METHOD | {"rank", "alpha"},
-    "lokr": EVERY_METHOD | {"rank", "alpha"},
-    "ia3": EVERY_METHOD,
-    "vera": EVERY_METHOD | {"rank", "dropout"},
-    "oft": EVERY_METHOD | {"rank"},
-    "miss": EVERY_METHOD | {"rank", "dropout"},
-    "hira": EVERY_METHOD | {"rank", "dropout"},
-    "prompt": frozenset({"method", "num_virtual_tokens"}),
-    "p_tuning": frozenset({"method", "num_virtual_tokens"}),
-    "prefix": frozenset({"method", "num_virtual_tokens"}),
-    "prefix_mlp": frozenset({"method", "num_virtual_tokens"}),
-}
-"""Method -> the fields of the section that it reads."""
-
 
 def _unread(recipe: Settings) -> Iterator[Breach]:
     """Yield what is set and not read."""
@@ -1524,27 +1515,23 @@ def _unread(recipe: Settings) -> Iterator[Breach]:
 
 
 def _unread_of_adapter(recipe: Settings) -> Iterator[Breach]:
-    adapter, path, plain = recipe.adapter, "adapter.method", AdapterSection()
-    read = READS.get(adapter.method, AdapterSection.model_fields.keys() - {"num_virtual_tokens"})
-    limit = f"{adapter.method} reads {', '.join(sorted(read))}"
-    instead = "prompt" if adapter.method == "lora" else "lora"
-    if recipe.train.what != "adapter":
-        if recipe.train.is_full == (recipe.objective.head != "tokens"):
-            return  # the objective does not go with what trains, which is refused by itself
-        path, read, instead = "train.what", frozenset[str](), "adapter"
-        limit = "weights of the model, or a head, train in place of an adapter, so there is none"
+    """Yield the settings of an adapter where there is none."""
+    is_replaced = recipe.train.what == "adapter" or (
+        recipe.train.is_full == (recipe.objective.head != "tokens")
+    )  # or the objective does not go with what trains, which is refused by itself
+    plain = {name: one.default for name, one in LoraSection.model_fields.items()}
     if recipe.train.is_head_alone:
-        plain = AdapterSection(targets=(), modules_to_save=(SCORE,))
-    for name in AdapterSection.model_fields:
-        value = getattr(adapter, name)
-        if name not in read and value != getattr(plain, name):
+        plain |= {"targets": (), "modules_to_save": (SCORE,)}
+    for name, value in () if is_replaced else recipe.adapter:
+        if name not in plain or value != plain[name]:
             yield Breach(
                 field=f"adapter.{name}",
-                what=f"adapter.{name} is {shown(value)} and {path} is"
-                f" {shown(setting(recipe, path))}",
-                limit=limit,
-                hint=f"leave `adapter.{name}` out, or `{path}: {instead}`",
-                reads=(path,),
+                what=f"adapter.{name} is {shown(value)} and train.what is"
+                f" {shown(recipe.train.what)}",
+                limit="weights of the model, or a head, train in place of an adapter, so there is"
+                " none",
+                hint=f"leave `adapter.{name}` out, or `train.what: adapter`",
+                reads=("train.what",),
             )
 
 

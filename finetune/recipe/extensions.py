@@ -81,7 +81,54 @@ class StepData:
     is_held_out: bool = False  # whether the rows are a part of those held out
 
 
-class ObjectiveSection(Section):
+class Choice(Section):
+    """A section with the settings of the extension that its `method` names.
+
+    The section is a direct subclass of this; what each extension has is a subclass of it.
+    """
+
+    default: ClassVar[str]  # the method where none is chosen
+    every: ClassVar[Callable[[], Mapping[str, Any]]]  # the extensions, whose `settings` are chosen
+
+    method: str
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _choose(cls, values: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        """Read the settings of the extension that is chosen."""
+        if Choice not in cls.__bases__ or not isinstance(values, dict):
+            return handler(values)
+        name = values.get("method", cls.default)
+        if not isinstance(name, str) or name not in cls.every():
+            error = PydanticCustomError("no_such_choice", "there is no such method")
+            detail = InitErrorDetails(type=error, loc=("method",), input=name)
+            raise ValidationError.from_exception_data(cls.__name__, [detail])
+        chosen: Any = cls.every()[name].settings
+        found: Self = chosen.model_validate(values)
+        return found
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, schema: CoreSchema, handler: GetJsonSchemaHandler, /
+    ) -> dict[str, Any]:
+        """Return the schema of one method's settings, or of the choice among all."""
+        if Choice not in cls.__bases__:
+            return handler(schema)
+        every = [handler(one.settings.__pydantic_core_schema__) for one in cls.every().values()]
+        for one in every:
+            if one["properties"]["method"]["const"] != cls.default:
+                one["required"] = ["method"]  # without it the default is meant
+        return {"oneOf": every, "description": (cls.__doc__ or "").partition("\n")[0]}
+
+
+def chosen(name: str) -> Any:
+    """Return the field `method` of an extension's settings."""
+    return Field(
+        default=name, description="What is chosen; the section's other settings are its own."
+    )
+
+
+class ObjectiveSection(Choice):
     """What is learned from the rows: to repeat them, to prefer some of them, or their rewards.
 
     An objective is a subclass. Here are the facts of one that compares the answers of a step by
@@ -90,6 +137,7 @@ class ObjectiveSection(Section):
     """
 
     default: ClassVar[str] = "sft"
+    every = staticmethod(lambda: OBJECTIVES)
     formats: ClassVar[tuple[str, ...]]  # values of `data.format` that it reads, the usual one first
     loss_at: ClassVar[str] = ""  # `module:class` of its loss, made of `section` and `step`
     head: ClassVar[Head] = "tokens"  # what it learns by, as `model.head`
@@ -100,8 +148,6 @@ class ObjectiveSection(Section):
     card: ClassVar[str] = ""  # what the model card says in place of the adapter's sentence
     of_losses: ClassVar[Mapping[str, Mapping[str, object]]] = MappingProxyType({})
     """Setting -> the losses that read it, each with the setting's default there."""
-
-    method: str
 
     @property
     def read_formats(self) -> tuple[str, ...]:
@@ -222,41 +268,6 @@ class ObjectiveSection(Section):
                 parts = {"what": " and ".join(seen), "limit": limit, "hint": hint}
                 raise PydanticCustomError("refusal", "{what}; {limit}", parts | {"field": first})
         return self
-
-    @model_validator(mode="wrap")
-    @classmethod
-    def _choose(cls, values: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        """Read the settings of the objective that is chosen."""
-        if cls is not ObjectiveSection or not isinstance(values, dict):
-            return handler(values)
-        name = values.get("method", cls.default)
-        if not isinstance(name, str) or name not in OBJECTIVES:
-            error = PydanticCustomError("no_such_choice", "there is no such objective")
-            detail = InitErrorDetails(type=error, loc=("method",), input=name)
-            raise ValidationError.from_exception_data(cls.__name__, [detail])
-        chosen: Any = OBJECTIVES[name].settings
-        found: Self = chosen.model_validate(values)
-        return found
-
-    @classmethod
-    def __get_pydantic_json_schema__(
-        cls, schema: CoreSchema, handler: GetJsonSchemaHandler, /
-    ) -> dict[str, Any]:
-        """Return the schema of one objective, or of the choice among all."""
-        if cls is not ObjectiveSection:
-            return handler(schema)
-        every = [handler(one.settings.__pydantic_core_schema__) for one in OBJECTIVES.values()]
-        for one in every:
-            if one["properties"]["method"]["const"] != cls.default:
-                one["required"] = ["method"]  # without it the default is meant
-        return {"oneOf": every, "description": (cls.__doc__ or "").partition("\n")[0]}
-
-
-def chosen(name: str) -> Any:
-    """Return the field `method` of an objective."""
-    return Field(
-        default=name, description="What is learned; the section's other settings are its own."
-    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -20,6 +20,7 @@ from pydantic import model_validator
 from pydantic_core import PydanticCustomError
 
 from finetune.errors import ConfigError
+from finetune.recipe.adapters import ADAPTERS, AdapterSection
 from finetune.recipe.capabilities import broken_rules
 from finetune.recipe.extensions import OBJECTIVES
 from finetune.recipe.sections import Settings
@@ -46,6 +47,9 @@ class Recipe(Settings):
         chosen = OBJECTIVES.get(method) if isinstance(method, str) else None
         if chosen is None or chosen.settings.head == "tokens":
             return values
+        method = ADAPTERS.get(str(adapter.get("method", AdapterSection.default)))
+        if method is None or method.is_virtual:
+            return values | {"model": {"head": chosen.settings.head} | model}
         whole = adapter.get("modules_to_save", ())
         if isinstance(whole, list | tuple) and SCORE not in whole:
             adapter = adapter | {"modules_to_save": [*whole, SCORE]}

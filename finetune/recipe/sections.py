@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Field, GetPydanticSchema, SerializeAsAny, field_validator
 from pydantic_core import core_schema
 
+from finetune.recipe.adapters import AdapterSection, Names
 from finetune.recipe.extensions import (
     FORMATS,
     Head,
@@ -42,25 +43,7 @@ CodecName = Annotated[str, name_in(CODECS)]
 OptimizerName = Annotated[str, name_in(OPTIMIZERS)]
 
 # Lists arrive as lists from YAML and are kept as tuples, which are immutable.
-Names = Annotated[tuple[str, ...], Field(strict=False)]
 Counts = Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(strict=False)]
-AdapterMethod = Literal[
-    "lora",
-    "loha",
-    "lokr",
-    "ia3",
-    "vera",
-    "oft",
-    "miss",
-    "hira",
-    "prompt",
-    "p_tuning",
-    "prefix",
-    "prefix_mlp",
-]
-"""Methods of `adapter.method`, by the names that peft has for them."""
-
-
 FormatName = Annotated[str, NameIn(lambda: ("auto", *FORMATS))]
 EmptyThink = Literal["prompt", "learn"]
 ColumnNames = dict[Annotated[str, NameIn(column_names)], Annotated[str, Field(min_length=1)]]
@@ -297,10 +280,8 @@ class OffloadSection(Section):
         return None if self.vram_budget == "auto" else int(self.vram_budget * GIB)
 
 
-# Upper limits of a step and an adapter: a plan examines each micro-batch, and no step that trains
-# comes near these.
+# Upper limit of a step: a plan examines each micro-batch, and no step that trains comes near it.
 MAX_MICRO_BATCHES = 10_000
-MAX_RANK = MAX_VIRTUAL = 2**16
 Schedule = Literal["cosine", "cosine_with_restarts", "linear", "constant"]
 
 
@@ -390,117 +371,6 @@ class ModelSection(Section):
     def tokenizer_source(self) -> str | None:
         """Where the tokenizer comes from: its own setting, else the model's."""
         return self.tokenizer or self.path
-
-
-class AdapterSection(Section):
-    """What is trained: an adapter, and modules trained whole."""
-
-    method: AdapterMethod = Field(
-        default="lora",
-        description="What is added to a linear layer: `lora`, or another method of peft's, computed"
-        " by peft; or virtual tokens in front of each row, whose embeddings train (`prompt`), or an"
-        " encoder that returns them (`p_tuning`), or keys and values of them in each layer"
-        " (`prefix`), or an MLP that returns these (`prefix_mlp`). Fields that a method does not"
-        " read are refused.",
-        examples=["vera"],
-    )
-    rank: int = Field(
-        default=16,
-        ge=1,
-        le=MAX_RANK,
-        description="Rank: columns of A, rows of B; of `oft` the number of blocks.",
-    )
-    alpha: float = Field(
-        default=32.0,
-        gt=0,
-        description="Scale of `lora`, `loha`, `lokr`: the update is multiplied by alpha / rank.",
-    )
-    dropout: float = Field(
-        default=0.0, ge=0, lt=1, description="Dropout on the adapter's input while training."
-    )
-    targets: Literal["all-linear", "attention"] | Names = Field(
-        default="all-linear",
-        description="Linear layers with an adapter: a group, or a list such as [q_proj, v_proj].",
-    )
-    experts: bool = Field(
-        default=False,
-        description="Whether the fused experts of a mixture-of-experts model get adapters too.",
-    )
-    rank_pattern: dict[str, Annotated[int, Field(ge=1, le=MAX_RANK)]] = Field(
-        default={},
-        description="Rank of single projections, by name: q_proj, or experts.down_proj.",
-        examples=[{"q_proj": 32}],
-    )
-    alpha_pattern: dict[str, Annotated[float, Field(gt=0)]] = Field(
-        default={},
-        description="Alpha of single projections, by name: q_proj, or experts.down_proj.",
-        examples=[{"q_proj": 64.0}],
-    )
-    rslora: bool = Field(
-        default=False,
-        description="Whether the update is multiplied by alpha / sqrt(rank) (rsLoRA).",
-    )
-    dora: bool = Field(
-        default=False,
-        description="Whether linear layers also learn the norm of each output's weights (DoRA).",
-    )
-    compute_dtype: Literal["auto", "float32"] = Field(
-        default="auto",
-        description="Precision of the products of A and B on linear layers: `auto`, that of the"
-        " weights that they adapt, or float32, as peft computes.",
-    )
-    dtype: Literal["float32", "bfloat16"] = Field(
-        default="float32",
-        description="Type in which A and B are kept and saved. With `bfloat16` each update is"
-        " computed in float32, and its result rounded up or down at random, the nearer the"
-        " likelier.",
-    )
-    loraplus_ratio: float | None = Field(
-        default=None,
-        gt=1,
-        description="How many times `train.lr` the B matrices learn at (LoRA+); null: at the same.",
-        examples=[16],
-    )
-    init_from: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Run directory, or folder in peft's format, whose adapter the run goes on from,"
-        " with a new optimizer; rank, alpha and targets are the same. Null: a new adapter.",
-        examples=["runs/quickstart"],
-    )
-    modules_to_save: Names = Field(
-        default=(),
-        description="Trained whole with LoRA: norms, router, embed_tokens, lm_head, or linears;"
-        " an objective with a head of its own adds that, score.",
-        examples=[["norms", "router"]],
-    )
-    num_virtual_tokens: int = Field(
-        default=20,
-        ge=1,
-        le=MAX_VIRTUAL,
-        description="Virtual tokens of `prompt`, `p_tuning`, `prefix` and `prefix_mlp`; rows of the"
-        " first two are longer by them than `train.seq_len`.",
-    )
-
-    @property
-    def is_virtual(self) -> bool:
-        """Whether virtual tokens in front of each row train, and no weight of a layer."""
-        return self.method in ("prompt", "p_tuning") or self.is_prefix
-
-    @property
-    def is_prefix(self) -> bool:
-        """Whether virtual tokens have keys and values in each layer."""
-        return self.method in ("prefix", "prefix_mlp")
-
-    @property
-    def num_in_front(self) -> int:
-        """Virtual tokens in front of each row, which takes positions from there on."""
-        return self.num_virtual_tokens if self.is_virtual else 0
-
-    @property
-    def num_in_rows(self) -> int:
-        """Those of them that are tokens of the row, and not a prefix of each layer's keys."""
-        return 0 if self.is_prefix else self.num_in_front
 
 
 class TrainSection(Section):
@@ -813,9 +683,9 @@ class Settings(Section):
     """All sections, each right by itself; `finetune.recipe.recipe` has the rules between them."""
 
     model: ModelSection = Field(description="Which model is trained.")
-    adapter: AdapterSection = Field(
-        default=AdapterSection(),
-        description="What is trained: a LoRA adapter, and modules trained whole.",
+    adapter: SerializeAsAny[AdapterSection] = Field(
+        default_factory=lambda: AdapterSection.model_validate({}),
+        description="What is trained: an adapter, and modules trained whole.",
     )
     data: DataSection = Field(description="The rows to train on.")
     objective: SerializeAsAny[ObjectiveSection] = Field(

@@ -88,7 +88,7 @@ def _what(recipe: Recipe) -> str:
             base="{base}", trained=trained, num_classes=recipe.model.num_classes
         )
     if recipe.train.what == "adapter":
-        name = "LoRA" if recipe.adapter.method == "lora" else recipe.adapter.method
+        name = recipe.adapter.stated.title
         return f"A {name} adapter of {{base}}, in peft's format, trained with Sluice."
     which = "all weights" if recipe.train.what == "all" else "some of its weights"
     return f"{{base}} with {which} trained by Sluice: plain weights, without an adapter."

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, get_args
 
 from finetune.errors import CheckpointError
-from finetune.files.adapter import CONFIG_FILE, WEIGHTS_FILE, require_adapter_files
 from finetune.files.atomic import PARTIAL, flush, naming, remove, write_atomically
 from finetune.files.manifest import (
     MANIFEST,
@@ -29,6 +28,7 @@ from finetune.recipe.recipe import (
     with_settings,
 )
 from finetune.recipe.sections import TrainSection
+from finetune.run.adapter_folder import CONFIG_FILE, WEIGHTS_FILE, require_adapter_files
 from finetune.run.checkpoint import Checkpoints
 from finetune.run.probe_folder import FEATURES, FILES, PROBE
 from finetune.run.references import REFERENCES

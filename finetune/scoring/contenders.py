@@ -12,10 +12,10 @@ from typing import Any
 from finetune.adapter.methods import refuse_virtual
 from finetune.adapter.targets import chosen_targets
 from finetune.errors import CheckpointError, ConfigError
-from finetune.files.adapter import WEIGHTS_FILE, read_adapter_config, refuse_classifier
 from finetune.files.tensors import read_known_header
 from finetune.planning.request import adapter_spec
 from finetune.recipe.recipe import Recipe
+from finetune.run.adapter_folder import WEIGHTS_FILE, read_adapter_config, refuse_classifier
 from finetune.run.run_dir import RunDir
 from finetune.training.preflight import adapter_to_go_on_from
 from offload.plan.facts.facts import AdapterSpec, ModelFacts, linear_names
@@ -98,7 +98,7 @@ def _checkpoints_of(run: RunDir, recipe: Recipe, notes: list[str]) -> list[Conte
             limit="adapters share the base that is loaded, other weights cannot",
             hint=f"`sluice score {run.model} ROWS` scores the trained model, by itself",
         )
-    refuse_virtual(begun.adapter.method)
+    refuse_virtual(begun.adapter.stated)
     steps = run.checkpoints.steps()
     if not steps:
         raise CheckpointError(
@@ -170,7 +170,8 @@ class _Needs:
         if one.is_base:
             return cls(is_base=True)
         if one.checkpoint is not None:
-            section = one.checkpoint.recipe.adapter
+            adapter = one.checkpoint.recipe.adapter
+            section = adapter.as_lora
             whole = frozenset(section.modules_to_save)
             adapted = chosen_targets(
                 section.targets,
@@ -178,7 +179,7 @@ class _Needs:
                 modules_to_save=section.modules_to_save,
             )
             return cls(
-                kind=section.method.upper(),
+                kind=adapter.stated.peft_type,
                 is_alone=bool(whole) and facts.tie_word_embeddings,
                 parameters=frozenset([str(one.checkpoint.run.path)] if facts.has_experts else []),
                 targets=frozenset(adapted),
@@ -225,7 +226,7 @@ def widest_spec(wave: Sequence[Contender], recipe: Recipe, facts: ModelFacts) ->
 
 
 def _spec(one: Contender, recipe: Recipe, facts: ModelFacts) -> AdapterSpec:
-    is_in_base_dtype = recipe.adapter.compute_dtype == "auto"
+    is_in_base_dtype = recipe.adapter.as_lora.compute_dtype == "auto"
     if one.is_base:
         return AdapterSpec(rank=1, targets=(), experts=False, is_in_base_dtype=is_in_base_dtype)
     if one.checkpoint is not None:

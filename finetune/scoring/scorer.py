@@ -186,11 +186,11 @@ def with_adapters(
 ) -> "tuple[PeftModel | PreTrainedModel, dict[str, str]]":
     """Return a base with the adapters of a wave, and their names in it by those of contenders."""
     model: PeftModel | PreTrainedModel = base
-    names, adapted, compute_dtype = dict[str, str](), None, recipe.adapter.compute_dtype
+    names, adapted, compute_dtype = dict[str, str](), None, recipe.adapter.as_lora.compute_dtype
     checkpoints = [(one, one.checkpoint) for one in wave if one.checkpoint is not None]
     for one, checkpoint in checkpoints:
         section, seed = checkpoint.recipe.adapter, checkpoint.recipe.train.seed
-        compute_dtype = section.compute_dtype
+        compute_dtype = section.as_lora.compute_dtype
         name = names[one.name] = f"sluice_{len(names)}" if adapted else "default"
         if adapted is None:
             adapted = model = add_lora(base, section, seed=seed, backing=backing)

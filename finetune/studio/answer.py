@@ -28,6 +28,7 @@ from finetune.planning.candidates import (
 from finetune.planning.ranks import require_gpus
 from finetune.planning.request import facts_of, with_backend
 from finetune.planning.subject import HUB_ID, NO_ROWS, Subject
+from finetune.recipe.adapters import ADAPTERS
 from finetune.recipe.extensions import OBJECTIVES, NameIn, ObjectiveSection, Section
 from finetune.recipe.load import Draft, find_shape, published_ids, recipe_from, shipped_shapes
 from finetune.recipe.recipe import Recipe, whole_units
@@ -56,10 +57,13 @@ from offload.plan.what_if import NUM_CARDS, what_if
 HERE = "this machine"
 CONFIG = "config.json"
 NAME = "from-studio"
-Trained = Literal["lora", "dora", "all", "loha", "lokr", "ia3", "vera", "oft", "miss"]
-WITHOUT_RANK = ("ia3", "all")
-COUNTED_BY_PEFT = ("loha", "lokr", "ia3", "vera", "oft", "miss")
-"""Methods whose modules are counted with torch and peft."""
+TRAINED = {"lora": "LoRA", "dora": "DoRA", "all": "all weights of the model"}
+"""What trains and is counted without torch and peft, in words."""
+
+
+def counted_by_peft() -> list[str]:
+    """Return the methods whose modules are counted with torch and peft."""
+    return [name for name, one in ADAPTERS.items() if one.kind == "modules"]
 
 
 class Setup(Section):
@@ -77,7 +81,9 @@ class Setup(Section):
     link_gb_per_s: float | None = Field(
         default=None, ge=0.1, le=1e6, description="Rate of a named card's link, in GB/s."
     )
-    method: Trained = Field(description="An adapter's method, or `all` weights of the model.")
+    method: Annotated[str, NameIn(lambda: (*TRAINED, *counted_by_peft()))] = Field(
+        description="An adapter's method, or `all` weights of the model."
+    )
     rank: int = Field(ge=1, le=4096, description="Of the adapter, where its method has one.")
     codec: Literal["auto"] | CodecName = Field(description="Form in which layers wait.")
     objective: Annotated[str, NameIn(lambda: OBJECTIVES)] = Field(
@@ -106,12 +112,13 @@ class Setup(Section):
         Args:
             source: Where the model is.
         """
-        adapter: dict[str, Any] = {} if self.method in WITHOUT_RANK else {"rank": self.rank}
-        if self.method in ("lora", "dora"):
-            adapter |= {"alpha": float(2 * self.rank)}
-            adapter |= {"dora": True} if self.method == "dora" else {}
+        adapter: dict[str, Any] = {}
+        if self.method not in TRAINED:
+            has_rank = "rank" in ADAPTERS[self.method].settings.model_fields
+            adapter = {"method": self.method} | ({"rank": self.rank} if has_rank else {})
         elif self.method != "all":
-            adapter["method"] = self.method
+            adapter = {"rank": self.rank, "alpha": float(2 * self.rank)}
+            adapter |= {"dora": True} if self.method == "dora" else {}
         is_default = self.objective == ObjectiveSection.default
         size = 1 if self.micro_batch_size == "auto" else self.micro_batch_size
         train: dict[str, Any] = {

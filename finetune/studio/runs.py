@@ -13,7 +13,7 @@ from html import escape
 from importlib import resources
 from pathlib import Path
 from threading import Lock
-from typing import Any, get_args
+from typing import Any
 
 from finetune.errors import CheckpointError
 from finetune.recipe.extensions import OBJECTIVES, ObjectiveSection
@@ -25,7 +25,7 @@ from finetune.report.prediction import FIRST, read_predictions
 from finetune.run.run_dir import RunDir
 from finetune.run.run_files import EVAL_LOSS, NewRows
 from finetune.run.run_lock import holder
-from finetune.studio.answer import CONFIG, COUNTED_BY_PEFT, HERE, Trained
+from finetune.studio.answer import CONFIG, HERE, TRAINED, counted_by_peft
 from finetune.studio.guard import inside
 from offload.errors import SluiceError
 from offload.plan.facts.codec import CODECS
@@ -43,7 +43,6 @@ STATIC_POLICY = (
     " connect-src 'self'; worker-src 'self'; img-src 'self' data:; base-uri 'none';"
     " form-action 'none'"
 )
-_METHODS = {"lora": "LoRA", "dora": "DoRA", "all": "all weights of the model"}
 
 
 def asset(name: str) -> str:
@@ -60,8 +59,7 @@ def plan_page(*, is_static: bool) -> str:
         is_static: Whether the page answers by itself, with Python in the browser: then there is no
             machine to measure, no torch to count with, and no runs.
     """
-    others = () if is_static else COUNTED_BY_PEFT
-    methods = [one for one in get_args(Trained) if one in (*_METHODS, *others)]
+    methods = [*TRAINED, *([] if is_static else counted_by_peft())]
     models = [(name, f"{name} ({hub_id})") for hub_id, name in _by_name()]
     cards = [(name, f"{name} ({card.memory_gib:g} GiB)") for name, card in CARDS.items()]
     objectives = [(name, f"{name}: {one.summary}") for name, one in OBJECTIVES.items()]
@@ -74,7 +72,7 @@ def plan_page(*, is_static: bool) -> str:
                 _select("model", "model", [*models, *more], chosen="qwen3-8b"),
                 "" if is_static else _other_model(),
                 _select("objective", "learns by", objectives, chosen=ObjectiveSection.default),
-                _select("method", "trains", _named(methods, _METHODS)),
+                _select("method", "trains", _named(methods, TRAINED)),
                 _slider("rank", "rank", RANKS, chosen=16),
             ),
             _group(

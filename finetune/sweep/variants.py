@@ -373,7 +373,9 @@ def waves_of(runs: Sequence[Variant], *, most: int | None) -> list[list[Variant]
 def _held_by(runs: Sequence[Variant]) -> list[_Held]:
     """Find out what peft would adapt, on a model without weights; only where it can matter."""
     model = runs[0].recipe.model
-    if not facts_of(model).has_experts and not any(r.recipe.adapter.modules_to_save for r in runs):
+    if not facts_of(model).has_experts and not any(
+        one.recipe.adapter.as_lora.modules_to_save for one in runs
+    ):
         return [_Held(parameters=frozenset(), is_tied=False) for _ in runs]
     from finetune.adapter.lora import held_by
     from finetune.model.empty import empty_of

@@ -26,7 +26,7 @@ def settled_packing(recipe: Recipe, note: Callable[[str], None]) -> Literal["on"
     if recipe.train.compile:
         note("Packing: off, as compiled layers do not keep packed rows apart")
         return "off"
-    if recipe.adapter.is_virtual:
+    if recipe.adapter.stated.is_virtual:
         note("Packing: off, as the room of a sequence is for rows without virtual tokens")
         return "off"
     return "on"

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 from finetune.data.steps import Steps
 from finetune.errors import CheckpointError, ConfigError, DataError, ModelError
-from finetune.files.adapter import read_adapter_config, require_adapter_files
 from finetune.model.config import has_weights, is_hub_reachable
 from finetune.planning.candidates import choose, full_requests
 from finetune.recipe.capabilities import broken_length_rules
 from finetune.recipe.recipe import Recipe
 from finetune.recipe.sections import OffloadSection
 from finetune.report.format import shown_gib, shown_time
+from finetune.run.adapter_folder import read_adapter_config, require_adapter_files
 from finetune.run.run_dir import RunDir
 from finetune.training.ranks import Ranks
 from offload.errors import DoesNotFitError
@@ -216,7 +216,7 @@ def require_ready(recipe: Recipe, facts: ModelFacts, machine: Machine, *, num_ra
         ModelError: The weights are not here and cannot be fetched.
     """
     _require_router_loss(recipe)
-    if recipe.adapter.is_prefix:
+    if recipe.adapter.stated.kind == "prefix":
         from finetune.adapter.virtual_tokens import require_plain_cache
         from finetune.model.empty import empty_of
 

@@ -94,10 +94,8 @@ def opened(
         if ranks.num == 1 and recipe.train.reduce_dtype != "fp32":
             dtype = recipe.train.reduce_dtype
             screen.note(f"train.reduce_dtype: {dtype} has no effect: there is one process")
-        if recipe.adapter.init_from is not None:
-            _, notes = preflight.adapter_to_go_on_from(
-                Path(recipe.adapter.init_from), model=recipe.model.path
-            )
+        if (begun := recipe.adapter.as_lora.init_from) is not None:
+            _, notes = preflight.adapter_to_go_on_from(Path(begun), model=recipe.model.path)
             for note in notes:
                 screen.note(note)
         if ranks.is_main and is_resume:

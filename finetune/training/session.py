@@ -186,7 +186,7 @@ class Kind(Protocol):
 def kind_of(recipe: Recipe) -> Kind:
     """Return what trains in a run, by its recipe."""
     train = recipe.train
-    what = "full" if train.is_full else "virtual" if recipe.adapter.is_virtual else "adapter"
+    what = "full" if train.is_full else "virtual" if recipe.adapter.stated.is_virtual else "adapter"
     if train.takes_features:
         what = "head" if train.is_head_alone else "probed"
     return cast("Kind", _loaded(_KINDS[what, "fsdp2" if train.is_sharded else "stream"])())

@@ -22,10 +22,10 @@ from finetune.adapter.linear_lora import compute_in_base_dtype
 from finetune.adapter.lora import add_lora, save_adapter, trained
 from finetune.adapter.virtual_tokens import add_prefix, add_virtual_tokens
 from finetune.errors import ConfigError
-from finetune.recipe.sections import AdapterSection
+from finetune.recipe.adapters import AdapterSection, LoraSection
 from offload import attach
 from offload.engine.experts.lora import SUFFIX
-from tests.builders import adapter
+from tests.builders import adapter, of_method
 from tests.parity import router_loss
 from tests.parity.architectures import (
     SLACK,
@@ -54,7 +54,7 @@ class Case:
     """A model, an adapter on it, and what trains beside LoRA."""
 
     model_type: str
-    adapter: AdapterSection
+    adapter: LoraSection
     is_tied: bool = False
 
 
@@ -389,7 +389,7 @@ IGNORED = -100
 )
 def test_gradients_are_those_of_plain_peft(method: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    section = AdapterSection.model_validate({"method": method, "rank": 4})
+    section = of_method(method, rank=4)
     base: Any = Qwen3ForCausalLM(SHAPE)
     adapted = add_lora(base.to(dtype), section, seed=1)
     with torch.no_grad():
@@ -455,7 +455,7 @@ def micro_batches_prefix() -> list[dict[str, torch.Tensor]]:
 
 def section(num: int, *, has_mlp: bool = False) -> AdapterSection:
     method: Any = "prefix_mlp" if has_mlp else "prefix"
-    return AdapterSection(method=method, num_virtual_tokens=num)
+    return AdapterSection.model_validate({"method": method, "num_virtual_tokens": num})
 
 
 def with_prefix(model_type: str, num: int, *, has_mlp: bool = False) -> tuple[Any, Any]:
@@ -662,7 +662,7 @@ def test_each_exact_type_has_the_gradients_of_plain_peft_or_is_refused(model_typ
 
 NUM = 3
 TYPES = ("qwen3", "gemma3_text", "gemma2", "gpt2", "opt", "mixtral", "gpt_oss")
-PROMPT = AdapterSection(method="prompt", num_virtual_tokens=NUM)
+PROMPT = AdapterSection.model_validate({"method": "prompt", "num_virtual_tokens": NUM})
 
 
 @pytest.mark.parametrize("model_type", mostly_slow(TYPES, "gemma3_text"))
@@ -725,7 +725,7 @@ def base() -> Any:
 
 
 def test_gradients_are_those_of_plain_peft_rounded_to_nearest() -> None:
-    section = AdapterSection(rank=4, alpha=8, targets=TARGETS, dtype="bfloat16")
+    section = LoraSection(rank=4, alpha=8, targets=TARGETS, dtype="bfloat16")
     ours = add_lora(base(), section, seed=1)
     with torch.no_grad():
         for parameter in trained(ours).values():
@@ -756,7 +756,7 @@ class OwnLinear(nn.Linear):
 def test_an_adapter_that_peft_computes_is_refused_in_bf16() -> None:
     model = base()
     model.model.layers[1].self_attn.q_proj.__class__ = OwnLinear
-    section = AdapterSection(rank=4, alpha=8, targets=TARGETS, dtype="bfloat16")
+    section = LoraSection(rank=4, alpha=8, targets=TARGETS, dtype="bfloat16")
     with pytest.raises(ConfigError, match=r"bfloat16, and peft computes .*1\.self_attn\.q_proj"):
         add_lora(model, section, seed=0)
 
@@ -797,19 +797,19 @@ DEFAULT = ("falcon", "llama4_text", "phimoe", "jamba")
 
 @pytest.mark.parametrize("model_type", mostly_slow(PLANNED, *DEFAULT, rest=pytest.mark.thorough))
 def test_the_default_adapter_learns_in_every_exact_type(model_type: str) -> None:
-    section = AdapterSection()
+    section = LoraSection()
     # on rows of few tokens big_bird replaces its attention by this one
     changes: dict[str, Any] = (
         {"attention_type": "original_full"} if model_type == "big_bird" else {}
     )
     if model_type in DEFAULT_REFUSED:
         with pytest.raises(ConfigError, match=DEFAULT_REFUSED[model_type]) as refused:
-            add_lora(tiny_model(model_type), AdapterSection(), seed=0)
+            add_lora(tiny_model(model_type), LoraSection(), seed=0)
         if model_type in WITHOUT_LINEARS:
             return
         hint = re.search(r"targets: \[(.*)\]", str(refused.value))
         assert hint is not None
-        section = AdapterSection(targets=tuple(hint[1].split(", ")))
+        section = LoraSection(targets=tuple(hint[1].split(", ")))
     model = add_lora(tiny_model(model_type, **changes), section, seed=0)
     engine = offload.attach(model, num_slots=2, device="cpu")
     tokens = torch.randint(3, 32, (2, 2, 12), generator=torch.Generator().manual_seed(0))

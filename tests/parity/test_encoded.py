@@ -19,7 +19,7 @@ from transformers import (
 
 import offload
 from finetune.adapter.lora import add_lora, save_adapter
-from finetune.recipe.sections import AdapterSection
+from finetune.recipe.adapters import LoraSection
 from offload.engine.host.slab import Slab, lay_out
 from offload.engine.host.weights import values_shown
 from offload.engine.model.encoding import Encoding
@@ -385,7 +385,7 @@ def base_of(model_type: str) -> PreTrainedModel:
 
 
 def adapted(base: PreTrainedModel) -> PeftModel:
-    section = AdapterSection(rank=4, alpha=8.0, targets="attention", experts=True)
+    section = LoraSection(rank=4, alpha=8.0, targets="attention", experts=True)
     model = add_lora(base, section, seed=0)
     torch.manual_seed(0)
     randomised(model)

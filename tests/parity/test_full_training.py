@@ -22,7 +22,8 @@ import offload
 from finetune.adapter import lora as adapters
 from finetune.data.steps import StepShare
 from finetune.full.weights import choose_weights
-from finetune.recipe.sections import AdapterSection, TrainSection
+from finetune.recipe.adapters import LoraSection
+from finetune.recipe.sections import TrainSection
 from finetune.run.checkpoint import LossScale
 from finetune.training.full.update import FullUpdate
 from finetune.training.loop import Loop
@@ -705,7 +706,7 @@ def model_of_sixteen_bits(seed: int) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         base: Any = Qwen3ForCausalLM(CONFIG)
-        section = AdapterSection(rank=4, alpha=8, modules_to_save=WHOLE)
+        section = LoraSection(rank=4, alpha=8, modules_to_save=WHOLE)
         model = adapters.add_lora(base.to(torch.bfloat16), section, seed=seed)
         with torch.no_grad():
             for name, parameter in model.named_parameters():

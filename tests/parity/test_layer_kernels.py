@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import offload
 from finetune.adapter.linear_lora import Linear, compute_in_base_dtype
 from finetune.adapter.lora import add_lora
-from finetune.recipe.sections import AdapterSection
+from finetune.recipe.adapters import LoraSection
 from finetune.training import compile as compiling
 from finetune.training.compile import FAILURES, compile_layers, refusal
 from offload.engine.batch import Batch
@@ -285,7 +285,7 @@ def fresh_compiler() -> Any:
 def adapted(model_type: str, *, dropout: float = 0.0) -> nn.Module:
     base = tiny_model(model_type)
     has_experts = "moe" in model_type
-    section = AdapterSection(
+    section = LoraSection(
         rank=4,
         alpha=8,
         dropout=0.0 if has_experts else dropout,

@@ -34,7 +34,8 @@ from finetune.data.steps import collate
 from finetune.data.tokenize import encode
 from finetune.model.load import load_model
 from finetune.model.tokenizer import load_tokenizer
-from finetune.recipe.sections import AdapterSection, ModelSection
+from finetune.recipe.adapters import LoraSection
+from finetune.recipe.sections import ModelSection
 from finetune.training.optimizer import clip, make_optimizer, update
 from offload.engine.batch import with_labels
 from offload.engine.engine import Engine
@@ -986,7 +987,7 @@ def batches() -> list[dict[str, torch.Tensor]]:
 
 def steps_quickstart_model(num_slots: int) -> list[tuple[float, dict[str, torch.Tensor]]]:
     base = loaded(QUICKSTART / "model")
-    section = AdapterSection(rank=4, alpha=8, targets="attention", experts=True)
+    section = LoraSection(rank=4, alpha=8, targets="attention", experts=True)
     model = adapters.add_lora(base.model, section, seed=0).train()
     trained = adapters.trained(model)
     assert any("experts" in name for name in trained)

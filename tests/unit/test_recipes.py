@@ -64,8 +64,8 @@ def test_every_shipped_recipe_tells_a_reader_how_to_run_it(name: str) -> None:
 def test_the_quickstart_streams_and_trains_attention_and_experts() -> None:
     recipe = load_recipe("quickstart", [], check_files=False)
     assert recipe.model.dtype == "float32"
-    assert recipe.adapter.targets == "attention"
-    assert recipe.adapter.experts
+    assert recipe.adapter.as_lora.targets == "attention"
+    assert recipe.adapter.as_lora.experts
     assert recipe.offload.num_slots == 3
     assert recipe.train.num_micro_batches > 1
     assert recipe.report.samples > 0

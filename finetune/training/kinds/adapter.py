@@ -55,16 +55,14 @@ class AdapterRun:
         }
         model = add_loras(loaded.model, new, backing=loaded.backing)
         for run in runs:
-            if run.recipe.adapter.init_from is not None:
-                folder, _ = adapter_to_go_on_from(
-                    Path(run.recipe.adapter.init_from), model=run.recipe.model.path
-                )
+            if (begun := run.recipe.adapter.as_lora.init_from) is not None:
+                folder, _ = adapter_to_go_on_from(Path(begun), model=run.recipe.model.path)
                 load_into(model, folder, adapter=run.adapter or ALONE)
         return model
 
     def notes(self, model: "PeftModel | PreTrainedModel", recipe: Recipe) -> list[str]:
         """Name kinds of layers whose adapters are computed in another precision than planned."""
-        adapter = recipe.adapter
+        adapter = recipe.adapter.as_lora
         if adapter.compute_dtype == "float32" or (adapter.dora and adapter.dropout):
             return []
         kinds = computed_by_peft(model) if recipe.model.dtype != "float32" else ()
@@ -77,9 +75,9 @@ class AdapterRun:
     def update(self, run: Run, model: "PeftModel | PreTrainedModel", engine: StepEngine) -> Update:
         """Update the adapter's tensors where they compute."""
         assert isinstance(engine, Engine)
-        recipe = run.recipe
+        recipe, adapter = run.recipe, run.recipe.adapter.as_lora
         tensors, own_layers = trained(model, run.adapter), engine.own_layers
-        is_rounded = recipe.adapter.dtype == "bfloat16"
+        is_rounded = adapter.dtype == "bfloat16"
         layers: list[set[str]] = [set() for _ in engine.layer_bytes]
         for name, tensor in tensors.items():
             if id(tensor) in own_layers:
@@ -87,7 +85,7 @@ class AdapterRun:
         return AdapterUpdate(
             tensors,
             train=recipe.train,
-            loraplus_ratio=recipe.adapter.loraplus_ratio,
+            loraplus_ratio=adapter.loraplus_ratio,
             ranks=run.ranks,
             are_cards_alike=run.are_cards_alike,
             layers=layers,

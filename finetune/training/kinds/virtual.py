@@ -19,5 +19,5 @@ class VirtualRun(AdapterRun):
     def load(self, loaded: Loaded, runs: Sequence[Run]) -> "PeftModel | PreTrainedModel":
         """Add the virtual tokens; by a rule of recipes that share a stream there is one run."""
         (run,) = runs
-        add = add_prefix if run.recipe.adapter.is_prefix else add_virtual_tokens
+        add = add_virtual_tokens if run.recipe.adapter.stated.kind == "rows" else add_prefix
         return add(loaded.model, run.recipe.adapter, seed=run.recipe.train.seed)

@@ -38,7 +38,7 @@ class ShardedAdapterRun(AdapterRun):
         return ShardedUpdate(
             trained(model, run.adapter),
             train=run.recipe.train,
-            loraplus_ratio=run.recipe.adapter.loraplus_ratio,
+            loraplus_ratio=run.recipe.adapter.as_lora.loraplus_ratio,
             ranks=run.ranks,
         )
 

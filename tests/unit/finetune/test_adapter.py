@@ -48,7 +48,8 @@ from finetune.adapter.methods import counted
 from finetune.errors import CheckpointError, MergeError
 from finetune.export.merge import merge
 from finetune.export.vllm import write_vllm_adapter
-from finetune.recipe.sections import AdapterSection, TrainSection
+from finetune.recipe.adapters import LoraSection
+from finetune.recipe.sections import TrainSection
 from finetune.training.optimizer import (
     AdapterUpdate,
     RoundedOptimizer,
@@ -59,6 +60,7 @@ from finetune.training.preflight import adapter_to_go_on_from
 from finetune.training.ranks import Ranks
 from offload.engine.randomness import FRONT_LAYER, seed_of
 from offload.plan.facts.facts import MethodCounts, PeftMethod
+from tests.builders import of_method
 from tests.tiers import diagonal
 from tests.unit.finetune.export.adapted import (
     MODELS,
@@ -77,7 +79,9 @@ K, M, R, T = 1024, 512, 8, 300
 
 def method(name: str, *, dtype_bytes: int = 4, number: int = 1) -> PeftMethod:
     size = ("q_proj", K, M)
-    return counted(name, R, ((size, number),), model_type="qwen3", dtype_bytes=dtype_bytes)
+    return counted(
+        of_method(name, rank=R), ((size, number),), model_type="qwen3", dtype_bytes=dtype_bytes
+    )
 
 
 def counts(name: str, *, dtype_bytes: int = 4) -> MethodCounts:
@@ -388,7 +392,7 @@ DOORS: dict[str, Callable[[Path, Path], object]] = {
     "score, chat and generate": lambda base, adapter: load_adapter(load(base), adapter),
     "before training": lambda base, adapter: adapter_to_go_on_from(adapter, model=str(base)),
     "init_from": lambda base, adapter: load_into(
-        add_lora(load(base), AdapterSection(rank=4), seed=0), adapter
+        add_lora(load(base), LoraSection(rank=4), seed=0), adapter
     ),
 }
 REFUSED: dict[str, tuple[object, str]] = {
@@ -548,7 +552,7 @@ def test_tensors_go_where_they_came_from_whatever_weights_are_called(tmp_path: P
     }
     config = LagunaConfig(**sizes)
     base = publish(LagunaForCausalLM(config), tmp_path / "base", torch.float32)
-    section = AdapterSection(rank=4, experts=True)
+    section = LoraSection(rank=4, experts=True)
     model = add_lora(load(base), section, seed=0)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -600,7 +604,7 @@ def test_a_run_goes_on_only_from_an_adapter_that_computes_alike(
     method: str, setting: str, value: object, base: Path, tmp_path: Path
 ) -> None:
     """Of other methods than LoRA only the alpha was compared (#41)."""
-    section = AdapterSection.model_validate({"method": method, "rank": 4})
+    section = of_method(method, rank=4)
     model = add_lora(load(base), section, seed=0)
     save_adapter(model, tmp_path / "adapter")
     load_into(model, tmp_path / "adapter")

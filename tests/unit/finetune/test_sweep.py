@@ -46,7 +46,7 @@ def test_values_are_split_at_commas_that_are_in_no_list(text: str, values: list[
 def test_a_grid_has_a_run_for_each_combination() -> None:
     words = ["train.lr=1e-3,2e-3", "adapter.rank=4,8,16", "train.steps=50"]
     found = variants_of("quickstart", words, is_zipped=False, max_runs=64)
-    pairs = [(run.recipe.train.lr, run.recipe.adapter.rank) for run in found.runs]
+    pairs = [(run.recipe.train.lr, run.recipe.adapter.as_lora.rank) for run in found.runs]
     assert pairs == [(lr, rank) for lr in (1e-3, 2e-3) for rank in (4, 8, 16)]
     assert all(run.recipe.train.steps == 50 for run in found.runs)
     assert [run.name for run in found.runs][:2] == ["lr-1e-3_rank-4", "lr-1e-3_rank-8"]
@@ -58,7 +58,7 @@ def test_a_grid_has_a_run_for_each_combination() -> None:
 def test_zipped_values_are_taken_in_step() -> None:
     words = ["train.lr=1e-3,2e-3", "adapter.rank=4,8"]
     found = variants_of("quickstart", words, is_zipped=True, max_runs=64)
-    pairs = [(run.recipe.train.lr, run.recipe.adapter.rank) for run in found.runs]
+    pairs = [(run.recipe.train.lr, run.recipe.adapter.as_lora.rank) for run in found.runs]
     assert pairs == [(1e-3, 4), (2e-3, 8)]
 
 
@@ -81,7 +81,7 @@ def test_a_file_names_its_variants(tmp_path: Path) -> None:
     found = variants_of(str(file), ["train.steps=70"], is_zipped=False, max_runs=64)
     assert [run.name for run in found.runs] == ["slow", "small"]
     assert found.runs[0].recipe.train.lr == 1e-3
-    assert found.runs[1].recipe.adapter.targets == ("q_proj",)
+    assert found.runs[1].recipe.adapter.as_lora.targets == ("q_proj",)
     assert all(run.recipe.train.steps == 70 for run in found.runs)
     assert found.stop is not None
     assert (found.stop.worse_than_best_by, found.stop.after_steps) == (0.5, 40)

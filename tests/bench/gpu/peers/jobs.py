@@ -235,7 +235,7 @@ def _write_adapter(job: Job, file: Path) -> str:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from finetune.adapter.lora import add_lora, trained
-    from finetune.recipe.sections import AdapterSection
+    from finetune.recipe.adapters import LoraSection
 
     fields = job.config()
     config = AutoConfig.for_model(fields.pop("model_type"), **fields)
@@ -246,7 +246,7 @@ def _write_adapter(job: Job, file: Path) -> str:
             values = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
             setattr(module, name, nn.Parameter(values, requires_grad=False))
     layer_class = type(model.model.layers[0]).__name__
-    adapter = AdapterSection(
+    adapter = LoraSection(
         rank=job.rank, alpha=2.0 * job.rank, targets=job.targets, experts=job.has_experts
     )
     adapted = add_lora(model, adapter, seed=job.seed)

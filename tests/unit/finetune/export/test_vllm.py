@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from finetune.adapter.lora import add_lora, save_adapter
 from finetune.errors import CheckpointError, ConfigError, MergeError, ModelError
 from finetune.export.vllm import PER_EXPERT, write_vllm_adapter
-from finetune.recipe.sections import AdapterSection
+from finetune.recipe.adapters import AdapterSection
 from tests.builders import adapter
 from tests.parity.tiny_models import tiny_model
 from tests.tiers import mostly_slow

@@ -33,7 +33,8 @@ from finetune.model.facts import facts_from, facts_of
 from finetune.planning.request import adapter_spec
 from finetune.planning.request import facts_of as facts_of_config
 from finetune.planning.request import facts_of as facts_of_section
-from finetune.recipe.sections import AdapterSection, ModelSection
+from finetune.recipe.adapters import LoraSection
+from finetune.recipe.sections import ModelSection
 from offload.engine.model.layers import LayeredModel
 from offload.engine.model.readers import inventory_of
 from offload.errors import SluiceError, UnsupportedModelError
@@ -220,7 +221,7 @@ def test_as_many_parameters_get_adapters_as_peft_makes(model_type: str) -> None:
     facts = facts_of(tiny(model_type))
     model = AutoModelForCausalLM.from_config(tiny_config(model_type))
     experts = any(layer.num_experts for layer in facts.layers)
-    adapted = add_lora(model, AdapterSection(rank=3, alpha=6, experts=experts), seed=0)
+    adapted = add_lora(model, LoraSection(rank=3, alpha=6, experts=experts), seed=0)
     made = sum(parameter.numel() for parameter in trained(adapted).values())
     spec = AdapterSpec(rank=3, targets=plan_facts.linear_names(facts), experts=experts)
     assert adapter_parameters(facts, spec) == made
@@ -549,9 +550,9 @@ def test_the_plan_counts_the_parameters_of_the_model_that_is_trained(
     facts, model = facts_of_config(section), empty_of(section)
     assert facts.num_parameters == sum(p.numel() for p in model.parameters())
     assert facts.num_outputs == 1
-    adapter = AdapterSection(modules_to_save=("score",))
+    adapter = LoraSection(modules_to_save=("score",))
     spec = adapter_spec(adapter, facts, dtype_bytes=4)
-    without = adapter_spec(AdapterSection(), facts, dtype_bytes=4)
+    without = adapter_spec(LoraSection(), facts, dtype_bytes=4)
     assert trained_parameters(facts, spec) - trained_parameters(facts, without) == 32
     assert (1, 32) in trained_tensor_shapes(facts, spec)
 
@@ -561,7 +562,7 @@ def test_the_plan_counts_the_bias_of_a_head_for_tokens(tmp_path: Path) -> None:
     section = ModelSection(path=str(tmp_path), head="token_classes", num_classes=3, dtype="float32")
     facts, model = facts_of_config(section), empty_of(section)
     assert facts.num_parameters == sum(p.numel() for p in model.parameters())
-    spec = adapter_spec(AdapterSection(modules_to_save=("score",)), facts, dtype_bytes=4)
-    without = adapter_spec(AdapterSection(), facts, dtype_bytes=4)
+    spec = adapter_spec(LoraSection(modules_to_save=("score",)), facts, dtype_bytes=4)
+    without = adapter_spec(LoraSection(), facts, dtype_bytes=4)
     assert trained_parameters(facts, spec) - trained_parameters(facts, without) == 3 * 33
     assert {(3, 32), (3,)} <= {*trained_tensor_shapes(facts, spec)}

@@ -16,6 +16,7 @@ from finetune.planning.compare import Comparison, compare_on_cards, compare_with
 from finetune.planning.recipe_text import _scalar
 from finetune.planning.request import facts_of, full_request
 from finetune.planning.subject import Subject, model_subject, subject_of, wanted_model
+from finetune.recipe.adapters import LoraSection
 from finetune.recipe.load import CoreLoader
 from finetune.recipe.recipe import Recipe, resolved_yaml, with_seq_len, with_settings
 from finetune.recipe.sections import TrainSection
@@ -232,7 +233,7 @@ def test_a_model_is_planned_with_the_defaults_of_a_recipe_and_no_recipe_s_settin
     assert recipe.train == defaults
     assert recipe.model.init == "pretrained"
     assert recipe.offload == type(recipe.offload)()
-    assert recipe.adapter == type(recipe.adapter)()
+    assert recipe.adapter == LoraSection()
     assert recipe.data.eval_frac is None
 
 

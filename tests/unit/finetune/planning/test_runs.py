@@ -50,7 +50,7 @@ def test_a_grid_is_all_combinations_in_the_order_of_its_values() -> None:
         "train.lr=2e-4 adapter.targets=all-linear",
     )
     assert [recipe.train.lr for recipe in found.recipes] == [1e-4, 1e-4, 2e-4, 2e-4]
-    assert found.recipes[0].adapter.targets == ("q_proj", "v_proj")
+    assert found.recipes[0].adapter.as_lora.targets == ("q_proj", "v_proj")
     assert found.num_steps is None
 
 
@@ -86,8 +86,8 @@ def test_a_file_of_variants_is_planned_as_it_is_trained(tmp_path) -> None:
     )
     found = variants_of(str(file), ["train.lr=3e-4"], grid=[], num_runs=None)
     assert found.names == ("wide", "few")
-    assert found.recipes[0].adapter.rank == 64
-    assert found.recipes[1].adapter.targets == ("q_proj", "v_proj")
+    assert found.recipes[0].adapter.as_lora.rank == 64
+    assert found.recipes[1].adapter.as_lora.targets == ("q_proj", "v_proj")
     assert {recipe.train.lr for recipe in found.recipes} == {3e-4}
     with pytest.raises(ConfigError, match="names its variants"):
         variants_of(str(file), [], grid=["train.lr=1e-4,2e-4"], num_runs=None)

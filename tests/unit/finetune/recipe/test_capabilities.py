@@ -1,6 +1,6 @@
 """What cannot be combined in a recipe: what is said of it, and what is written instead."""
 
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import yaml
@@ -9,14 +9,13 @@ from pydantic import ValidationError
 from finetune.recipe.capabilities import (
     LENGTHS,
     PAIRS,
-    READS,
     STREAMED,
     SUMS,
     Breach,
     broken_with,
 )
 from finetune.recipe.recipe import Recipe
-from finetune.recipe.sections import AdapterSection, Settings
+from finetune.recipe.sections import Settings
 
 PLAIN = (
     "model.path=Qwen/Qwen3-0.6B data.path=rows.jsonl train.steps=10 train.grad_accum_steps=4"
@@ -585,22 +584,6 @@ NUMBERS = (
 
 # Settings over a plain recipe, the one of them that has no effect, and what to write instead.
 UNREAD = (
-    ("adapter.num_virtual_tokens=8", "adapter.num_virtual_tokens", "`adapter.method: prompt`"),
-    *(
-        (f"adapter.method={method} {setting}", setting.partition("=")[0], "`adapter.method: lora`")
-        for method, setting in (
-            ("ia3", "adapter.rank=4"),
-            ("vera", "adapter.alpha=8.0"),
-            ("loha", "adapter.dropout=0.1"),
-            ("oft", "adapter.experts=true"),
-            ("lokr", "adapter.dora=true"),
-            ("miss", 'adapter.rank_pattern={"q_proj":8}'),
-            ("vera", "adapter.loraplus_ratio=16.0"),
-            ("oft", "adapter.compute_dtype=float32"),
-            ("vera", "adapter.dtype=bfloat16"),
-            ("prompt", "adapter.rank=4"),
-        )
-    ),
     ("train.what=all adapter.dora=true", "adapter.dora", "`train.what: adapter`"),
     ("train.what=[norms] adapter.rank=8", "adapter.rank", "`train.what: adapter`"),
     (f"train.what=head {CLASSIFY} adapter.rank=4", "adapter.rank", "`train.what: adapter`"),
@@ -713,9 +696,3 @@ def test_what_trains_the_embedding_is_found_by_its_place_alone() -> None:
     )
     assert len(list(broken_with(host, "offload.embeddings"))) == 1
     assert not list(broken_with(host, "offload.head"))
-
-
-def test_methods_are_those_of_the_field_and_read_its_fields() -> None:
-    allowed = get_args(AdapterSection.model_fields["method"].annotation)
-    assert {"lora", *READS} == set(allowed)
-    assert all(fields <= AdapterSection.model_fields.keys() for fields in READS.values())

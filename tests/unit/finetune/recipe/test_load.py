@@ -9,6 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from finetune.errors import ConfigError
+from finetune.recipe.adapters import ADAPTERS
 from finetune.recipe.load import REPLACED, UNSUPPORTED, load_recipe, read_draft, renamed
 from finetune.recipe.recipe import near_path, resolved_yaml, sections, settings, shipped_recipes
 from tests.unit.finetune.recipe.written import VALID, assert_refused, refusal, replaced, write
@@ -195,11 +196,34 @@ def test_a_key_like_no_other_lists_the_settings_of_its_section(folder: Path) -> 
     assert_refused(
         replaced("  rank: 8", "  rank: 8\n  zzz: [1]"),
         what="r.yaml:5: adapter.zzz is not a setting",
-        limit="the section adapter has method, rank, alpha, dropout, targets, experts,"
-        " rank_pattern, alpha_pattern, rslora, dora, compute_dtype, dtype, loraplus_ratio,"
-        " init_from, modules_to_save, num_virtual_tokens",
+        limit="the section adapter has method, targets, init_from, modules_to_save, rank, alpha,"
+        " dropout, experts, rank_pattern, alpha_pattern, rslora, dora, compute_dtype, dtype,"
+        " loraplus_ratio, num_virtual_tokens",
         hint="remove `zzz`",
     )
+
+
+@pytest.mark.parametrize(
+    ("method", "setting", "others"),
+    [
+        ("lora", "num_virtual_tokens: 8", "prompt"),
+        ("ia3", "rank: 4", "lora"),
+        ("vera", "alpha: 8.0", "lora"),
+        ("loha", "dropout: 0.1", "lora"),
+        ("oft", "experts: true", "lora"),
+        ("prompt", "targets: attention", "lora"),
+    ],
+)
+def test_a_setting_that_a_method_does_not_have_is_refused(
+    method: str, setting: str, others: str, folder: Path
+) -> None:
+    error = refusal(replaced("  rank: 8", f"  method: {method}\n  {setting}"))
+    name, _, value = setting.partition(": ")
+    shown = f'"{value}"' if value.isalpha() and value != "true" else value
+    assert error.what == f"r.yaml:5: adapter.{name} is {shown} and adapter.method is {method}"
+    own = ADAPTERS[method].settings.model_fields
+    assert error.limit == f"{method} has {', '.join(own)}"
+    assert error.hint.startswith(f"leave `adapter.{name}` out, or `adapter.method: {others}`")
 
 
 def test_a_wrong_type_names_value_and_limit(folder: Path) -> None:
@@ -226,7 +250,7 @@ def test_a_wrong_pattern_names_what_it_may_be_and_shows_one(folder: Path) -> Non
         hint='`adapter.rank_pattern={"q_proj": 32}`',
     )
     recipe = load_recipe(write(VALID), ["adapter.rank_pattern={q_proj: 4}"])
-    assert recipe.adapter.rank_pattern == {"q_proj": 4}
+    assert recipe.adapter.as_lora.rank_pattern == {"q_proj": 4}
 
 
 def test_rank_0_is_refused(folder: Path) -> None:
@@ -275,14 +299,14 @@ def test_a_section_that_is_no_mapping_is_refused(folder: Path) -> None:
     assert_refused(
         replaced("adapter:\n  rank: 8", "adapter: lora"),
         what='r.yaml:3: adapter is "lora"',
-        limit="adapter is a section, with settings such as method, rank, alpha",
+        limit="adapter is a section, with settings such as method, targets, init_from",
         hint="`adapter:` and below it, indented, `method: ...`",
     )
 
 
 def test_a_section_whose_settings_are_commented_out_means_its_defaults(folder: Path) -> None:
     recipe = load_recipe(replaced("adapter:\n  rank: 8", "adapter:\n  # rank: 8"), [])
-    assert recipe.adapter.rank == 16
+    assert recipe.adapter.as_lora.rank == 16
 
 
 # ---------------------------------------------------------------------------------------------
@@ -613,9 +637,9 @@ def test_any_settings_are_a_recipe_or_a_named_refusal(
 
 def test_an_override_goes_before_the_file_and_the_file_before_the_default(folder: Path) -> None:
     source = write(VALID)
-    assert load_recipe(source, ["adapter.rank=4"]).adapter.rank == 4
-    assert load_recipe(source, []).adapter.rank == 8
-    assert load_recipe(replaced("  rank: 8", "  alpha: 1"), []).adapter.rank == 16
+    assert load_recipe(source, ["adapter.rank=4"]).adapter.as_lora.rank == 4
+    assert load_recipe(source, []).adapter.as_lora.rank == 8
+    assert load_recipe(replaced("  rank: 8", "  alpha: 1"), []).adapter.as_lora.rank == 16
 
 
 def test_a_whole_recipe_can_stand_on_the_command_line(folder: Path) -> None:
@@ -640,8 +664,8 @@ def test_the_values_of_overrides_are_yaml(folder: Path) -> None:
             "output.dir=",
         ],
     )
-    assert recipe.adapter.targets == ("q_proj", "v_proj")
-    assert recipe.adapter.experts is True
+    assert recipe.adapter.as_lora.targets == ("q_proj", "v_proj")
+    assert recipe.adapter.as_lora.experts is True
     assert recipe.train.max_grad_norm is None
     assert recipe.data.system == "Be brief: a=b"
     assert recipe.output.dir is None

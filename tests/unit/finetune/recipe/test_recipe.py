@@ -5,7 +5,7 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_type_hints
 
 import pytest
 import yaml
@@ -16,7 +16,8 @@ from pydantic import BaseModel, ValidationError
 from finetune.adapter.methods import refuse_virtual
 from finetune.errors import ConfigError
 from finetune.model.config import read_config
-from finetune.recipe.extensions import OBJECTIVES, ObjectiveSection, Section
+from finetune.recipe.adapters import ADAPTERS
+from finetune.recipe.extensions import OBJECTIVES, Choice, ObjectiveSection, Section
 from finetune.recipe.load import load_shape, published_ids, shape_of_id, shipped_shapes
 from finetune.recipe.recipe import (
     Recipe,
@@ -29,15 +30,15 @@ from finetune.recipe.recipe import (
     settings,
     shipped_recipes,
 )
-from finetune.recipe.sections import AdapterSection, DataSection, ModelSection, TrainSection
+from finetune.recipe.sections import DataSection, ModelSection, TrainSection
 from tests.builders import recipe_values
 from tests.objectives import METHODS, losses_of
 from tests.tiers import mostly_slow
 from tests.tools.gallery import SHIPPED
 
 SECTIONS = [
-    *(section for name, section in get_type_hints(Recipe).items() if name != "objective"),
-    *(objective.settings for objective in OBJECTIVES.values()),
+    *(section for section in get_type_hints(Recipe).values() if not issubclass(section, Choice)),
+    *(one.settings for one in (*OBJECTIVES.values(), *ADAPTERS.values())),
 ]
 
 
@@ -80,7 +81,7 @@ def test_the_defaults_and_examples_of_every_field_are_themselves_valid() -> None
 def test_encoded_layers_leave_norms_routers_embeddings_and_head_as_they_are() -> None:
     names = ["norms", "router", "embed_tokens", "lm_head"]
     recipe = make_recipe(adapter__modules_to_save=names, offload__codec="nf4")
-    assert recipe.adapter.modules_to_save == tuple(names)
+    assert recipe.adapter.as_lora.modules_to_save == tuple(names)
 
 
 @pytest.mark.parametrize("section", [s for s in SECTIONS if s not in (TrainSection, DataSection)])
@@ -267,23 +268,32 @@ def test_the_json_schema_describes_every_setting_and_closes_every_section() -> N
     for _, section in section_schemas(schema):
         assert section["additionalProperties"] is False
         assert all(field["description"] for field in section["properties"].values())
-    assert schema["$defs"]["AdapterSection"]["properties"]["rank"]["minimum"] == 1
+    lora = schema["$defs"]["AdapterSection"]["oneOf"][0]
+    assert lora["properties"]["rank"]["minimum"] == 1
 
 
 @pytest.mark.parametrize(
-    ("objective", "num_fitting"),
-    [({}, 1), ({"method": "dpo", "beta": 0.2}, 1), ({"beta": 0.2}, 0), ({"method": "dpq"}, 0)],
+    ("section", "values", "num_fitting"),
+    [
+        ("Objective", {}, 1),
+        ("Objective", {"method": "dpo", "beta": 0.2}, 1),
+        ("Objective", {"beta": 0.2}, 0),
+        ("Objective", {"method": "dpq"}, 0),
+        ("Adapter", {"alpha": 8.0}, 1),
+        ("Adapter", {"method": "vera", "rank": 8}, 1),
+        ("Adapter", {"method": "vera", "alpha": 8.0}, 0),
+    ],
 )
-def test_one_choice_of_the_json_schema_fits_an_objective(
-    objective: dict[str, Any], num_fitting: int
+def test_one_choice_of_the_json_schema_fits(
+    section: str, values: dict[str, Any], num_fitting: int
 ) -> None:
     def fits(choice: dict[str, Any]) -> bool:
         known = choice["properties"]
-        return {*choice.get("required", ())} <= {*objective} <= {*known} and objective.get(
+        return {*choice.get("required", ())} <= {*values} <= {*known} and values.get(
             "method", known["method"]["const"]
         ) == known["method"]["const"]
 
-    choices = json.loads(json_schema())["$defs"]["ObjectiveSection"]["oneOf"]
+    choices = json.loads(json_schema())["$defs"][f"{section}Section"]["oneOf"]
     assert sum(map(fits, choices)) == num_fitting
 
 
@@ -566,16 +576,13 @@ def test_steps_of_a_probe_have_the_rows_of_the_run_and_a_rate_of_their_own() -> 
 
 def test_a_recipe_of_a_head_alone_has_the_head_and_no_adapter() -> None:
     recipe = classified(what="head")
-    assert recipe.adapter.targets == ()
-    assert recipe.adapter.modules_to_save == ("score",)
+    assert recipe.adapter.as_lora.targets == ()
+    assert recipe.adapter.as_lora.modules_to_save == ("score",)
     assert recipe.model.head == "classes"
     assert not recipe.train.is_full
 
 
 # --------------------------------------------------------------------------------- virtual tokens
-
-
-ADAPTER_METHODS = get_args(AdapterSection.model_fields["method"].annotation)
 
 
 @pytest.mark.parametrize("method", ["prompt", "p_tuning", "prefix", "prefix_mlp", "lora"])
@@ -586,12 +593,12 @@ def test_virtual_tokens_are_in_front_of_rows_or_of_each_layers_keys(method: str)
     assert adapter.num_in_rows == (8 if method in ("prompt", "p_tuning") else 0)
 
 
-@pytest.mark.parametrize("method", [*ADAPTER_METHODS, "PREFIX_TUNING", "P_TUNING", "LORA"])
+@pytest.mark.parametrize("method", ADAPTERS)
 def test_virtual_tokens_are_refused_where_rows_have_none(method: str) -> None:
-    words = {"prompt", "p_tuning", "prefix", "prefix_mlp", "PREFIX_TUNING", "P_TUNING"}
-    refused = pytest.raises(ConfigError, match=f"an adapter of the method {method}, and rows")
+    words = {"prompt", "p_tuning", "prefix", "prefix_mlp"}
+    refused = pytest.raises(ConfigError, match=r"an adapter of the type P.*TUNING, and rows")
     with refused if method in words else nullcontext():
-        refuse_virtual(method)
+        refuse_virtual(ADAPTERS[method])
 
 
 # ------------------------------------------------------------------------------------------ shipped

@@ -25,9 +25,10 @@ from finetune.data.tokenize import Example
 from finetune.errors import FinetuneError
 from finetune.planning.request import facts_of, request_for
 from finetune.planning.subject import subject_of
+from finetune.recipe.adapters import LoraSection
 from finetune.recipe.extensions import ObjectiveSection
 from finetune.recipe.recipe import Recipe, with_settings
-from finetune.recipe.sections import AdapterSection, TrainSection
+from finetune.recipe.sections import TrainSection
 from finetune.report.screen import Screen
 from finetune.run.checkpoint import MAX_SKIPPED, Checkpoints, LossScale
 from finetune.run.run_dir import RunDir
@@ -75,7 +76,7 @@ def make_loop(
     *,
     optimizer: Any = "adamw",
     dtype: torch.dtype = torch.float32,
-    section: AdapterSection = PLAIN,
+    section: LoraSection = PLAIN,
     loraplus_ratio: float | None = None,
     lr: float = 0.1,
     scaling: LossScale | None = None,

@@ -21,7 +21,7 @@ from finetune.adapter.lora import add_lora, trained
 from finetune.adapter.lora import linear_names as linear_names_of_lora
 from finetune.adapter.lora import linear_names as names_of_model
 from finetune.model.empty import compute_exactly
-from finetune.recipe.sections import AdapterSection
+from finetune.recipe.adapters import LoraSection
 from offload.engine.model.layers import LayeredModel
 from offload.errors import UnsupportedModelError
 from offload.plan.facts.facts import (
@@ -667,7 +667,7 @@ def test_as_many_parameters_get_adapters_as_peft_makes(name: str, experts: bool)
     config = VARIANTS[name]
     facts = model_facts(config)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**copy.deepcopy(config)))
-    adapted = add_lora(model, AdapterSection(rank=3, alpha=6, experts=experts), seed=0)
+    adapted = add_lora(model, LoraSection(rank=3, alpha=6, experts=experts), seed=0)
     made = sum(parameter.numel() for parameter in trained(adapted).values())
     spec = AdapterSpec(rank=3, targets=linear_names(facts), experts=experts)
     assert adapter_parameters(facts, spec) == made
@@ -1170,7 +1170,7 @@ TRAINABLE_REFUSED = {(name, "router") for name in ("qwen3", "llama tied", "gemma
 }
 
 
-def spec_of(facts: ModelFacts, section: AdapterSection, *, experts: bool) -> AdapterSpec:
+def spec_of(facts: ModelFacts, section: LoraSection, *, experts: bool) -> AdapterSpec:
     return AdapterSpec(
         rank=3,
         targets=tuple(n for n in linear_names(facts) if n not in section.modules_to_save),
@@ -1181,7 +1181,7 @@ def spec_of(facts: ModelFacts, section: AdapterSection, *, experts: bool) -> Ada
     )
 
 
-def made_by_peft(config: dict[str, Any], section: AdapterSection, *, experts: bool) -> list[Shape]:
+def made_by_peft(config: dict[str, Any], section: LoraSection, *, experts: bool) -> list[Shape]:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
     adapted = add_lora(model, section.model_copy(update={"rank": 3, "experts": experts}), seed=0)
     return [tuple(parameter.shape) for parameter in trained(adapted).values()]
@@ -1197,7 +1197,7 @@ def made_by_peft(config: dict[str, Any], section: AdapterSection, *, experts: bo
         if (name, what) not in TRAINABLE_REFUSED
     ],
 )
-def test_what_trains_has_the_shapes_that_peft_makes(name: str, section: AdapterSection) -> None:
+def test_what_trains_has_the_shapes_that_peft_makes(name: str, section: LoraSection) -> None:
     facts = model_facts(CONFIGS[name])
     experts = facts.layers[0].num_experts > 0 and not section.dora
     spec = spec_of(facts, section, experts=experts)
@@ -1225,7 +1225,7 @@ def test_what_a_model_has_not_is_refused_by_name(
     name: str, changes: dict[str, Any], text: str
 ) -> None:
     facts = model_facts(CONFIGS[name])
-    spec = replace(spec_of(facts, AdapterSection(), experts=False), **changes)
+    spec = replace(spec_of(facts, LoraSection(), experts=False), **changes)
     with pytest.raises(UnsupportedModelError, match=text):
         trained_parameters(facts, spec)
 

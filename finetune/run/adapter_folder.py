@@ -3,16 +3,16 @@
 If a file is missing in the folder, peft looks on the Hugging Face hub, in a repository with the
 folder's name. So both files must be there before peft is called.
 
-peft has more methods and settings than are computed here, and each version adds some. What is
-understood is listed here once, for all that reads adapters: merging, exports, scoring, answers, and
-runs that go on from an adapter. A setting that is not listed is refused by name, unless it is off.
+peft has more methods and settings than are computed here, and each version adds some. Each method
+states those that are understood, for all that reads adapters: merging, exports, scoring, answers,
+and runs that go on from an adapter. A setting that is not stated is refused by name, unless it is
+off.
 
 Source: the configs of peft 0.21's tuners, and how its layers read them.
 """
 
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 from finetune.errors import CheckpointError
 from finetune.files.atomic import JsonFile
 from finetune.files.tensors import Place, read_known_header
+from finetune.recipe.adapters import ADAPTERS, Adapter
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 ROW_TASK, TOKEN_TASK = "SEQ_CLS", "TOKEN_CLS"
@@ -70,66 +71,17 @@ _CONFIG = JsonFile(
 # What is understood
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Method:
-    """The settings of a method of peft's that are understood."""
-
-    # Names of settings that change what the adapter's tensors compute.
-    computed: frozenset[str] = frozenset()
-    # Names of settings that only describe its training, or that its tensors show too.
-    others: frozenset[str] = frozenset()
-    is_virtual: bool = False  # whether it adds tokens in front of rows, and changes no weight
+_OF_ALL = (
+    *("peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path"),
+    *("revision", "inference_mode", "target_modules", "exclude_modules", "modules_to_save"),
+    *("layers_to_transform", "layers_pattern"),
+)
 
 
-def _method(computed: str, others: str) -> _Method:
-    return _Method(computed=frozenset(computed.split()), others=frozenset(others.split()))
+def methods() -> Mapping[str, Adapter]:
+    """Return what peft calls a method -> the method."""
+    return {one.peft_type: one for one in ADAPTERS.values()}
 
-
-def _virtual(others: str) -> _Method:
-    sizes = "num_virtual_tokens token_dim num_transformer_submodules num_attention_heads num_layers"
-    return _Method(others=frozenset(f"{sizes} {others}".split()), is_virtual=True)
-
-
-_OF_ALL = _method(
-    "",
-    "peft_type task_type auto_mapping peft_version base_model_name_or_path revision inference_mode"
-    " target_modules exclude_modules modules_to_save layers_to_transform layers_pattern",
-).others
-_METHODS: Mapping[str, _Method] = {
-    "LORA": _method(
-        "lora_alpha alpha_pattern use_rslora use_dora lora_bias fan_in_fan_out",
-        "r rank_pattern lora_dropout init_lora_weights target_parameters ensure_weight_tying"
-        " eva_config corda_config loftq_config lora_ga_config megatron_core qalora_group_size",
-    ),
-    "LOHA": _method(
-        "alpha alpha_pattern use_effective_conv2d",
-        "r rank_pattern rank_dropout module_dropout init_weights",
-    ),
-    "LOKR": _method(
-        "alpha alpha_pattern use_effective_conv2d decompose_both decompose_factor",
-        "r rank_pattern rank_dropout rank_dropout_scale module_dropout init_weights",
-    ),
-    "IA3": _method("feedforward_modules fan_in_fan_out", "init_ia3_weights"),
-    "VERA": _method(
-        "fan_in_fan_out",
-        "r projection_prng_key save_projection vera_dropout d_initial init_weights",
-    ),
-    "OFT": _method(
-        "coft eps block_share use_cayley_neumann num_cayley_neumann_terms fan_in_fan_out",
-        "r oft_block_size module_dropout init_weights",
-    ),
-    "MISS": _method("init_weights mini_r", "r miss_dropout"),
-    "HIRA": _method("fan_in_fan_out", "r rank_pattern hira_dropout init_weights"),
-    "PREFIX_TUNING": _virtual("encoder_hidden_size prefix_projection"),
-    "PROMPT_TUNING": _virtual(
-        "prompt_tuning_init prompt_tuning_init_text tokenizer_name_or_path tokenizer_kwargs"
-    ),
-    "P_TUNING": _virtual(
-        "encoder_reparameterization_type encoder_hidden_size encoder_num_layers encoder_dropout"
-    ),
-}
-MERGEABLE = tuple(kind for kind, method in _METHODS.items() if not method.is_virtual)
-"""What peft calls the methods that change weights."""
 
 _OFF: Collection[object] = (None, False, [], {}, "none")
 _KEEPS_BASE = (True, False, "gaussian", "orthogonal", "eva", "mica")
@@ -152,11 +104,6 @@ _REFUSED: Mapping[str, tuple[str, str]] = {
 """What a setting means that is not understood, and the way out."""
 
 
-def computed_settings(kind: str) -> Collection[str]:
-    """Return the names of the settings that change what an adapter's tensors compute."""
-    return _METHODS[kind].computed
-
-
 def read_adapter_config(folder: Path) -> dict[str, Any]:
     """Return the settings of an adapter, all of which are understood.
 
@@ -165,14 +112,15 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     """
     config: dict[str, Any] = _CONFIG.read(folder / CONFIG_FILE)
     kind = config["peft_type"]
-    if kind not in _METHODS:
+    every = methods()
+    if kind not in every:
         raise CheckpointError(
             f"{folder} is an adapter of type {kind}",
-            limit=f"{', '.join(_METHODS)} are understood",
+            limit=f"{', '.join(every)} are understood",
             hint="load it on its base with plain peft",
         )
     _require_base_as_it_is(folder, config)
-    known = _OF_ALL | _METHODS[kind].computed | _METHODS[kind].others
+    known = {*_OF_ALL, *every[kind].computed.split(), *every[kind].others.split()}
     refused = {name: config[name] for name in config.keys() - known if config[name] not in _OFF}
     if config.get("save_projection") is False:
         refused["save_projection"] = False
