@@ -55,9 +55,9 @@ class AdapterSection(Choice):
     def peft_config(self, **others: object) -> Any:
         """Return peft's settings of the adapter, with others of its config."""
         stated = self.stated
-        module, _, name = stated.config.partition(":")
+        module, _, config = stated.config.partition(":")
         own = {theirs: getattr(self, name) for name, theirs in stated.fields.items()}
-        return getattr(import_module(module), name)(**own, **stated.fixed, **others)
+        return getattr(import_module(module), config)(**own, **stated.fixed, **others)
 
 
 class LinearSection(AdapterSection):
@@ -83,7 +83,7 @@ class LinearSection(AdapterSection):
 
 
 class LoraSection(LinearSection):
-    """A product of two matrices of low rank beside each linear layer, `lora`."""
+    """A product of two matrices of low rank, added to what each linear layer returns."""
 
     method: Literal["lora"] = chosen("lora")
     rank: Rank = Field(default=16, description="Columns of A, rows of B.")
@@ -185,6 +185,8 @@ def by_peft(
     **stated: Any,
 ) -> Adapter:
     """Return a method of peft's.
+
+    Of its settings, those with the name of one of LoRA's have the meaning that it has there.
 
     Args:
         name: Of a recipe.

@@ -158,7 +158,8 @@ def recipe_writer(folder: Path, model_dir: Path, rows_file: Path) -> RecipeWrite
             "output": {"name": "tiny", "dir": str(folder / "run"), "checkpoint_every": 2},
         }
         for name, section in sections.items():
-            recipe[name] = {**recipe.get(name, {}), **section}
+            plain = {} if "method" in section else recipe.get(name, {})
+            recipe[name] = {**plain, **section}
         folder.mkdir(exist_ok=True)
         file = folder / "recipe.yaml"
         file.write_text(yaml.safe_dump(recipe))

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
 import offload
 from finetune.adapter.lora import load_adapter
+from tests.builders import of_method
 from tests.checkpoints import loaded
 from tests.doubles import tiny_tokenizer
 from tests.e2e.plain_heads import cosine
@@ -210,18 +211,6 @@ def test_what_can_have_no_effect_is_refused_before_anything_is_loaded(
 METHODS = ("loha", "lokr", "ia3", "vera", "oft", "miss", "hira")
 
 
-def section(method: str) -> dict[str, Any]:
-    """Return a section in which the default of each field that the method does not read is left."""
-    rank = 16 if method == "ia3" else 4
-    return {
-        "method": method,
-        "rank": rank,
-        "alpha": 32.0,
-        "targets": "all-linear",
-        "experts": False,
-    }
-
-
 def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         result: torch.Tensor = model.eval()(input_ids=ids).logits
@@ -236,7 +225,7 @@ def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
 def test_a_method_trains_as_planned_is_read_by_peft_and_merges(
     method, write_recipe, model_dir, machine_file, cache, tmp_path, capsys
 ) -> None:
-    recipe = write_recipe(adapter=section(method), report={"samples": 0})
+    recipe = write_recipe(adapter=of_method(method, rank=4).model_dump(), report={"samples": 0})
     words, run_dir = ("--machine", machine_file), tmp_path / "run"
     assert run("finetune", recipe, *words, "train.steps=4") == 0
     stopped = losses(run_dir)
@@ -265,8 +254,7 @@ def test_a_method_trains_as_planned_is_read_by_peft_and_merges(
 # ------------------------------------------------------------------------------------------- prefix
 
 
-UNUSED: dict[str, Any] = {"rank": 16, "alpha": 32.0, "targets": "all-linear", "experts": False}
-PREFIX = {**UNUSED, "method": "prefix", "num_virtual_tokens": 6}
+PREFIX: dict[str, Any] = {"method": "prefix", "num_virtual_tokens": 6}
 NUM_STEPS = 6
 
 
@@ -328,7 +316,7 @@ def test_a_run_is_evaluated_answers_resumes_and_chats_as_plain_peft(
         assert "PREFIX_TUNING" in capsys.readouterr().err
     scored = ("score", words[1], rows_file, "--checkpoints", run_dir, "--machine", machine_file)
     assert run(*scored) != 0
-    assert "an adapter of the method prefix" in capsys.readouterr().err
+    assert "an adapter of the type PREFIX_TUNING" in capsys.readouterr().err
 
 
 # ----------------------------------------------------------------------------------- virtual tokens
@@ -405,7 +393,7 @@ def text_recipe(write_recipe: Any, tmp_path: Path, base: Path, method: str) -> P
     file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     recipe: Path = write_recipe(
         model={"path": str(base)},
-        adapter={**UNUSED, "method": method, "num_virtual_tokens": NUM},
+        adapter={"method": method, "num_virtual_tokens": NUM},
         data={"path": str(file), "format": "text", "eval_frac": None} | {"columns": {}},
         train={
             "steps": VIRTUAL_TOKENS_NUM_STEPS,

@@ -168,13 +168,7 @@ WAYS: dict[str, dict[str, dict[str, Any]]] = {
         "offload": {"codec": "bf16_packed", "num_slots": 2, "device": "cpu"},
     },
     "prefix": {
-        "adapter": {
-            "method": "prefix",
-            "num_virtual_tokens": 3,
-            "rank": 16,
-            "alpha": 32.0,
-            "targets": "all-linear",
-        },
+        "adapter": {"method": "prefix", "num_virtual_tokens": 3},
         "train": {"steps": 3},
     },
     "noise": {"train": {"steps": 3, "neftune_alpha": 5.0}},

@@ -4,8 +4,14 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import yaml
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from tests.e2e.runs import ROOT
 
@@ -65,6 +71,24 @@ EXTENSION = Card(
     board_w=333,
 )
 """,
+    "acme/adapter.py": """from typing import Annotated
+
+from pydantic import Field
+
+from finetune.recipe.adapters import by_peft
+
+Symmetric = Annotated[bool, Field(description="Whether mirrors begin in equal pairs.")]
+EXTENSION = by_peft(
+    "acme_hra",
+    "A chain of mirrors in front of each weight.",
+    "peft:HRAConfig",
+    fields={"rank": "r", "symmetric": "init_weights"},
+    settings={"symmetric": (Symmetric, True)},
+    peft_type="HRA",
+    computed="apply_GS",
+    others="r init_weights",
+)
+""",
     "acme-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n",
     "acme-1.0.dist-info/entry_points.txt": """[sluice.codecs]
 acme8 = acme.codec:EXTENSION
@@ -72,6 +96,8 @@ acme8 = acme.codec:EXTENSION
 acme_signs = acme.optimizer:EXTENSION
 [sluice.cards]
 acme64 = acme.card:EXTENSION
+[sluice.adapters]
+acme_hra = acme.adapter:EXTENSION
 """,
 }
 CHOSEN = ("offload.codec=acme8", "train.optimizer=acme_signs")
@@ -153,3 +179,46 @@ def test_extensions_of_another_package_are_listed_and_nearest_names(tmp_path: Pa
 
 def test_extensions_are_priced_where_nothing_is_installed() -> None:
     shown("-c", PURE)
+
+
+ADAPTED = {"method": "acme_hra", "rank": 4, "symmetric": False, "targets": ["q_proj", "v_proj"]}
+
+
+@pytest.mark.thorough
+@pytest.mark.usefixtures("_installed")
+def test_an_adapter_of_another_package_is_trained_read_by_peft_and_merged(
+    machine_file: Path, model_dir: Path, tmp_path: Path, write_recipe
+) -> None:
+    recipe, run_dir = write_recipe(adapter=ADAPTED, train={"steps": 2}), tmp_path / "run"
+    text = shown("cli.py", "plan", recipe, "--machine", machine_file, "--json")
+    planned, _ = json.JSONDecoder().raw_decode(text)
+    shown("cli.py", "finetune", recipe, "--machine", machine_file)
+    assert yaml.safe_load((run_dir / "recipe.yaml").read_text())["adapter"].items() >= (
+        ADAPTED.items()
+    )
+    trained = load_file(run_dir / "adapter" / "adapter_model.safetensors")
+    assert planned["model"]["num_adapter_parameters"] == sum(x.numel() for x in trained.values())
+    base: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    ids = torch.arange(1, 12)[None]
+    before = base(ids).logits
+    wanted = PeftModel.from_pretrained(base, str(run_dir / "adapter"))(ids).logits
+    assert (wanted - before).abs().max() > 1e-3
+    shown("cli.py", "merge", run_dir, "--out", tmp_path / "merged")
+    merged: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    torch.testing.assert_close(merged(ids).logits, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.thorough
+@pytest.mark.usefixtures("_installed")
+def test_an_adapter_of_another_package_is_listed_and_other_settings_refused(
+    tmp_path: Path, write_recipe
+) -> None:
+    text = write_recipe(adapter=ADAPTED).read_text().replace("  rank: 4", "  alpha: 8\n  rank: 4")
+    (tmp_path / "r.yaml").write_text(text)
+    line = text.splitlines().index("  alpha: 8") + 1
+    found = shown("cli.py", "plan", tmp_path / "r.yaml", code=1)
+    assert f"r.yaml:{line}: adapter.alpha is 8 and adapter.method is acme_hra" in found
+    assert "acme_hra has method, targets, init_from, modules_to_save, rank, symmetric" in found
+    listed = shown("-c", "from tests.tools import reference as r; print(r.settings())")
+    assert "### `adapter.method: acme_hra`\n\nA chain of mirrors in front" in listed
+    assert "| `symmetric` | `true` or `false` | `true` | Whether mirrors begin in" in listed

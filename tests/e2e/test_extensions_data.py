@@ -89,12 +89,14 @@ import sys
 
 sys.modules["torch"] = None
 from finetune.app import main
+from finetune.recipe.adapters import ADAPTERS
 from finetune.recipe.extensions import FORMATS, OBJECTIVES
 
 recipe, wrong, machine = sys.argv[1:]
 assert "apart" in [*OBJECTIVES] and "judged" in [*FORMATS]
 assert all(one.settings.__doc__ and one.summary for one in OBJECTIVES.values())
 assert all(one.columns and one.summary for one in FORMATS.values())
+assert all(one.settings.__doc__ and one.summary for one in ADAPTERS.values())
 model = ("model.config=tiny-qwen3-moe", "model.path=null", "model.init=random")
 for words, code in (
     (["plan", recipe, "--machine", machine, *model], 0),
