@@ -31,12 +31,11 @@ from finetune.adapter.methods import (
     refuse_virtual,
     task_type,
 )
-from finetune.adapter.targets import chosen_targets
 from finetune.data.chat_template import Stops, eos_ids, write_generation_config
 from finetune.errors import CheckpointError, ConfigError, FinetuneError, read_by_library
 from finetune.files.manifest import whole_folder
 from finetune.model.empty import linear_modules
-from finetune.recipe.adapters import AdapterSection, LinearSection, LoraSection
+from finetune.recipe.adapters import AdapterSection, LoraSection
 from finetune.report.model_card import MODEL_CARD
 from finetune.run.adapter_folder import (
     WEIGHTS_FILE,
@@ -443,8 +442,9 @@ def _chosen(model: PreTrainedModel, adapter: AdapterSection) -> _Chosen:
     whole = whole_modules(model, lora.modules_to_save, linears=linear_modules(model))
     weights = _claimed_by_peft(model, linears, adapter)
     modules = {name.rsplit(".", 1)[-1] for name in linears if name not in weights}
-    if isinstance(adapter, LinearSection) and adapter.stated.kind == "modules":
-        return _of_method(model, adapter, modules, linears=linears, whole=whole)
+    if adapter.stated.kind == "modules":
+        config = _of_method(model, adapter, modules, whole=whole)
+        return _Chosen(config=config, linears=linears, whole=whole)
     keys = _pattern_keys(linears, weights, experts)
     parameters = sorted({*experts, *weights.values()})
     config = LoraConfig(
@@ -468,13 +468,12 @@ def _chosen(model: PreTrainedModel, adapter: AdapterSection) -> _Chosen:
 
 def _of_method(
     model: PreTrainedModel,
-    adapter: LinearSection,
+    adapter: AdapterSection,
     modules: Collection[str],
     *,
-    linears: Collection[str],
     whole: Whole,
-) -> _Chosen:
-    """Return what an adapter of another method than LoRA is in a model."""
+) -> PeftConfig:
+    """Return peft's settings of an adapter of another method than LoRA."""
     if whole.has_tied:
         raise ConfigError(
             f"adapter.modules_to_save names an embedding whose weights the head shares, and"
@@ -482,7 +481,7 @@ def _of_method(
             limit="peft keeps the two together for LoRA alone",
             hint="`adapter.method: lora`, or leave the embedding out of `modules_to_save`",
         )
-    config = method_config(
+    return method_config(
         adapter,
         targets=modules,
         excluded=_in_towers(model, modules),
@@ -490,7 +489,6 @@ def _of_method(
         model_type=str(model.config.model_type),
         task=task_type(model),
     )
-    return _Chosen(config=config, linears=linears, whole=whole)
 
 
 def _adapted_linears(model: PreTrainedModel, adapter: AdapterSection) -> dict[str, nn.Module]:
@@ -502,7 +500,7 @@ def _adapted_linears(model: PreTrainedModel, adapter: AdapterSection) -> dict[st
             limit="adapters go on linear layers (nn.Linear) inside the decoder layers",
             hint="`train.what: all`, or another model",
         )
-    names = chosen_targets(lora.targets, known=known, modules_to_save=lora.modules_to_save)
+    names = lora.chosen_targets(known)
     unknown = sorted(set(names) - set(known))
     if unknown or (lora.targets and not names):
         raise ConfigError(

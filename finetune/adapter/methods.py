@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from finetune.errors import ConfigError
-from finetune.recipe.adapters import Adapter, LinearSection
+from finetune.recipe.adapters import Adapter, AdapterSection
 from finetune.run.adapter_folder import ROW_TASK, TOKEN_TASK
 from offload.engine.tracing.tracer import LiveBytes, Tracer, fake_copy
 from offload.plan.facts.facts import Line, MethodCounts, PassCounts, PeftMethod
@@ -26,7 +26,7 @@ from offload.plan.facts.optimizer import Shape
 
 
 def method_config(
-    adapter: LinearSection,
+    adapter: AdapterSection,
     *,
     targets: Collection[str],
     excluded: Collection[str],
@@ -109,7 +109,7 @@ DTYPES = {2: torch.bfloat16, 4: torch.float32}
 
 @cache
 def counted(
-    adapter: LinearSection,
+    adapter: AdapterSection,
     linears: tuple[tuple[Size, int], ...],
     *,
     model_type: str,

@@ -6,11 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from finetune.adapter.targets import chosen_targets
 from finetune.errors import ConfigError
 from finetune.model.config import read_config
 from finetune.planning.ranks import LAUNCHED
-from finetune.recipe.adapters import AdapterSection, LinearSection
+from finetune.recipe.adapters import AdapterSection
 from finetune.recipe.capabilities import (
     DEVICE,
     MLPS,
@@ -223,9 +222,7 @@ def adapter_spec(adapter: AdapterSection, facts: ModelFacts, *, dtype_bytes: int
         return AdapterSpec(rank=1, targets=(), experts=False, virtual=shapes)
     spec = AdapterSpec(
         rank=lora.rank,
-        targets=chosen_targets(
-            lora.targets, known=linear_names(facts), modules_to_save=lora.modules_to_save
-        ),
+        targets=lora.chosen_targets(linear_names(facts)),
         experts=lora.experts,
         rank_pattern=tuple(lora.rank_pattern.items()),
         alpha_pattern=tuple(lora.alpha_pattern),
@@ -235,7 +232,7 @@ def adapter_spec(adapter: AdapterSection, facts: ModelFacts, *, dtype_bytes: int
         has_dropout=lora.dropout > 0,
         is_rounded=lora.dtype == "bfloat16",
     )
-    if not isinstance(adapter, LinearSection) or stated.kind != "modules":
+    if stated.kind != "modules":
         return spec
     from finetune.adapter.methods import counted
 

@@ -5,7 +5,7 @@ of another package. Its config in peft, its fields there and the settings of a r
 differs; no other file names it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from types import MappingProxyType
@@ -60,6 +60,9 @@ class AdapterSection(Choice):
         return getattr(import_module(module), config)(**own, **stated.fixed, **others)
 
 
+ATTENTION_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
 class LinearSection(AdapterSection):
     """An adapter on linear layers."""
 
@@ -80,6 +83,13 @@ class LinearSection(AdapterSection):
         " linears; an objective with a head of its own adds that, score.",
         examples=[["norms", "router"]],
     )
+
+    def chosen_targets(self, known: Sequence[str]) -> tuple[str, ...]:
+        """Return what the list names, or the group, of the linear layers that a model has."""
+        if not isinstance(self.targets, str):
+            return self.targets
+        group = known if self.targets == "all-linear" else ATTENTION_LINEARS
+        return tuple(x for x in known if x in group and x not in self.modules_to_save)
 
 
 class LoraSection(LinearSection):
@@ -337,6 +347,6 @@ METHODS = (
         has_encoder=True,
     ),
 )
-ADAPTERS = Registry(
+ADAPTERS: Registry[Adapter] = Registry(
     "adapters", {one.settings.model_fields["method"].default: one for one in METHODS}, Adapter
 )

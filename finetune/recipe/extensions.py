@@ -281,7 +281,7 @@ class Objective:
     words: Mapping[str, str] = field(default_factory=dict)
 
 
-OBJECTIVES = Registry("objectives", "finetune.objectives", Objective)
+OBJECTIVES: Registry[Objective] = Registry("objectives", "finetune.objectives", Objective)
 
 
 Recast = Callable[[Mapping[str, object], Callable[[str], str]], Mapping[str, object]]

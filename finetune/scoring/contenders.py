@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from finetune.adapter.methods import refuse_virtual
-from finetune.adapter.targets import chosen_targets
 from finetune.errors import CheckpointError, ConfigError
 from finetune.files.tensors import read_known_header
 from finetune.planning.request import adapter_spec
@@ -173,16 +172,11 @@ class _Needs:
             adapter = one.checkpoint.recipe.adapter
             section = adapter.as_lora
             whole = frozenset(section.modules_to_save)
-            adapted = chosen_targets(
-                section.targets,
-                known=linear_names(facts),
-                modules_to_save=section.modules_to_save,
-            )
             return cls(
                 kind=adapter.stated.peft_type,
                 is_alone=bool(whole) and facts.tie_word_embeddings,
                 parameters=frozenset([str(one.checkpoint.run.path)] if facts.has_experts else []),
-                targets=frozenset(adapted),
+                targets=frozenset(section.chosen_targets(linear_names(facts))),
                 whole=whole,
             )
         assert one.folder is not None

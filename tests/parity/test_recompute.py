@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import offload
 from finetune.adapter.linear_lora import compute_beside, compute_in_base_dtype
 from finetune.adapter.lora import add_lora
-from finetune.adapter.targets import chosen_targets
+from finetune.recipe.adapters import LoraSection
 from finetune.training.compile import compile_layers
 from offload.engine.batch import Batch, shape_of
 from offload.engine.engine import Engine, EngineOptions
@@ -732,7 +732,7 @@ def test_a_sent_graph_takes_what_the_plan_says_within_a_tenth(
     engine.forward_backward([{"input_ids": ids, "labels": ids}])
     found = engine._bound.executor.found().graph_sizes.of(0, shape_of(1, T, ()))
     engine.detach()
-    names = chosen_targets(targets, known=linear_names(facts), modules_to_save=())
+    names = LoraSection(targets=targets).chosen_targets(linear_names(facts))
     spec = AdapterSpec(rank=4, targets=names, experts=False, is_in_base_dtype=True)
     asked = workload(
         micro_batch_size=1, seq_len=T, adapter=spec, dtype_bytes=dtype.itemsize, layer_code=code

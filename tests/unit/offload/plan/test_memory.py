@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.adapter.linear_lora import compute_beside, compute_in_base_dtype
 from finetune.adapter.lora import add_lora
-from finetune.adapter.targets import chosen_targets
+from finetune.recipe.adapters import LoraSection
 from offload.engine.engine import EngineOptions
 from offload.engine.model.hooks import Graph, visit_with_graph
 from offload.engine.model.layers import LayeredModel
@@ -577,7 +577,7 @@ def test_a_visit_with_fused_parts_takes_what_is_traced_within_a_tenth(
     facts = model_facts(config)
     base: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=dtype)
     model = add_lora(base, adapter(rank=2, targets=targets), seed=0).train()
-    names = chosen_targets(targets, known=linear_names(facts), modules_to_save=())
+    names = LoraSection(targets=targets).chosen_targets(linear_names(facts))
     spec = AdapterSpec(rank=2, targets=names, experts=False, is_in_base_dtype=True)
     load = workload(seq_len=T, adapter=spec, dtype_bytes=dtype.itemsize, leaves_out=False)
     machine = replace(named_machine("rtx3090"), device="cpu")
