@@ -409,8 +409,9 @@ def as_begun(recipe: Recipe, begun: Recipe | None, *, num_ranks: int = 1) -> Rec
     if begun is None:
         return recipe
     for path in _CHOSEN:
-        if setting(recipe, path) == "auto":
-            recipe = with_settings(recipe, {path: setting(begun, path)})
+        found = setting(begun, path)  # None where it was begun with another method of adapters
+        if setting(recipe, path) == "auto" and found is not None:
+            recipe = with_settings(recipe, {path: found})
     shares = begun.train.shares
     if recipe.train.shares == "auto" and (isinstance(shares, str) or len(shares) == num_ranks):
         recipe = with_settings(recipe, {"train.shares": shares})

@@ -38,7 +38,8 @@ from tests.tools.gallery import SHIPPED
 
 SECTIONS = [
     *(section for section in get_type_hints(Recipe).values() if not issubclass(section, Choice)),
-    *(one.settings for one in (*OBJECTIVES.values(), *ADAPTERS.values())),
+    *(objective.settings for objective in OBJECTIVES.values()),
+    *(adapter.settings for adapter in ADAPTERS.values()),
 ]
 
 
