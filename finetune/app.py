@@ -2,8 +2,9 @@
 
 import os
 import sys
-from collections.abc import Sequence
-from importlib.metadata import entry_points
+from collections.abc import Callable, Sequence
+from types import FunctionType
+from typing import Any
 
 import typer
 
@@ -30,15 +31,18 @@ from finetune.cli.commands import (
 )
 from finetune.env import quiet_libraries, rank_label
 from finetune.exits import EXIT_USER
+from offload.errors import SluiceError
+from offload.registry import Registry
 
 CHATTY_MODULES = r"(transformers|peft|accelerate|datasets|bitsandbytes|huggingface_hub)(\.|$)"
-COMMANDS = (
+_OURS: Sequence[Callable[..., None]] = (
     *(finetune, sweep),
     *(init, plan, fit, probe, doctor, validate),
     *(data, explain, compare, generate, chat, score),
     *(adapter, merge, export),
     studio,
 )
+COMMANDS = Registry[Any]("commands", {one.__name__: one for one in _OURS}, FunctionType)
 
 app = typer.Typer(
     name="sluice",
@@ -48,10 +52,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(recipes_app, name="recipes")
-for command in COMMANDS:
-    app.command()(command)
-for point in entry_points(group="sluice.commands"):  # functions of other packages, as ours are
-    app.command(point.name)(point.load())
+try:
+    for name, command in COMMANDS.items():
+        app.command(name)(command)
+except SluiceError as error:
+    sys.exit(f"error: {error}")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -47,8 +47,19 @@ class Registry(Mapping[str, Extension]):
 
     @cached_property
     def _others(self) -> dict[str, EntryPoint]:
-        found = entry_points(group=f"sluice.{self.kind}")
-        return {point.name: point for point in found if point.name not in self._ours}
+        found: dict[str, EntryPoint] = {}
+        for point in entry_points(group=f"sluice.{self.kind}"):
+            if point.name in self._ours or point.name in found:
+                first = found.get(point.name)
+                raise OffloadError(
+                    f"{_described(point)} is named {point.name}, and so is"
+                    f" {_described(first) if first else 'one of Sluice itself'}",
+                    limit=f"each of sluice.{self.kind} has a name of its own",
+                    hint=f"rename the entry point of {_package(point)}, or `pip uninstall"
+                    f" {_package(point)}`",
+                )
+            found[point.name] = point
+        return found
 
     @property
     def foreign(self) -> tuple[str, ...]:
@@ -66,23 +77,32 @@ class Registry(Mapping[str, Extension]):
 
         Raises:
             KeyError: There is none of this name.
-            OffloadError: That of another package is not of this kind.
+            OffloadError: That of another package is not of this kind, or two have one name.
         """
+        others = self._others  # also for a name of ours, which none of them may have
         if name in self._loaded:
             return self._loaded[name]
         if name in self._ours:
             module = importlib.import_module(f"{self._package}.{name}")
             self._loaded[name] = module.EXTENSION
         else:
-            self._loaded[name] = self._checked(self._others[name])
+            self._loaded[name] = self._checked(others[name])
         return self._loaded[name]
 
     def _checked(self, point: EntryPoint) -> Extension:
         extension = point.load()
         if not isinstance(extension, self._type):
             raise OffloadError(
-                f"{point.value} is a {type(extension).__name__}",
+                f"{_described(point)} is a {type(extension).__name__}",
                 limit=f"an entry point of sluice.{self.kind} is a {self._type.__name__}",
-                hint=f"correct {point.name} in its package, or uninstall that",
+                hint=f"correct {point.name} there, or `pip uninstall {_package(point)}`",
             )
         return extension
+
+
+def _package(point: EntryPoint) -> str:
+    return point.dist.name if point.dist else point.module
+
+
+def _described(point: EntryPoint) -> str:
+    return f"{point.value} of the package {_package(point)}"

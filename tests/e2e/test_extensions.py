@@ -177,6 +177,17 @@ def test_extensions_of_another_package_are_listed_and_nearest_names(tmp_path: Pa
     assert "hint: `offload.codec: acme8`" in text
 
 
+@pytest.mark.thorough
+@pytest.mark.usefixtures("_installed")
+@pytest.mark.parametrize(("kind", "name"), [("codecs", "nf4"), ("commands", "validate")])
+def test_another_package_takes_no_name_of_ours(tmp_path: Path, kind: str, name: str) -> None:
+    points = tmp_path / "site/acme-1.0.dist-info/entry_points.txt"
+    points.write_text(f"[sluice.{kind}]\n{name} = acme.codec:write\n")
+    text = shown("cli.py", "plan", "quickstart", code=1)
+    assert f"error: acme.codec:write of the package acme is named {name}, and so is one of" in text
+    assert "\n\nhint: rename the entry point of acme, or `pip uninstall acme`\n" in text
+
+
 def test_extensions_are_priced_where_nothing_is_installed() -> None:
     shown("-c", PURE)
 
