@@ -37,7 +37,6 @@ LEAST_WAIT_FRAC = 0.02  # of a step: below it, waits for weights are not what li
 DETAILS: dict[str, dict[str, tuple[str, str]]] = {
     "The model": {
         "model.num_active_parameters": ("active per token", "parameters"),
-        "model.facts_grade": ("counted from", ""),
         "per_layer.weight_bytes": ("weights of layer 0", "bytes"),
         "per_layer.norm_bytes": ("its norms", "bytes"),
         "per_layer.router_bytes": ("its router", "bytes"),
@@ -196,7 +195,6 @@ def _figures(plan: Plan) -> dict[str, Any]:
         "grade": plan.costs.grade,
         "model": {
             "type": facts.model_type,
-            "facts_grade": facts.grade,
             "num_layers": facts.num_layers,
             "num_parameters": facts.num_parameters,
             "num_active_parameters": facts.num_active_parameters,

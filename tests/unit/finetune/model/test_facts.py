@@ -23,7 +23,6 @@ from transformers import (
     RobertaConfig,
 )
 
-from finetune import app
 from finetune.adapter.lora import add_lora, linear_names, trained
 from finetune.errors import ConfigError, ModelError
 from finetune.model.classifier_head import with_classifier_head
@@ -234,30 +233,6 @@ def config_file(folder: Path, name: str, **changes: Any) -> Path:
     file = folder / "config.json"
     file.write_text(json.dumps(tiny_config(name).to_dict() | changes))
     return file
-
-
-def planned(capsys: Any, *words: object) -> str:
-    with pytest.raises(SystemExit) as end:
-        app.main(["plan", *map(str, words)])
-    out, err = capsys.readouterr()
-    assert end.value.code == 0, err
-    return str(out)
-
-
-@pytest.mark.usefixtures("quiet")
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("model_type", "grade"),
-    [("starcoder2", "built"), ("glm4", "config")],
-)
-def test_a_plan_says_where_its_counts_are_from(
-    model_type: str, grade: str, tmp_path: Path, capsys: Any
-) -> None:
-    file = config_file(tmp_path, model_type)
-    words = (file, "--machine", "rtx3060", "train.seq_len=64")
-    assert re.search(rf"counted from +{grade}", planned(capsys, *words, "--verbose"))
-    as_json = json.loads(planned(capsys, *words, "--json"))
-    assert as_json["model"]["facts_grade"] == grade
 
 
 MISTRAL_3 = r"(?s)a mistral3 model is a model of images and text: Mistral3Config.*`model_type: mis"
