@@ -13,6 +13,7 @@ extensions are pure: they import torch inside functions, or name a module beside
 import importlib
 import pkgutil
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import EntryPoint, entry_points
 from typing import TypeVar
@@ -20,6 +21,17 @@ from typing import TypeVar
 from offload.errors import OffloadError
 
 Extension = TypeVar("Extension")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Clash:
+    """Values of a recipe's setting that an extension does not go with."""
+
+    field: str  # dotted path of the setting
+    values: tuple[object, ...]  # values that are refused
+    is_all_but: bool = False  # whether all others are refused, and not these
+    limit: str  # why, as an error says it
+    fix: str  # what the setting can be
 
 
 class Registry(Mapping[str, Extension]):

@@ -526,10 +526,11 @@ class RowForm:
         found = [name for name in self.formats if self._fits(row, name)]
         if len(found) > 1:
             found = [name for name in found if not FORMATS[name].is_document]
-        if len(found) == 1:
+        if len(found) == 1 and not FORMATS[found[0]].clashes:
             return found[0]
         wanted = "; ".join(f"{name} ({', '.join(self._shown(name))})" for name in self.formats)
-        reason = f"fit several formats: {', '.join(found)}" if found else "fit no format"
+        few = ("fit no format", "fit a format that some settings do not go with")
+        reason = dict(enumerate(few)).get(len(found), f"fit several formats: {', '.join(found)}")
         raise DataError(
             f"{source} has the keys {', '.join(map(str, row))}, which {reason}",
             limit=f"the formats and their columns are: {wanted}",

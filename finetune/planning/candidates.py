@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from finetune.errors import ConfigError
 from finetune.planning.request import full_request, has_router_loss, request_for
-from finetune.recipe.capabilities import NEVER_ENCODED, STREAMED
+from finetune.recipe.capabilities import NEVER_ENCODED, STREAMED, broken_with
 from finetune.recipe.recipe import Recipe, with_settings
 from offload.plan.facts.codec import NATIVE, codecs_that
 from offload.plan.facts.facts import ModelFacts
@@ -385,8 +385,9 @@ def _codecs(recipe: Recipe) -> tuple[str, ...]:
     """Return the forms that layers may wait in; the forms of `auto` are lossless."""
     if recipe.offload.codec != "auto":
         return (recipe.offload.codec,)
-    is_encodable = set(recipe.adapter.as_lora.modules_to_save) <= set(NEVER_ENCODED)
-    if recipe.train.is_full or not is_encodable:
+    if recipe.train.is_full:
         return (NATIVE,)
     dtype = recipe.model.dtype
-    return NATIVE, *codecs_that(lambda codec: codec.is_automatic and dtype in codec.dtypes)
+    found = codecs_that(lambda codec: codec.is_automatic and dtype in codec.dtypes)
+    forms = (with_settings(recipe, {"offload.codec": name}) for name in found)
+    return NATIVE, *(x.offload.codec for x in forms if not any(broken_with(x, "offload.codec")))

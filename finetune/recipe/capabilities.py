@@ -8,7 +8,7 @@ documentation, `docs/reference/compatibility.md`. Rows that need arithmetic foll
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, get_args
@@ -20,6 +20,7 @@ from finetune.recipe.sections import MAX_MICRO_BATCHES, Settings, TrainSection
 from offload.plan.facts.codec import CODECS, FLOATS, NATIVE, codecs_that
 from offload.plan.facts.optimizer import DEFAULT, OPTIMIZERS, optimizers_that
 from offload.plan.facts.trainable import EMBEDDING, HEAD, SCORE
+from offload.registry import Registry
 
 # ---------------------------------------------------------------------------------------------
 # Rows
@@ -193,7 +194,8 @@ def broken(rows: Iterable[Row], get: Get) -> Iterator[Breach]:
 
 def broken_with(recipe: Settings, other: str) -> Iterator[Breach]:
     """Yield what a recipe sets that does not go with one of its settings, by its dotted path."""
-    return broken((row for row in PAIRS if row.other == other), partial(setting, recipe))
+    rows = (*PAIRS, *_stated_by_chosen(recipe))
+    return broken((row for row in rows if row.other == other), partial(setting, recipe))
 
 
 def _with(
@@ -861,6 +863,35 @@ PAIRS: tuple[Row, ...] = (
     ),
 )
 
+CHOICES: Mapping[str, Registry[Any]] = {
+    "objective.method": OBJECTIVES,
+    "data.format": FORMATS,
+    "offload.codec": CODECS,
+    "train.optimizer": OPTIMIZERS,
+}
+"""Settings that choose an extension."""
+
+
+def stated(choice: str, name: str) -> Iterator[Row]:
+    """Yield the rows that an extension states of itself.
+
+    Args:
+        choice: The setting that chooses it.
+        name: The extension.
+    """
+    for one in CHOICES[choice][name].clashes:
+        values = (but if one.is_all_but else only)(*one.values)
+        yield Row(one.field, values, one.limit, one.fix, other=choice, others=only(name))
+
+
+def _stated_by_chosen(recipe: Settings) -> Iterator[Row]:
+    for choice, extensions in CHOICES.items():
+        name = setting(recipe, choice)
+        yield from stated(choice, name) if name in extensions else ()
+    for name in {one.format for one in recipe.data.mix if one.format in FORMATS}:
+        for row in stated("data.format", str(name)):
+            yield replace(row, other="data.mix", others=SET)
+
 
 # ---------------------------------------------------------------------------------------------
 # What needs arithmetic
@@ -1097,7 +1128,7 @@ LENGTHS = (
 
 def broken_rules(recipe: Settings) -> Iterator[Breach]:
     """Yield every row that the recipe breaks."""
-    yield from broken(PAIRS, partial(setting, recipe))
+    yield from broken((*PAIRS, *_stated_by_chosen(recipe)), partial(setting, recipe))
     numbers = Numbers(recipe, recipe.train.steps or 0)
     yield from (row.breach(numbers) for row in SUMS if row.is_broken(numbers))
     if recipe.train.steps is not None:

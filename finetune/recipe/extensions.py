@@ -24,7 +24,7 @@ from pydantic import (
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
 
 from finetune.errors import DataError
-from offload.registry import Registry
+from offload.registry import Clash, Registry
 
 if TYPE_CHECKING:
     import numpy as np
@@ -279,6 +279,7 @@ class Objective:
     summary: str  # what it learns, in a sentence of the reference
     # What other trainers call a setting -> its name.
     words: Mapping[str, str] = field(default_factory=dict)
+    clashes: tuple[Clash, ...] = ()  # settings of other sections that it does not go with
 
 
 OBJECTIVES: Registry[Objective] = Registry("objectives", "finetune.objectives", Objective)
@@ -316,6 +317,8 @@ class DataFormat:
     is_document: bool = False  # whether rows are texts, which are joined and cut, and learned whole
     # The section `objective` for such rows; None where they say too little for it.
     suggests: Mapping[str, object] | None = None
+    # Settings that it does not go with; with some, it is read only where it is named.
+    clashes: tuple[Clash, ...] = ()
 
 
 FORMATS = Registry("data_formats", "finetune.data.formats", DataFormat)

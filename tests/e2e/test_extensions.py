@@ -7,17 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
-from peft import PeftModel
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
 from tests.e2e.runs import ROOT
 
 PACKAGE = {
     "acme/__init__.py": "",
-    "acme/codec.py": """from offload.plan.facts.codec import Codec
+    "acme/codec.py": """from dataclasses import replace
+
+from offload.plan.facts.codec import Codec
+from offload.registry import Clash
 
 def write(values, parts):
     scale = parts[1].view(values.float().dtype)
@@ -34,9 +33,26 @@ EXTENSION = Codec(
     write=write,
     read=read,
     rounding=1e-2,
+    clashes=(
+        Clash(
+            field="model.dtype",
+            values=("float16",),
+            limit="its scales are larger",
+            fix="bfloat16",
+        ),
+    ),
 )
+NO_DROPOUT = Clash(
+    field="adapter.dropout",
+    values=(0.0,),
+    is_all_but=True,
+    limit="nothing is dropped with it",
+    fix="0.0",
+)
+AUTOMATIC = replace(EXTENSION, is_automatic=True, rounding=0.0, clashes=(NO_DROPOUT,))
 """,
     "acme/optimizer.py": """from offload.plan.facts.optimizer import Optimizer
+from offload.registry import Clash
 
 EXTENSION = Optimizer(
     doc="follows signs, by acme",
@@ -44,6 +60,7 @@ EXTENSION = Optimizer(
     made_by="acme.signs:Signs",
     update_bytes=20,
     num_ops=3,
+    clashes=(Clash(field="train.lr", values=(0.25,), limit="signs turn", fix="0.125"),),
 )
 """,
     "acme/signs.py": """import torch
@@ -175,6 +192,44 @@ def test_extensions_of_another_package_are_listed_and_nearest_names(tmp_path: Pa
     text = shown("cli.py", "plan", tmp_path / "r.yaml", code=1)
     assert f'r.yaml:{line}: offload.codec is "acme"' in text
     assert "hint: `offload.codec: acme8`" in text
+
+
+@pytest.mark.thorough
+@pytest.mark.usefixtures("_installed")
+def test_what_extensions_of_another_package_do_not_go_with_is_refused(tmp_path: Path) -> None:
+    recipe = yaml.safe_load((ROOT / "recipes/quickstart.yaml").read_text())
+    recipe["model"]["dtype"], recipe["train"]["lr"] = "float16", 0.25
+    (tmp_path / "r.yaml").write_text(text := yaml.safe_dump(recipe))
+    lines = [number for number, line in enumerate(text.splitlines(), 1) if ": float16" in line]
+    text = shown("cli.py", "plan", tmp_path / "r.yaml", *CHOSEN, code=1)
+    for said in (
+        f"r.yaml:{lines[0]}: model.dtype is float16 and offload.codec is acme8\nits scales are"
+        " larger\n\nhint: `model.dtype: bfloat16`\n",
+        "train.lr is 0.25 and train.optimizer is acme_signs\nsigns turn\n\nhint: `train.lr: 0.125`",
+    ):
+        assert said in text.replace("; ", "\n")  # by the length of the folder's name
+
+
+@pytest.mark.thorough
+@pytest.mark.usefixtures("_installed")
+def test_a_plan_chooses_no_codec_that_does_not_go_with_its_recipe(tmp_path: Path) -> None:
+    points = tmp_path / "site/acme-1.0.dist-info/entry_points.txt"
+    points.write_text("[sluice.codecs]\nacme_auto = acme.codec:AUTOMATIC\n")
+    words = (
+        "cli.py",
+        "plan",
+        "qwen3_8b_lora_3060",
+        "--machine",
+        "rtx3060",
+        "--ram",
+        "15",
+        "--json",
+    )
+    chosen = [
+        json.loads(shown(*words, "offload.codec=auto", f"adapter.dropout={x}"))["choice"]["codec"]
+        for x in (0.0, 0.1)
+    ]
+    assert chosen == ["acme_auto", "bf16_packed"]
 
 
 @pytest.mark.thorough

@@ -19,6 +19,7 @@ from typing import Literal
 from pydantic import Field
 
 from finetune.recipe.extensions import Objective, ObjectiveSection, chosen
+from offload.registry import Clash
 
 
 class Apart(ObjectiveSection):
@@ -31,7 +32,11 @@ class Apart(ObjectiveSection):
     margin: float = Field(default=1.0, gt=0, description="How far apart answers are to be.")
 
 
-EXTENSION = Objective(settings=Apart, summary="keeps the answers of a pair apart")
+EXTENSION = Objective(
+    settings=Apart,
+    summary="keeps the answers of a pair apart",
+    clashes=(Clash(field="train.lr", values=(0.25,), limit="answers fall apart", fix="0.125"),),
+)
 '''
 LOSS = """
 from dataclasses import dataclass
@@ -58,10 +63,12 @@ FORMAT = '''
 """A question with a good and a bad answer."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from finetune.data.answers import Answers, asked_and_said, reading, turns_of_column
 from finetune.data.rows import RowForm
 from finetune.recipe.extensions import DataFormat
+from offload.registry import Clash
 
 
 def read(row: Mapping[str, object], form: RowForm) -> Answers:
@@ -77,19 +84,23 @@ EXTENSION = DataFormat(
     read=reading(read),
     like="preference",
 )
+WHOLE = Clash(field="data.too_long", values=("truncate",), limit="rows are whole", fix="drop")
+STRICT = replace(EXTENSION, columns=("exam", "good", "bad"), clashes=(WHOLE,))
 '''
 ENTRY_POINTS = """
 [sluice.objectives]
 apart = far_apart.apart:EXTENSION
 [sluice.data_formats]
 judged = far_apart.judged:EXTENSION
+strict = far_apart.judged:STRICT
 """
 WITHOUT_TORCH = """
 import sys
 
 sys.modules["torch"] = None
 from finetune.app import main
-from finetune.recipe.adapters import ADAPTERS
+from finetune.data.rows import RowForm
+from finetune.errors import DataError
 from finetune.recipe.extensions import FORMATS, OBJECTIVES
 
 recipe, wrong, machine = sys.argv[1:]
@@ -102,11 +113,21 @@ for words, code in (
     (["plan", recipe, "--machine", machine, *model], 0),
     (["plan", wrong, "--machine", machine], 1),
     (["recipes", "schema"], 0),
+    (["plan", recipe, "train.lr=0.25"], 1),
+    (["plan", recipe, "data.format=strict", "data.too_long=truncate"], 1),
+    (["plan", recipe, "data.path=null", 'data.mix=[{"path":"a.jsonl","format":"strict"}]',
+      "data.too_long=truncate"], 1),
 ):
     try:
         main(words)
     except SystemExit as ended:
         assert ended.code == code, words
+FORM = {"columns": {}, "system": None, "ignored": (), "loss_on": "assistant"}
+try:
+    form = RowForm(path="rows", data_format="auto", formats=("strict", "judged"), **FORM)
+    form.detected([("rows:1", dict.fromkeys(("exam", "good", "bad"), "a"))])
+except DataError as error:
+    print(error)
 """
 
 
@@ -158,6 +179,14 @@ def test_extensions_of_another_package_are_planned_refused_and_listed_without_to
     assert f"wrong.yaml:{line}: objective.gamma is 0.5 and objective.method is apart" in shown
     assert "apart has method, margin hint: leave `objective.gamma` out" in shown
     assert '"const": "apart"' in shown
+    for said in (
+        "train.lr is 0.25 and objective.method is apart; answers fall apart hint: `train.lr: 0.1",
+        "data.too_long is truncate and data.format is strict; rows are whole hint: `data.too_long:",
+        "data.too_long is truncate and data.mix is a.jsonl; rows are whole hint: `data.too_",
+        "rows:1 has the keys exam, good, bad, which fit a format that some settings do not go",
+        "hint: `data.format: strict`",
+    ):
+        assert said in shown
     listed = called("-c", "from tests.tools.reference import settings; print(settings())")
     assert "### `objective.method: apart`" in listed
     assert "| `margin` | number above 0 | `1.0` | How far apart answers are to be. |" in listed

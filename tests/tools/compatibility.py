@@ -5,6 +5,7 @@ from itertools import groupby
 
 from finetune.planning.ranks import LAUNCHED
 from finetune.recipe.capabilities import (
+    CHOICES,
     LENGTHS,
     OF_ARGUMENTS,
     OF_MODEL,
@@ -17,6 +18,7 @@ from finetune.recipe.capabilities import (
     SUMS,
     Row,
     Values,
+    stated,
 )
 
 Rows = Sequence[Sequence[str]]
@@ -24,7 +26,13 @@ Rows = Sequence[Sequence[str]]
 
 def pairs() -> dict[str, Rows]:
     """Return what does not go with settings of each section, and what is not possible at all."""
-    ordered = sorted(PAIRS, key=lambda row: row.other)
+    of_ours = (
+        row
+        for choice, extensions in CHOICES.items()
+        for name in sorted({*extensions} - {*extensions.foreign})
+        for row in stated(choice, name)
+    )
+    ordered = sorted((*PAIRS, *of_ours), key=lambda row: row.other)
     return {
         section: [_cells(row) for row in rows]
         for section, rows in groupby(ordered, key=lambda row: row.other.partition(".")[0])

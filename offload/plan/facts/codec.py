@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from offload.registry import Registry
+from offload.registry import Clash, Registry
 from offload.tensors import Tensor
 
 NATIVE = "native"  # what is not encoded
@@ -42,6 +42,7 @@ class Codec:
     # Its name and source among the ways that `plan` compares; None for none.
     option: tuple[str, str] | None = None
     aliases: tuple[str, ...] = ()  # settings of other trainers that mean it
+    clashes: tuple[Clash, ...] = ()  # settings of a recipe that it does not go with
 
 
 CODECS = Registry("codecs", "offload.codecs", Codec)

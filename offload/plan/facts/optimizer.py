@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from offload.errors import OffloadError
 from offload.plan.facts.linears import FP32_BYTES
-from offload.registry import Registry
+from offload.registry import Clash, Registry
 from offload.tensors import Tensor
 
 Shape = tuple[int, ...]
@@ -78,6 +78,7 @@ class Optimizer:
     # Its name and source among the ways that `plan` compares; None for none.
     option: tuple[str, str] | None = None
     aliases: tuple[str, ...] = ()  # what transformers' Trainer calls it
+    clashes: tuple[Clash, ...] = ()  # settings of a recipe that it does not go with
 
     def state_bytes(self, shape: Shape) -> int:
         """Return the bytes of the states of a tensor of this shape."""
