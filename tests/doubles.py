@@ -1,8 +1,8 @@
 """Small stand-ins for what is slow, large or absent in a test."""
 
 import string
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 from tokenizers import AddedToken, Tokenizer, decoders
 from tokenizers.models import BPE
@@ -151,89 +151,6 @@ A_GPU = Gpu(
     link=A_LINK,
 )
 A_DRIVER = Driver(version="570.86.10", cuda=(12, 8), gpus=(A_GPU, A_GPU))
-
-
-class FakeDriver:
-    """NVML of a driver: an object with the functions that `find_driver` calls."""
-
-    def __init__(
-        self, driver: Driver, *, init_status: int = 0, unsupported: Collection[str] = ()
-    ) -> None:
-        self.num_open = 0
-        self._driver, self._init_status = driver, init_status
-        for name in unsupported:
-            setattr(self, name, lambda *_: 3)  # NVML_ERROR_NOT_SUPPORTED
-
-    def nvmlInit_v2(self) -> int:  # noqa: N802 - NVML's names
-        self.num_open += self._init_status == 0
-        return self._init_status
-
-    def nvmlShutdown(self) -> int:  # noqa: N802
-        self.num_open -= 1
-        return 0
-
-    def nvmlSystemGetDriverVersion(self, text: Any, num_bytes: int) -> int:  # noqa: N802
-        assert num_bytes == len(text)
-        text.value = self._driver.version.encode()
-        return 0
-
-    def nvmlSystemGetCudaDriverVersion_v2(self, number: Any) -> int:  # noqa: N802
-        major, minor = self._driver.cuda
-        return _write(number, 1000 * major + 10 * minor)
-
-    def nvmlDeviceGetCount_v2(self, number: Any) -> int:  # noqa: N802
-        return _write(number, len(self._driver.gpus))
-
-    def nvmlDeviceGetHandleByIndex_v2(self, index: int, handle: Any) -> int:  # noqa: N802
-        return _write(handle, index + 1)  # null is no handle
-
-    def nvmlDeviceGetName(self, handle: Any, text: Any, _num_bytes: int) -> int:  # noqa: N802
-        text.value = self._gpu(handle).name.encode()
-        return 0
-
-    def nvmlDeviceGetMemoryInfo(self, handle: Any, memory: Any) -> int:  # noqa: N802
-        gpu = self._gpu(handle)
-        memory._obj.total, memory._obj.used = gpu.memory_bytes, gpu.used_bytes
-        return 0
-
-    def nvmlDeviceGetCudaComputeCapability(  # noqa: N802
-        self, handle: Any, major: Any, minor: Any
-    ) -> int:
-        capability = self._gpu(handle).capability
-        return _write(major, capability[0]) or _write(minor, capability[1])
-
-    def nvmlDeviceGetComputeRunningProcesses_v3(  # noqa: N802
-        self, handle: Any, number: Any, infos: None
-    ) -> int:
-        assert infos is None
-        assert number._obj.value == 0
-        num = self._gpu(handle).num_processes or 0
-        return _write(number, num) or 7 * bool(num)  # NVML_ERROR_INSUFFICIENT_SIZE
-
-    def nvmlDeviceGetCurrPcieLinkGeneration(self, handle: Any, number: Any) -> int:  # noqa: N802
-        return self._write_link(handle, number, "generation")
-
-    def nvmlDeviceGetCurrPcieLinkWidth(self, handle: Any, number: Any) -> int:  # noqa: N802
-        return self._write_link(handle, number, "width")
-
-    def nvmlDeviceGetMaxPcieLinkGeneration(self, handle: Any, number: Any) -> int:  # noqa: N802
-        return self._write_link(handle, number, "max_generation")
-
-    def nvmlDeviceGetMaxPcieLinkWidth(self, handle: Any, number: Any) -> int:  # noqa: N802
-        return self._write_link(handle, number, "max_width")
-
-    def _gpu(self, handle: Any) -> Gpu:
-        return self._driver.gpus[handle.value - 1]
-
-    def _write_link(self, handle: Any, number: Any, name: str) -> int:
-        link = self._gpu(handle).link
-        return 3 if link is None else _write(number, getattr(link, name))
-
-
-def _write(reference: Any, value: int) -> int:
-    """Write to what `ctypes.byref` refers to."""
-    reference._obj.value = value
-    return 0
 
 
 class FakeLocker:

@@ -490,23 +490,25 @@ NUM_COPIES, COPY_BYTES = 100, 64 * 2**20  # 0.1 s on the fastest link, some seco
 RAMP_S = 0.05  # a card raises its link within some milliseconds
 
 
-def check_up(folder: Path, *, root: Path = Path("/"), nvml: Any = None) -> tuple[Finding, ...]:
+def check_up(
+    folder: Path, *, root: Path = Path("/"), find: Callable[[], Driver | None] = find_driver
+) -> tuple[Finding, ...]:
     """Inspect this machine, and test what cannot be read.
 
     Args:
         folder: Where stores of weights are kept; a file is written there and removed.
         root: Where /proc and /sys are found.
-        nvml: As for `find_driver`.
+        find: Returns the driver and its GPUs.
     """
     of_system = system(root, kernel=platform.system(), processor=platform.machine())
     if of_system.status == "error":
         return (of_system,)
-    driver = find_driver(nvml)  # before this process computes on a card itself
+    driver = find()  # before this process computes on a card itself
     gpus = driver.gpus if driver is not None else ()
     build = torch_build()
     has_torch = isinstance(build, TorchBuild)
     has_cuda = isinstance(build, TorchBuild) and build.sees_cuda
-    loaded = _while_copying(driver, nvml) if has_cuda and driver is not None else None
+    loaded = _while_copying(driver, find) if has_cuda and driver is not None else None
     rate = disk_rate(folder, seconds=DISK_S, file_bytes=DISK_BYTES) if has_torch else None
     there = next(place for place in (folder, *folder.parents) if place.exists())
     found = [
@@ -527,7 +529,7 @@ def check_up(folder: Path, *, root: Path = Path("/"), nvml: Any = None) -> tuple
     return tuple(one for one in found if one is not None)
 
 
-def _while_copying(driver: Driver, nvml: Any) -> Driver | None:
+def _while_copying(driver: Driver, find: Callable[[], Driver | None]) -> Driver | None:
     """Read the GPUs again while copies to each of them run; None if that was not possible."""
     import torch
 
@@ -536,7 +538,7 @@ def _while_copying(driver: Driver, nvml: Any) -> Driver | None:
     try:
         events = [_copies_to(index) for index in range(len(driver.gpus))]
         time.sleep(RAMP_S)
-        busy = find_driver(nvml)
+        busy = find()
         for event in events:
             event.synchronize()
     except RuntimeError:  # no memory, no page locks, or a GPU in exclusive use

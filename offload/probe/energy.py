@@ -1,11 +1,11 @@
 """Energy that a run takes, by the counters of its GPU and of the host's processors.
 
 A GPU counts millijoules since its driver was loaded (NVML, nvmlDeviceGetTotalEnergyConsumption;
-Volta and newer), through the optional package nvidia-ml-py. Processors count microjoules
-(/sys/class/powercap, "RAPL"), which only root may read on most systems; such a counter begins again
-at its `max_energy_range_uj`, after some minutes at full load, so it is read twice a minute. Both
-count all that their part draws, whoever uses it, and what it draws when idle. Neither counts the
-rest of the machine, nor the losses of its power supply.
+Volta and newer). Processors count microjoules (/sys/class/powercap, "RAPL"), which only root may
+read on most systems; such a counter begins again at its `max_energy_range_uj`, after some minutes
+at full load, so it is read twice a minute. Both count all that their part draws, whoever uses it,
+and what it draws when idle. Neither counts the rest of the machine, nor the losses of its power
+supply.
 """
 
 import threading
@@ -14,7 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Literal, Self
+
+from offload.engine.host.nvml import energy_meter
 
 Part = Literal["GPU", "CPU"]
 RAPL = Path("/sys/class/powercap")
@@ -153,7 +155,7 @@ def find_counters(bus_id: str | None, *, host: str) -> Counters:
         ("CPU", lambda: processor_counters(RAPL, host=host))
     ]
     if bus_id is not None:
-        looks.insert(0, ("GPU", lambda: [gpu_counter(bus_id, nvml=_nvml(), host=host)]))
+        looks.insert(0, ("GPU", lambda: [gpu_counter(f"{host} {bus_id}", energy_meter(bus_id))]))
     for part, look in looks:
         try:
             found += look()
@@ -162,41 +164,20 @@ def find_counters(bus_id: str | None, *, host: str) -> Counters:
     return Counters(found=tuple(found), missing=missing)
 
 
-def gpu_counter(bus_id: str, *, nvml: Any, host: str) -> Counter:
+def gpu_counter(name: str, read_j: Callable[[], float]) -> Counter:
     """Return the counter of a GPU.
 
     Args:
-        bus_id: The GPU.
-        nvml: The module pynvml, or one like it.
-        host: The machine's name.
+        name: Of the machine and the GPU.
+        read_j: Reads it.
 
     Raises:
-        OSError: NVML or the card has none; the message says so.
+        OSError: The card has none; the message says so.
     """
-
-    def read_j() -> float:
-        try:
-            return float(nvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1e3
-        except nvml.NVMLError as error:
-            raise OSError(f"NVML gives no energy of this card ({error})") from None
-
-    try:
-        nvml.nvmlInit()
-        handle = nvml.nvmlDeviceGetHandleByPciBusId(bus_id.encode())
-    except nvml.NVMLError as error:
-        raise OSError(f"NVML does not respond ({error})") from None
-    counter = Counter(part="GPU", name=f"{host} {bus_id}", read_j=read_j)
+    counter = Counter(part="GPU", name=name, read_j=read_j)
     if not counter.read_j():
         raise OSError("NVML counts no energy of this card: its counter is 0")
     return counter
-
-
-def _nvml() -> Any:
-    try:
-        import pynvml
-    except ImportError:
-        raise OSError("nvidia-ml-py is not installed: `pip install nvidia-ml-py`") from None
-    return pynvml
 
 
 def processor_counters(root: Path, *, host: str) -> list[Counter]:

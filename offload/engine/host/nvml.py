@@ -1,19 +1,19 @@
-"""Bindings to NVIDIA's management library: GPUs, their links, and the NUMA node nearest to one.
+"""GPUs as NVIDIA's management library reports them: their links, node of memory, and energy.
 
-Source: NVML reference, groups nvmlSystemQueries, nvmlDeviceQueries and nvmlAffinity.
+The library comes with the driver, and its bindings (nvidia-ml-py) are Python alone: without a
+driver `nvmlInit` fails, and there is no GPU. Functions that a driver is too old for, or that a card
+does not support, fail one by one.
 """
 
-import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-_SUCCESS, _TOO_SMALL = 0, 7  # NVML_ERROR_INSUFFICIENT_SIZE
-_SCOPE_NODE = 0  # NVML_AFFINITY_SCOPE_NODE
-_BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
-_NUM_WORDS = 1024 // _BITS  # a Linux kernel has at most 1024 nodes
-_NAME_BYTES = 96  # NVML_DEVICE_NAME_V2_BUFFER_SIZE
+import pynvml
+
+_WORD_BITS = 64
+_NUM_WORDS = 1024 // _WORD_BITS  # a Linux kernel has at most 1024 nodes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,126 +48,107 @@ class Driver:
     gpus: tuple[Gpu, ...]  # the GPUs in the driver's order
 
 
-def nearest_node(bus_id: str, library: Any = None) -> int | None:
+def nearest_node(bus_id: str, nvml: Any = pynvml) -> int | None:
     """Return the node whose memory NVML reports as ideal for a GPU; None unless it is one node.
 
     Args:
         bus_id: The GPU, like 0000:81:00.0.
-        library: An object with NVML's functions; None loads the driver's library.
+        nvml: The module pynvml, or one like it.
     """
-    with _opened(library) as nvml:
-        gpu, words = ctypes.c_void_p(), (ctypes.c_ulong * _NUM_WORDS)()
-        is_told = (
-            nvml is not None
-            and _ask(nvml, "nvmlDeviceGetHandleByPciBusId_v2", bus_id.encode(), ctypes.byref(gpu))
-            and _ask(nvml, "nvmlDeviceGetMemoryAffinity", gpu, _NUM_WORDS, words, _SCOPE_NODE)
-        )
-    nodes = [n for n in range(_NUM_WORDS * _BITS) if words[n // _BITS] >> n % _BITS & 1]
-    return nodes[0] if is_told and len(nodes) == 1 else None
+    try:
+        with _opened(nvml):
+            gpu = nvml.nvmlDeviceGetHandleByPciBusId(bus_id.encode())
+            words = nvml.nvmlDeviceGetMemoryAffinity(
+                gpu, _NUM_WORDS, pynvml.NVML_AFFINITY_SCOPE_NODE
+            )
+    except pynvml.NVMLError:
+        return None
+    bits = range(_NUM_WORDS * _WORD_BITS)
+    nodes = [n for n in bits if words[n // _WORD_BITS] >> n % _WORD_BITS & 1]
+    return nodes[0] if len(nodes) == 1 else None
 
 
-def find_driver(library: Any = None) -> Driver | None:
+def find_driver(nvml: Any = pynvml) -> Driver | None:
     """Return the driver and its GPUs; None if there is none, or it does not respond.
 
     Args:
-        library: As for `nearest_node`.
+        nvml: As for `nearest_node`.
     """
-    with _opened(library) as nvml:
-        version = ctypes.create_string_buffer(_NAME_BYTES)
-        if nvml is None or not _ask(nvml, "nvmlSystemGetDriverVersion", version, _NAME_BYTES):
-            return None
-        cuda = _number(nvml, "nvmlSystemGetCudaDriverVersion_v2") or 0
-        found = (_gpu(nvml, i) for i in range(_number(nvml, "nvmlDeviceGetCount_v2") or 0))
-        return Driver(
-            version=version.value.decode(errors="replace"),
-            cuda=(cuda // 1000, cuda % 1000 // 10),
-            gpus=tuple(gpu for gpu in found if gpu is not None),
-        )
+    try:
+        with _opened(nvml):
+            cuda = _known(nvml.nvmlSystemGetCudaDriverVersion_v2) or 0
+            found = (_known(_gpu, nvml, index) for index in range(nvml.nvmlDeviceGetCount()))
+            return Driver(
+                version=nvml.nvmlSystemGetDriverVersion(),
+                cuda=(cuda // 1000, cuda % 1000 // 10),
+                gpus=tuple(gpu for gpu in found if gpu is not None),
+            )
+    except pynvml.NVMLError:
+        return None
+
+
+def energy_meter(bus_id: str, nvml: Any = pynvml) -> Callable[[], float]:
+    """Return what reads the joules of a GPU since its driver was loaded; NVML stays open for it.
+
+    Args:
+        bus_id: As for `nearest_node`.
+        nvml: As for `nearest_node`.
+
+    Raises:
+        OSError: There is no driver, or the GPU has no counter, which only reading it shows.
+    """
+
+    def read_j() -> float:
+        try:
+            return float(nvml.nvmlDeviceGetTotalEnergyConsumption(gpu)) / 1e3
+        except pynvml.NVMLError as error:
+            raise OSError(f"NVML gives no energy of this card ({error})") from None
+
+    try:
+        nvml.nvmlInit()
+        gpu = nvml.nvmlDeviceGetHandleByPciBusId(bus_id.encode())
+    except pynvml.NVMLError as error:
+        raise OSError(f"NVML does not respond ({error})") from None
+    return read_j
 
 
 @contextmanager
-def _opened(library: Any) -> Iterator[Any]:
-    """Yield the initialised library; None if no driver responds."""
+def _opened(nvml: Any) -> Iterator[None]:
+    nvml.nvmlInit()
     try:
-        library = library or ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        library = None
-    if library is None or not _ask(library, "nvmlInit_v2"):
-        yield None
-        return
-    try:
-        yield library
+        yield
     finally:
-        library.nvmlShutdown()
+        nvml.nvmlShutdown()
 
 
-def _ask(nvml: Any, function: str, *arguments: Any) -> bool:
-    """Call a function; return whether it exists (old drivers may lack it) and succeeded."""
+def _known(ask: Callable[..., Any], *arguments: Any) -> Any:
+    """Return an answer; None where there is none."""
     try:
-        return bool(getattr(nvml, function)(*arguments) == _SUCCESS)
-    except AttributeError:
-        return False
-
-
-def _number(nvml: Any, function: str, *arguments: Any) -> int | None:
-    """Return the number that a function writes to its last argument; None if it fails."""
-    found = ctypes.c_uint()
-    return found.value if _ask(nvml, function, *arguments, ctypes.byref(found)) else None
-
-
-def _gpu(nvml: Any, index: int) -> Gpu | None:
-    """Return a GPU; None for one that does not respond."""
-    gpu, name = ctypes.c_void_p(), ctypes.create_string_buffer(_NAME_BYTES)
-    major, minor, memory = ctypes.c_int(), ctypes.c_int(), _Memory()
-    if not (
-        _ask(nvml, "nvmlDeviceGetHandleByIndex_v2", index, ctypes.byref(gpu))
-        and _ask(nvml, "nvmlDeviceGetName", gpu, name, _NAME_BYTES)
-        and _ask(nvml, "nvmlDeviceGetMemoryInfo", gpu, ctypes.byref(memory))
-    ):
+        return ask(*arguments)
+    except pynvml.NVMLError:
         return None
-    _ask(
-        nvml,
-        "nvmlDeviceGetCudaComputeCapability",
-        gpu,
-        ctypes.byref(major),
-        ctypes.byref(minor),
-    )
+
+
+def _gpu(nvml: Any, index: int) -> Gpu:
+    gpu = nvml.nvmlDeviceGetHandleByIndex(index)
+    memory = nvml.nvmlDeviceGetMemoryInfo(gpu)
+    processes = _known(nvml.nvmlDeviceGetComputeRunningProcesses, gpu)
     return Gpu(
-        name=name.value.decode(errors="replace"),
-        capability=(major.value, minor.value),
+        name=nvml.nvmlDeviceGetName(gpu),
+        capability=nvml.nvmlDeviceGetCudaComputeCapability(gpu),
         memory_bytes=memory.total,
         used_bytes=memory.used,
-        num_processes=_num_processes(nvml, gpu),
-        link=_link(nvml, gpu),
+        num_processes=None if processes is None else len(processes),
+        link=_known(_link, nvml, gpu),
     )
 
 
-def _num_processes(nvml: Any, gpu: ctypes.c_void_p) -> int | None:
-    """Count a GPU's compute processes: given an empty buffer, NVML reports their number."""
-    num = ctypes.c_uint(0)
-    try:
-        status = nvml.nvmlDeviceGetComputeRunningProcesses_v3(gpu, ctypes.byref(num), None)
-    except AttributeError:
-        return None
-    return num.value if status in (_SUCCESS, _TOO_SMALL) else None
-
-
-def _link(nvml: Any, gpu: ctypes.c_void_p) -> Link | None:
-    functions = {
-        "generation": "nvmlDeviceGetCurrPcieLinkGeneration",
-        "width": "nvmlDeviceGetCurrPcieLinkWidth",
-        "max_generation": "nvmlDeviceGetMaxPcieLinkGeneration",
-        "max_width": "nvmlDeviceGetMaxPcieLinkWidth",
-    }
-    known = {field: value for field, f in functions.items() if (value := _number(nvml, f, gpu))}
-    return Link(**known) if len(known) == len(functions) else None
-
-
-class _Memory(ctypes.Structure):
-    """NVML's nvmlMemory_t."""
-
-    _fields_ = (
-        ("total", ctypes.c_ulonglong),
-        ("free", ctypes.c_ulonglong),
-        ("used", ctypes.c_ulonglong),
+def _link(nvml: Any, gpu: Any) -> Link | None:
+    figures = (
+        nvml.nvmlDeviceGetCurrPcieLinkGeneration(gpu),
+        nvml.nvmlDeviceGetCurrPcieLinkWidth(gpu),
+        nvml.nvmlDeviceGetMaxPcieLinkGeneration(gpu),
+        nvml.nvmlDeviceGetMaxPcieLinkWidth(gpu),
     )
+    names = ("generation", "width", "max_generation", "max_width")
+    return Link(**dict(zip(names, figures, strict=True))) if all(figures) else None

@@ -29,7 +29,7 @@ from offload.probe.doctor import (
     without_paths,
 )
 from offload.probe.machine import installed_version
-from tests.doubles import A_DRIVER, FakeDriver
+from tests.doubles import A_DRIVER
 
 ROOT = Path(__file__).parents[4]
 
@@ -65,7 +65,7 @@ def test_this_machine_has_a_line_for_each_and_nothing_private(tmp_path: Path) ->
 @pytest.mark.usefixtures("_small")
 def test_every_card_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    found = by_name(check_up(tmp_path, nvml=FakeDriver(A_DRIVER)))
+    found = by_name(check_up(tmp_path, find=lambda: A_DRIVER))
     assert found["GPU"].value == "driver 570.86.10, for CUDA up to 12.8"
     assert found["GPU 1"].value == (
         "NVIDIA GeForce RTX 4060 Ti, sm_89, 15.0 GiB free of 16.0 GiB,"
@@ -87,7 +87,7 @@ def test_on_another_system_there_is_nothing_more_to_look_at(
 @pytest.mark.usefixtures("_small")
 def test_a_driver_without_cards_has_no_line_of_a_card(tmp_path: Path) -> None:
     driver = Driver(version="570.86.10", cuda=(12, 8), gpus=())
-    found = by_name(check_up(tmp_path, nvml=FakeDriver(driver)))
+    found = by_name(check_up(tmp_path, find=lambda: driver))
     assert not [name for name in found if name.startswith("GPU ")]
 
 

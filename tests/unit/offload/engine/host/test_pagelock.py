@@ -9,7 +9,6 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,7 +25,6 @@ from offload.engine.host.numa import (
     place_near,
     thread_on,
 )
-from offload.engine.host.nvml import Driver, Gpu, find_driver, nearest_node
 from offload.engine.host.pagelock import (
     CudaLocker,
     LockMode,
@@ -38,7 +36,7 @@ from offload.engine.host.pagelock import (
 from offload.errors import TransferError
 from offload.plan.machine.machine import GIB
 from offload.plan.schedule.schedule import NUM_STAGING, PIECE_BYTES
-from tests.doubles import A_DRIVER, A_GPU, FakeDriver, FakeLocker
+from tests.doubles import FakeLocker
 from tests.unit.offload.engine.host.conftest import (
     HANGING_DEVICE,
     KILLING_DEVICE,
@@ -209,65 +207,6 @@ def test_cpus_that_are_not_there_are_told_and_end_nothing() -> None:
     assert done == f"the thread could not be bound to CPUs {absent}: {os.strerror(errno.EINVAL)}"
 
 
-# ------------------------------------------------------------------------------------ NVML
-
-
-class FakeNvml:
-    """A driver's library that knows one GPU and the nodes of its nearest memory."""
-
-    def __init__(self, nodes: set[int], *, init_status: int = 0, status: int = 0) -> None:
-        self.num_open = 0
-        self._nodes, self._init_status, self._status = nodes, init_status, status
-
-    def nvmlInit_v2(self) -> int:  # noqa: N802 - NVML's names
-        self.num_open += self._init_status == 0
-        return self._init_status
-
-    def nvmlShutdown(self) -> int:  # noqa: N802
-        self.num_open -= 1
-        return 0
-
-    def nvmlDeviceGetHandleByPciBusId_v2(self, bus_id: bytes, handle: object) -> int:  # noqa: N802
-        return 0 if bus_id == BUS_ID.encode() else 6  # NVML_ERROR_NOT_FOUND
-
-    def nvmlDeviceGetMemoryAffinity(  # noqa: N802
-        self, _gpu: object, num_words: int, words: "ctypes.Array[ctypes.c_ulong]", scope: int
-    ) -> int:
-        assert (num_words, scope) == (len(words), 0)
-        for node in self._nodes:
-            words[node // 64] |= 1 << node % 64
-        return self._status
-
-
-@pytest.mark.parametrize("node", [0, 1, 63, 64])
-def test_nvml_names_the_node(node: int) -> None:
-    library = FakeNvml({node})
-    assert nearest_node(BUS_ID, library) == node
-    assert library.num_open == 0
-
-
-@pytest.mark.parametrize(
-    "library",
-    [
-        FakeNvml({0, 1}),
-        FakeNvml(set()),
-        FakeNvml({1}, init_status=9),
-        FakeNvml({1}, status=3),  # NVML_ERROR_NOT_SUPPORTED
-    ],
-)
-def test_several_nodes_or_none_or_a_failed_call_name_no_node(library: FakeNvml) -> None:
-    assert nearest_node(BUS_ID, library) is None
-    assert library.num_open == 0
-
-
-def test_an_unknown_gpu_has_no_node() -> None:
-    assert nearest_node("0000:99:00.0", FakeNvml({1})) is None
-
-
-def test_a_library_without_the_function_names_no_node() -> None:
-    assert nearest_node(BUS_ID, ctypes.CDLL(None)) is None
-
-
 # ---------------------------------------------------------------------------------------- mempolicy
 
 
@@ -377,50 +316,6 @@ def test_a_processor_whose_calls_are_not_known_is_told(monkeypatch: pytest.Monke
     assert bind_memory(0, PAGE, 1, calls=_LinuxCalls(None)).startswith(
         "memory could not be bound to NUMA node 1 (Function not implemented)"
     )
-
-
-# --------------------------------------------------------------------------------------------- nvml
-
-
-def test_a_driver_and_its_gpus_are_read() -> None:
-    library = FakeDriver(A_DRIVER)
-    assert find_driver(library) == A_DRIVER
-    assert library.num_open == 0
-
-
-def test_a_driver_may_have_no_gpu() -> None:
-    driver = Driver(version="570.86.10", cuda=(12, 8), gpus=())
-    assert find_driver(FakeDriver(driver)) == driver
-
-
-@pytest.mark.parametrize("library", [FakeDriver(A_DRIVER, init_status=9), ctypes.CDLL(None)])
-def test_a_library_that_does_not_answer_is_no_driver(library: Any) -> None:
-    assert find_driver(library) is None
-
-
-def test_what_a_gpu_does_not_report_is_left_open() -> None:
-    unsupported = (
-        "nvmlDeviceGetCurrPcieLinkWidth",
-        "nvmlDeviceGetComputeRunningProcesses_v3",
-    )
-    found = find_driver(FakeDriver(A_DRIVER, unsupported=unsupported))
-    assert found is not None
-    gpu = found.gpus[0]
-    assert (gpu.link, gpu.num_processes) == (None, None)
-    assert gpu.name == A_GPU.name
-
-
-def test_a_gpu_without_processes_has_none() -> None:
-    idle = Gpu(
-        name="A100",
-        capability=(8, 0),
-        memory_bytes=1,
-        used_bytes=0,
-        num_processes=0,
-        link=None,
-    )
-    driver = Driver(version="1", cuda=(12, 4), gpus=(idle,))
-    assert find_driver(FakeDriver(driver)) == driver
 
 
 # ----------------------------------------------------------------------------------------- pagelock
