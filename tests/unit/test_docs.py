@@ -150,8 +150,12 @@ def runnable() -> list[str]:
 def test_every_plan_that_is_shown_runs(line: str, capsys) -> None:
     with pytest.raises(SystemExit) as exit_info:
         app.main(shlex.split(line))
-    assert exit_info.value.code == 0
-    assert capsys.readouterr().out
+    refused = re.search(
+        rf"^\$ sluice {re.escape(line)}\n(error: .*?)^```", "".join(TEXTS.values()), re.M | re.S
+    )
+    said = capsys.readouterr()
+    assert (exit_info.value.code == 0) == (refused is None), said.err
+    assert said.err.split() == refused[1].split() if refused else said.out
 
 
 def test_a_command_that_does_not_parse_is_found() -> None:
