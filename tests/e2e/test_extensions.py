@@ -88,23 +88,8 @@ EXTENSION = Card(
     board_w=333,
 )
 """,
-    "acme/adapter.py": """from typing import Annotated
-
-from pydantic import Field
-
-from finetune.recipe.adapters import by_peft
-
-Symmetric = Annotated[bool, Field(description="Whether mirrors begin in equal pairs.")]
-EXTENSION = by_peft(
-    "acme_hra",
-    "A chain of mirrors in front of each weight.",
-    "peft:HRAConfig",
-    fields={"rank": "r", "symmetric": "init_weights"},
-    settings={"symmetric": (Symmetric, True)},
-    peft_type="HRA",
-    computed="apply_GS",
-    others="r init_weights",
-)
+    "acme/command.py": """def greet(name: str, *, is_loud: bool = False) -> None:
+    print(f"hello {name.upper() if is_loud else name}")
 """,
     "acme-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n",
     "acme-1.0.dist-info/entry_points.txt": """[sluice.codecs]
@@ -113,8 +98,8 @@ acme8 = acme.codec:EXTENSION
 acme_signs = acme.optimizer:EXTENSION
 [sluice.cards]
 acme64 = acme.card:EXTENSION
-[sluice.adapters]
-acme_hra = acme.adapter:EXTENSION
+[sluice.commands]
+greet = acme.command:greet
 """,
 }
 CHOSEN = ("offload.codec=acme8", "train.optimizer=acme_signs")
@@ -181,11 +166,12 @@ def test_a_run_trains_with_extensions_of_another_package(
 
 @pytest.mark.thorough
 @pytest.mark.usefixtures("_installed")
-def test_extensions_of_another_package_are_listed_and_nearest_names(tmp_path: Path) -> None:
+def test_extensions_of_another_package_are_listed_called_and_nearest_names(tmp_path: Path) -> None:
     text = shown("-c", "from tests.tools import reference as r; print(r.settings(), r.cards())")
     assert "`acme8` takes 8 bits, by acme" in text
     assert "`acme_signs` follows signs, by acme" in text
     assert "| `acme64` | 64 |" in text
+    assert shown("cli.py", "greet", "you", "--is-loud") == "hello YOU\n"
     recipe = (ROOT / "recipes/quickstart.yaml").read_text()
     line = recipe.splitlines().index("offload:") + 2
     (tmp_path / "r.yaml").write_text(recipe.replace("num_slots: 3", "codec: acme\n  num_slots: 3"))
