@@ -3,6 +3,7 @@
 import ast
 import importlib
 import json
+import math
 import re
 import shlex
 import subprocess
@@ -17,6 +18,7 @@ import yaml
 from accelerate.commands.launch import launch_command_parser
 from torch.distributed.run import get_args_parser
 
+import offload
 from finetune import app
 from finetune.data.rows import Compared, RowForm
 from finetune.planning.request import full_request
@@ -301,13 +303,38 @@ PRINTED = {
 }
 
 
+def executed(page: str) -> dict[str, Any]:
+    """Run the Python of a page, block after block, and return its names."""
+    names: dict[str, Any] = {}
+    for block in blocks("python"):
+        if block.page == page:
+            exec(compile(block.text, page, "exec"), names)
+    return names
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("page", PRINTED)
 def test_the_python_examples_run_and_print_what_is_said(page: str, capsys) -> None:
-    for block in blocks("python"):
-        if block.page == page:
-            exec(compile(block.text, page, "exec"), {})
+    executed(page)
     assert capsys.readouterr().out.splitlines() == PRINTED[page]
+
+
+@pytest.mark.thorough
+def test_the_loss_and_the_runs_of_the_guide_train() -> None:
+    names = executed("docs/guides/library.md")
+    model, micro_batches = names["model"], names["micro_batches"]
+    model.add_adapter("small", model.peft_config["default"])
+    model.add_adapter("large", model.peft_config["default"])
+    for name, weight in model.named_parameters():
+        weight.requires_grad_(".small." in name or ".large." in name)
+    engine = offload.attach(model, num_slots=3, device="cpu")
+    results = names["step"](engine, micro_batches, micro_batches)
+    assert [one.num_label_tokens for one in results] == [248, 248]
+    with engine.using("small"):
+        result = engine.forward_backward(micro_batches, objective=names["Dpo"]())
+    assert result.loss == pytest.approx(math.log(2))  # the adapter is as it was made
+    assert result.metrics == {"accuracy": 0}
+    assert all(weight.grad is not None for weight in engine.trained_parameters.values())
 
 
 # ------------------------------------------------------------------------------- references
