@@ -107,6 +107,7 @@ MOST_BEYOND = 4.0  # times the longest bar that a limit may be, or it is not dra
 MOST_BARS = 3000  # of a step's drawing
 _ZOOM = [{"name": "zoom", "select": {"type": "interval", "encodings": ["x"]}, "bind": "scales"}]
 _HEIGHT = 260
+_STEPS = {"field": "step", "type": "quantitative", "axis": {"tickMinStep": 1}}
 _WHICH = ["predicted", "measured"]
 
 
@@ -178,9 +179,9 @@ def curves(
             "height": _HEIGHT,
             "params": _ZOOM,
             "data": {"values": thinned(points, "run" if runs[1:] else None)},
-            "mark": {"type": "line", "point": is_held_out, "clip": True, "strokeWidth": 1.5},
+            "mark": {"type": "line", "point": is_held_out, "clip": True, "strokeWidth": 2},
             "encoding": {
-                "x": {"field": "step", "type": "quantitative", "axis": {"tickMinStep": 1}},
+                "x": _STEPS,
                 "y": {"field": y, "type": "quantitative", "scale": {"zero": False}},
                 "tooltip": [
                     *([{"field": "run", "type": "nominal"}] if runs[1:] else []),
@@ -196,7 +197,9 @@ def curves(
 def step_times(rows: Sequence[Row], *, predicted_s: float) -> Chart:
     """Return the time of each step, and the predicted one as a line."""
     points = [{"step": row["step"], "seconds": row["phases_s"]["step"]} for row in rows]
-    axis = {"field": "seconds", "type": "quantitative", "scale": {"zero": True}}
+    most_s = max(predicted_s, *(point["seconds"] for point in points))
+    scale = {"domain": [0, 1.05 * most_s]}  # no point is cut by the edge
+    axis = {"field": "seconds", "type": "quantitative", "scale": scale}
     return Chart(
         name="times",
         title="Seconds per step",
@@ -208,9 +211,9 @@ def step_times(rows: Sequence[Row], *, predicted_s: float) -> Chart:
                 {
                     "params": _ZOOM,
                     "data": {"values": thinned(points)},
-                    "mark": {"type": "point", "filled": True, "size": 18, "clip": True},
+                    "mark": {"type": "point", "filled": True, "size": 40, "clip": True},
                     "encoding": {
-                        "x": {"field": "step", "type": "quantitative", "axis": {"tickMinStep": 1}},
+                        "x": _STEPS | {"scale": {"zero": False, "nice": False, "padding": 8}},
                         "y": axis,
                         "tooltip": [{"field": "step"}, {"field": "seconds", "format": ".4~g"}],
                     },
@@ -246,7 +249,7 @@ def break_even(points: Sequence[Row], *, break_even_tokens: int | None) -> Chart
     layers: list[dict[str, Any]] = [
         {
             "data": {"name": "points", "values": list(points)},
-            "mark": {"type": "line", "point": {"filled": True, "size": 40}, "strokeWidth": 1.5},
+            "mark": {"type": "line", "point": {"filled": True, "size": 40}, "strokeWidth": 2},
             "encoding": {"x": x, "y": y, "tooltip": shown},
         }
     ]

@@ -484,11 +484,11 @@ def details_of(explanation: Explanation) -> list[Part]:
     if found.probe is not None:
         parts.append(f"Probe: {probe_took(found.probe)}")
         parts.append(f"Its head: {probe_learned(found.probe)}")
+    if found.memory:
+        parts.append(_memory_table(found.memory))
     for section in found.sections:
         parts += [_phases_table(section), _miss_table(section)]
         parts += _section_lines(section)
-    if found.memory:
-        parts.append(_memory_table(found.memory))
     section, own = found.sections[-1], found.measured_step
     step = section.comparison[0]
     parts.append(

@@ -216,8 +216,13 @@ def _markdown(part: Part) -> Iterator[str]:
 
 
 def as_html(parts: Iterable[Part]) -> str:
-    """Return tables and lines as HTML; tables of details are folded."""
-    return "\n".join(_html(part) for part in parts)
+    """Return tables and lines as HTML; tables of details are folded, with the lines below them."""
+    found: list[str] = []
+    for part in parts:
+        above = found.pop() if found and not isinstance(part, Table) else ""
+        fold = "</details>" if above.endswith("</details>") else ""
+        found.append(f"{above.removesuffix(fold)}\n{_html(part)}{fold}")
+    return "\n".join(found)
 
 
 def _html(part: Part) -> str:
@@ -232,7 +237,11 @@ def _html(part: Part) -> str:
 
 def html_table(table: Table) -> str:
     """Return a table alone; where it is wider than the screen it is scrolled, by keys too."""
-    classes = [' class="figure"' if is_figure else "" for is_figure in table.are_figures]
+    written = ("".join(map(str, column)) for column in zip(table.heads, *table.cells, strict=True))
+    classes = [
+        ' class="figure"' if is_figure else "" if text.strip("#") else ' class="bar"'
+        for is_figure, text in zip(table.are_figures, written, strict=True)
+    ]
 
     def cells(tag: str, line: Iterable[Any]) -> str:
         found = zip(line, classes, strict=True)

@@ -8,7 +8,7 @@ function chartConfig(colours) {
     axis: { ...words, labelFontSize: 12, titleFontSize: 12, titleFontWeight: "normal",
             gridColor: of("--line"), domainColor: of("--line"), tickColor: of("--line") },
     legend: { ...words, labelFontSize: 12 }, header: words,
-    text: { color: of("--ink") }, rule: { color: of("--ink") }, tick: { color: of("--ink") },
+    mark: { color: of("--mark") }, text: { color: of("--ink") }, rule: { color: of("--ink") }, tick: { color: of("--ink") },
   };
 }
 

@@ -126,6 +126,16 @@ def test_a_plan_has_the_same_words_in_text_markdown_and_html() -> None:
             assert all(word in form for form in (text, as_markdown([part]), seen.text))
 
 
+def test_a_page_folds_details_with_the_lines_below_them() -> None:
+    details = Table("a", ["", ""], [["a", "###"]])
+    always = details._replace(level="brief")
+    page = as_html(["first", details, "second", "third", always, "fourth"])
+    assert re.sub(r"(?s)<details>.*?</details>", "", page).count("<p>") == 2
+    assert not Seen(page).open
+    assert '<td class="bar">###</td>' in page
+    assert re.search(r"(?s)<details>.*second.*third.*</details>.*fourth", page)
+
+
 def test_json_has_each_row_at_its_place() -> None:
     rows = [Row("a.b", "x", 1), Row("", "y", 2), Row("a.c", "", None), Row("d", "z", [])]
     assert as_json(rows) == {"a": {"b": 1, "c": None}, "d": []}
