@@ -147,22 +147,21 @@ def test_axe_finds_text_that_is_too_pale(opened) -> None:
 
 @pytest.mark.browser
 @pytest.mark.network
-def test_the_static_page_plans_what_the_command_plans(tmp_path: Path) -> None:
-    with browser() as started:
-        write_site(tmp_path / "site")
-        page = started.new_page()
-        problems: list[str] = []
-        page.on("pageerror", lambda error: problems.append(str(error)))
-        page.on("console", lambda m: problems.append(m.text) if m.type == "error" else None)
-        with website(tmp_path / "site") as address:
-            loaded: list[str] = []
-            page.on("request", lambda request: loaded.append(request.url))
-            page.goto(address)
-            page.wait_for_selector("#headline.good", timeout=120_000)
-            assert compared(page, 4).startswith("4 plans equal")
-        assert not problems
-        own = (address, "data:", "blob:")
-        assert [url for url in loaded if not url.startswith(own)] == []
+def test_the_static_page_plans_what_the_command_plans(tmp_path: Path, started: Any) -> None:
+    write_site(tmp_path / "site")
+    page = started.new_page()
+    problems: list[str] = []
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.on("console", lambda m: problems.append(m.text) if m.type == "error" else None)
+    with website(tmp_path / "site") as address:
+        loaded: list[str] = []
+        page.on("request", lambda request: loaded.append(request.url))
+        page.goto(address)
+        page.wait_for_selector("#headline.good", timeout=120_000)
+        assert compared(page, 4).startswith("4 plans equal")
+    assert not problems
+    own = (address, "data:", "blob:")
+    assert [url for url in loaded if not url.startswith(own)] == []
 
 
 # ------------------------------------------------------------------------------------------- studio
@@ -171,17 +170,14 @@ def test_the_static_page_plans_what_the_command_plans(tmp_path: Path) -> None:
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(name="opened", scope="module")
-def an_opened_page(tmp_path_factory: pytest.TempPathFactory):
+@pytest.fixture(name="room", scope="module")
+def an_opened_page(tmp_path_factory: pytest.TempPathFactory, started: Any):
     folder = tmp_path_factory.mktemp("studio")
     write_run(begun(folder / "runs" / "done"), slow_s=[0.0] * 4)
     write_answers(folder / "runs" / "done", "before", "<b>worse</b>")
     write_answers(folder / "runs" / "done", "after", "better")
     begun(folder / "runs" / "dead")
-    with (
-        browser() as started,
-        served(folder / "runs", folder / "configs") as made,
-    ):
+    with served(folder / "runs", folder / "configs") as made:
         page = started.new_page(viewport={"width": 390, "height": 844})
         problems: list[str] = []
         page.on("pageerror", lambda error: problems.append(str(error)))
@@ -203,9 +199,9 @@ def shown(page, key: str) -> float:
 @pytest.mark.browser
 @pytest.mark.thorough
 def test_a_slider_moves_and_the_page_shows_the_plan_of_the_command(
-    opened, tmp_path: Path, capsys
+    room, tmp_path: Path, capsys
 ) -> None:
-    page, _, problems = opened
+    page, _, problems = room
     answered(page)
     before = shown(page, "tokens_per_s")
     page.locator("[name=rank]").press("End")
@@ -224,14 +220,14 @@ def test_a_slider_moves_and_the_page_shows_the_plan_of_the_command(
     assert page.inner_text("#headline") == f"Fits, at {predicted['tokens_per_s']:,.0f} tokens/s"
     page.wait_for_selector("#curve svg")
     page.wait_for_selector("#ways table")
-    assert page.locator("#gantt rect").count() > 100
+    assert page.locator("#gantt rect").count() > 2 * 28  # each layer forward and backward
     assert page.locator("#ways tr").count() > 10
     assert not problems
 
 
 @pytest.mark.browser
-def test_only_the_newest_question_is_drawn(opened) -> None:
-    page, _, problems = opened
+def test_only_the_newest_question_is_drawn(room) -> None:
+    page, _, problems = room
     for key in ("Home", "End", "Home", "ArrowRight"):
         page.locator("[name=rank]").press(key)
     answered(page)
@@ -240,8 +236,8 @@ def test_only_the_newest_question_is_drawn(opened) -> None:
 
 
 @pytest.mark.browser
-def test_a_step_is_drawn_wider_and_a_pasted_config_is_planned(opened) -> None:
-    page, _, problems = opened
+def test_a_step_is_drawn_wider_and_a_pasted_config_is_planned(room) -> None:
+    page, _, problems = room
     answered(page)
     page.locator("#zoom").fill("4")
     page.wait_for_selector(f'#gantt svg[width="{4 * DRAWN_WIDTH}"]')
@@ -261,9 +257,9 @@ def test_a_step_is_drawn_wider_and_a_pasted_config_is_planned(opened) -> None:
 
 @pytest.mark.browser
 def test_a_connection_that_is_lost_once_is_made_again_and_a_server_that_is_gone_is_named(
-    opened,
+    room,
 ) -> None:
-    page, _, problems = opened
+    page, _, problems = room
     answered(page)
     page.route("**/ask/plan", lambda route: route.abort(), times=1)
     page.select_option("[name=model]", "qwen3-0.6b")
@@ -281,8 +277,8 @@ def test_a_connection_that_is_lost_once_is_made_again_and_a_server_that_is_gone_
 
 
 @pytest.mark.browser
-def test_what_does_not_fit_and_what_cannot_be_planned_are_said(opened) -> None:
-    page, _, problems = opened
+def test_what_does_not_fit_and_what_cannot_be_planned_are_said(room) -> None:
+    page, _, problems = room
     page.select_option("[name=card]", "t4")
     answered(page)
     assert page.inner_text("#headline").startswith("t4 does not compute in bfloat16")
@@ -296,8 +292,8 @@ def test_what_does_not_fit_and_what_cannot_be_planned_are_said(opened) -> None:
 
 
 @pytest.mark.browser
-def test_the_runs_room_draws_a_run_and_reads_well_without_steps(opened) -> None:
-    page, made, problems = opened
+def test_the_runs_room_draws_a_run_and_reads_well_without_steps(room) -> None:
+    page, made, problems = room
     page.goto(f"{made.studio.address}runs")
     page.click("text=done")
     page.wait_for_selector("body[data-shown=done]")
@@ -311,14 +307,14 @@ def test_the_runs_room_draws_a_run_and_reads_well_without_steps(opened) -> None:
     assert not page.is_visible("#samples-part")
     page.click("[aria-label='report of done']")
     page.wait_for_selector("html[data-drawn]")
-    assert page.inner_text("h1") == "Run small"  # as its recipe calls it
+    assert page.inner_text("h1") == "Run done"  # as its folder is called
     assert not problems
 
 
 @pytest.mark.browser
 @pytest.mark.thorough
-def test_no_page_is_wider_than_a_phone(opened) -> None:
-    page, made, _ = opened
+def test_no_page_is_wider_than_a_phone(room) -> None:
+    page, made, _ = room
     for room in ("", "runs"):
         page.goto(made.studio.address + room)
         page.wait_for_selector("#headline.good" if not room else "body[data-shown]")
