@@ -7,7 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from tests.e2e.runs import ROOT
 
@@ -88,6 +92,24 @@ EXTENSION = Card(
     board_w=333,
 )
 """,
+    "acme/adapter.py": """from typing import Annotated
+
+from pydantic import Field
+
+from finetune.recipe.adapters import by_peft
+
+Symmetric = Annotated[bool, Field(description="Whether mirrors begin in equal pairs.")]
+EXTENSION = by_peft(
+    "acme_hra",
+    "A chain of mirrors in front of each weight.",
+    "peft:HRAConfig",
+    fields={"rank": "r", "symmetric": "init_weights"},
+    settings={"symmetric": (Symmetric, True)},
+    peft_type="HRA",
+    computed="apply_GS",
+    others="r init_weights",
+)
+""",
     "acme/command.py": """def greet(name: str, *, is_loud: bool = False) -> None:
     print(f"hello {name.upper() if is_loud else name}")
 """,
@@ -98,6 +120,8 @@ acme8 = acme.codec:EXTENSION
 acme_signs = acme.optimizer:EXTENSION
 [sluice.cards]
 acme64 = acme.card:EXTENSION
+[sluice.adapters]
+acme_hra = acme.adapter:EXTENSION
 [sluice.commands]
 greet = acme.command:greet
 """,

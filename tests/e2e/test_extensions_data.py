@@ -99,6 +99,7 @@ import sys
 
 sys.modules["torch"] = None
 from finetune.app import main
+from finetune.recipe.adapters import ADAPTERS
 from finetune.data.rows import RowForm
 from finetune.errors import DataError
 from finetune.recipe.extensions import FORMATS, OBJECTIVES
