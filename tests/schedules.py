@@ -1,5 +1,9 @@
 """Schedules as most tests want them."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+
+from offload.plan.schedule.op import Op
 from offload.plan.schedule.schedule import (
     NOTHING_SAVED,
     Order,
@@ -10,6 +14,13 @@ from offload.plan.schedule.schedule import (
     TransferSizes,
     step_schedule,
 )
+
+
+def with_ops(schedule: Schedule, ops: Sequence[Op]) -> Schedule:
+    """Return a schedule with other ops than its program gives."""
+    changed = replace(schedule)
+    vars(changed)["ops"] = tuple(ops)
+    return changed
 
 
 def training_schedule(

@@ -3,8 +3,7 @@
 The plan, the search among plans and the refusal all use this module.
 """
 
-from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 
@@ -80,6 +79,8 @@ class MemoryNeeds:
         """Return the bytes of each term of the host's peak, by its name."""
         request = self.request
         sizes = dict(self._fixed_sizes or self._sizes_with(residency))
+        if not (residency.sends or request.is_stashed):
+            return sizes
         num_others = request.local_ranks - 1
         if residency.sends:
             sent_bytes = self.on_device.sent_bytes(residency)
@@ -156,11 +157,25 @@ class MemoryNeeds:
     @cached_property
     def is_short(self) -> Callable[[Residency], bool]:
         """Whether any memory is too small: a search asks for the same residencies again."""
-        return cache(
-            lambda residency: (
-                self._device_bytes(residency) > self._limit_bytes or bool(self.shortages(residency))
-            )
-        )
+        limit_bytes = self._limit_bytes
+        is_fixed = bool(self._fixed_sizes) and self.machine.device == "cuda"
+        is_stashed = self.request.is_stashed
+
+        @cache
+        def is_short(residency: Residency) -> bool:
+            if self._device_bytes(residency) > limit_bytes:
+                return True
+            # what is not sent nor stashed takes no room on the host
+            if is_fixed and not (residency.sends or is_stashed):
+                return bool(self._host_short)
+            return bool(self.shortages(residency))
+
+        return is_short
+
+    @cached_property
+    def _host_short(self) -> tuple[Shortage, ...]:
+        """What the host lacks of a step that sends nothing."""
+        return self._host_shortages(self.least)
 
     @cached_property
     def _limit_bytes(self) -> int:
@@ -206,14 +221,14 @@ class MemoryNeeds:
             if needed > limit_bytes
         )
 
-    @property
+    @cached_property
     def _gradient_bytes(self) -> int:
         """Page-locked memory of a rank for gradients of layers' own weights."""
         return locked_update_bytes(self.request.largest)
 
     def _rank_locked_bytes(self, host: Mapping[str, int]) -> int:
         """Return the page-locked memory of a rank without layers."""
-        return sum(host.get(name, 0) for name in LOCKED_TERMS) + self._gradient_bytes
+        return sum([host.get(name, 0) for name in LOCKED_TERMS]) + self._gradient_bytes
 
     def _locked_bytes(self, host: Mapping[str, int]) -> int:
         """Return the page-locked memory of all ranks: what is sent locks no slab out."""
@@ -249,9 +264,10 @@ class MemoryNeeds:
         if not (may_help and self._host_shortages(self.least)):
             return self.request.num_kept_graphs or 0
         numbers = range(self.facts.num_layers + 1)
-        fewest = _num_false(
-            numbers, lambda n: not self._host_shortages(self.least._replace(num_kept_graphs=n))
+        lacking = (
+            bool(self._host_shortages(self.least._replace(num_kept_graphs=n))) for n in numbers
         )
+        fewest = next((n for n, lacks in enumerate(lacking) if not lacks), len(numbers))
         found = Residency(num_slots=self._fewest_slots, num_kept_graphs=fewest)
         return fewest if fewest < len(numbers) and not self.is_short(found) else 0
 
@@ -325,9 +341,16 @@ class MemoryNeeds:
 
     def _most(self, residency: Residency, name: str, limit: int) -> int:
         """Return how large a number of a residency may be; a larger one takes more memory."""
-        now: int = getattr(residency, name)
-        more = range(now + 1, limit + 1)
-        return now + _num_false(more, lambda n: self.is_short(residency._replace(**{name: n})))
+        number = Residency._fields.index(name)
+        before, low, after = residency[:number], residency[number], residency[number + 1 :]
+        high = max(low, limit)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.is_short(Residency._make((*before, middle, *after))):
+                high = middle - 1
+            else:
+                low = middle
+        return low
 
     def within_layers(self, residency: Residency) -> Residency:
         """Return the same with no more kept and sent outputs than other layers are left."""
@@ -341,7 +364,12 @@ class MemoryNeeds:
         num_layers = self.facts.num_layers
         others = set(range(num_layers - residency.num_kept_graphs))
         others -= residency.sent_graphs(num_layers)
-        return sum(self.on_device.output_bytes[layer] > 0 for layer in others)
+        return len(others & self._with_output)
+
+    @cached_property
+    def _with_output(self) -> frozenset[int]:
+        """The layers whose attention has an output that could be kept."""
+        return frozenset([i for i, size in enumerate(self.on_device.output_bytes) if size])
 
     @property
     def most_slots(self) -> int | None:
@@ -375,8 +403,3 @@ def _run_needs(facts: ModelFacts, machine: Machine, run: PlanRequest) -> DeviceN
     return on_device.with_objective(
         facts, run.largest, extra_passes=run.extra_passes, num_top=run.objective.num_top
     )
-
-
-def _num_false(numbers: Sequence[int], is_true: Callable[[int], bool]) -> int:
-    """Return how many numbers come before the first true one; all after it are true too."""
-    return bisect_left(numbers, 1, key=lambda number: int(is_true(number)))

@@ -24,7 +24,7 @@ from offload.plan.schedule.timeline import Timeline
 from offload.plan.split import Split
 from offload.plan.step import (
     FREE_FRAC,
-    Draft,
+    Drafts,
     break_even_tokens,
     duration_of,
     schedule_of,
@@ -195,15 +195,14 @@ class Plan:
         request, is_staged = self.request, self.schedule.is_staged
         if request.objective is None or request.others or request.is_on_features:
             return 0.0, 0
-        plain = Draft.of(
-            self.facts,
-            replace(request, objective=None),
-            self.costs.without_objective(),
-            self.residency,
+        plain = Drafts(
+            facts=self.facts,
+            request=replace(request, objective=None),
+            costs=self.costs.without_objective(),
             is_staged=is_staged,
         )
-        plain_s = plain.step_s(request.rank_micro_batches) + self.costs.optimizer_s
-        num_loads = self.schedule.num_loads - plain.schedule.num_loads
+        plain_s = plain.step_s(self.residency)
+        num_loads = self.schedule.num_loads - plain.schedule(self.residency).num_loads
         own_s = replace(self, others=()).step_s if self.others else self.step_s  # without waits
         return own_s / plain_s - 1, num_loads
 
@@ -249,8 +248,8 @@ class Plan:
             return None
         is_staged, request = self.schedule.is_staged, self.request.runs[0]
         costs = self.costs.runs[0].costs if self.costs.runs else self.costs
-        draft = Draft.of(self.facts, request, costs, self.residency, is_staged=is_staged)
-        return break_even_tokens(draft, request)
+        drafts = Drafts(facts=self.facts, request=request, costs=costs, is_staged=is_staged)
+        return break_even_tokens(drafts, self.residency)
 
 
 def plan(facts: ModelFacts, machine: Machine, request: PlanRequest) -> Plan:

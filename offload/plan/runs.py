@@ -24,7 +24,7 @@ from offload.plan.fit import MemoryNeeds
 from offload.plan.memory.memory import own_bytes
 from offload.plan.plan import Plan, costs_of
 from offload.plan.request import sharing
-from offload.plan.step import pass_s
+from offload.plan.step import Drafts
 
 SAVED_FRAC = 1e-6  # of the time: less is no gain
 
@@ -144,11 +144,11 @@ def _rest_step_s(plan: Plan, left: Sequence[int]) -> float:
     if len(left) == len(runs):
         return plan.step_s
     request = sharing([runs[run] for run in left])
-    costs = costs_of(plan.facts, plan.machine, request).given(plan.residency)
-    without_update_s = pass_s(
-        plan.facts, request, costs, plan.residency, is_staged=plan.schedule.is_staged
+    costs = costs_of(plan.facts, plan.machine, request)
+    drafts = Drafts(
+        facts=plan.facts, request=request, costs=costs, is_staged=plan.schedule.is_staged
     )
-    return without_update_s + costs.optimizer_s
+    return drafts.step_s(plan.residency)
 
 
 class _Times:

@@ -280,7 +280,7 @@ class _Draft:
             one_s = duration_of(
                 with_norms(costs, self.facts, self.machine, load, num_micro_batches=num)
             )
-            durations_s = [one_s(op) for op in schedule.ops]
+            durations_s = [sum(map(one_s, line.ops)) for line in schedule.lines]
             seconds += merged_s(
                 schedule, durations_s, num_micro_batches=num * self.request.num_adapters
             )

@@ -37,7 +37,7 @@ from offload.plan.request import (
     with_workload,
 )
 from offload.plan.schedule.schedule import Residency
-from offload.plan.split import SAME_FRAC, Split, bound_of, draft_step_s
+from offload.plan.split import SAME_FRAC, Split
 from offload.plan.time.costs import Costs
 
 NUM_REJECTED = 3
@@ -49,8 +49,7 @@ ROUNDING_ERROR_FRAC = 1e-9  # between a bound and a simulated time that equals i
 class Candidate:
     """One request, evaluated."""
 
-    needs: MemoryNeeds  # the request and its memory
-    costs: Costs  # the prices of its ops
+    split: Split  # the request, its memory and its prices
     # What of the layers stays in device memory; if nothing fits, the least possible.
     residency: Residency
     shortages: tuple[Shortage, ...]  # the memories that are too small for it; empty if it fits
@@ -58,20 +57,25 @@ class Candidate:
     step_s: float | None = None  # its predicted step time; None if the bound ruled it out
 
     @classmethod
-    def weighed(cls, needs: MemoryNeeds, costs: Costs, residency: Residency) -> "Candidate":
-        """Evaluate a request with this residency."""
+    def weighed(cls, split: Split, residency: Residency | None = None) -> "Candidate":
+        """Evaluate a request with this residency, or its best one, or its least if none fits."""
+        residency = residency or split.fastest or split.needs.fewest
         return cls(
-            needs=needs,
-            costs=costs,
+            split=split,
             residency=residency,
-            shortages=needs.shortages(residency),
-            bound_s=bound_of(needs, costs)(residency),
+            shortages=split.needs.shortages(residency),
+            bound_s=split.bound_s(residency),
         )
 
-    @classmethod
-    def split(cls, split: Split) -> "Candidate":
-        """Evaluate a request with its best split of memory, or its smallest if it does not fit."""
-        return cls.weighed(split.needs, split.costs, split.fastest or split.needs.fewest)
+    @property
+    def needs(self) -> MemoryNeeds:
+        """The request and its memory."""
+        return self.split.needs
+
+    @property
+    def costs(self) -> Costs:
+        """The prices of its ops."""
+        return self.split.costs
 
     @property
     def request(self) -> PlanRequest:
@@ -90,9 +94,7 @@ class Candidate:
 
     def simulated(self) -> "Candidate":
         """Return the candidate with its predicted step time."""
-        if self.step_s is not None:
-            return self
-        return replace(self, step_s=draft_step_s(self.needs, self.costs, self.residency))
+        return replace(self, step_s=self.split.step_s(self.residency))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -192,7 +194,7 @@ def _weighed_all(
 
 
 def _weighed(needs: MemoryNeeds) -> Candidate:
-    return Candidate.split(
+    return Candidate.weighed(
         Split(needs=needs, costs=costs_of(needs.facts, needs.machine, needs.request))
     )
 
@@ -239,7 +241,7 @@ def _rejected(candidates: Sequence[Candidate], chosen: Candidate) -> tuple[Candi
     ):
         most = max(more.num_slots, more.num_kept_graphs)
         if asked is None and most <= chosen.needs.facts.num_layers:
-            others.append(Candidate.weighed(chosen.needs, chosen.costs, more))
+            others.append(Candidate.weighed(chosen.split, more))
     while True:  # a step may be slower than its bound
         others.sort(key=lambda candidate: candidate.least_s)
         unknown = [c for c in others[:NUM_REJECTED] if not c.shortages and c.step_s is None]
@@ -320,7 +322,7 @@ def _with_more_memory(candidate: Candidate) -> Candidate:
             needs.request, vram_budget_bytes=None if budget_bytes is None else budget_bytes + GIB
         ),
     )
-    return Candidate.split(Split(needs=larger, costs=candidate.costs))
+    return Candidate.weighed(Split(needs=larger, costs=candidate.costs))
 
 
 def _with_faster_link(candidate: Candidate) -> Candidate:
@@ -332,4 +334,4 @@ def _with_faster_link(candidate: Candidate) -> Candidate:
         d2h_bytes_per_s=2 * costs.d2h_bytes_per_s,
         fetch_bytes_per_s=2 * costs.fetch_bytes_per_s,
     )
-    return Candidate.split(Split(needs=candidate.needs, costs=faster))
+    return Candidate.weighed(Split(needs=candidate.needs, costs=faster))

@@ -50,6 +50,7 @@ from offload.plan.request import PlanRequest, network_of
 from offload.plan.schedule.schedule import Residency
 from offload.plan.schedule.sharded import ShardedSizes, sharded_schedule
 from offload.plan.search import Candidate, Choice
+from offload.plan.split import Split
 from offload.plan.time.costs import Costs
 
 # Of a collective of tensors, without words between processes; until it is measured.
@@ -106,8 +107,7 @@ def sharded_choice(facts: ModelFacts, machine: Machine, requests: Sequence[PlanR
         raise _refusal(min(plans, key=lambda one: one.peak_bytes))
     best = min(fitting, key=lambda one: one.step_s)
     chosen = Candidate(
-        needs=MemoryNeeds.of(facts, machine, best.request),
-        costs=best.costs,
+        split=Split(needs=MemoryNeeds.of(facts, machine, best.request), costs=best.costs),
         residency=best.residency,
         shortages=(),
         bound_s=best.bound_s,

@@ -2,7 +2,8 @@
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from offload.plan.facts.facts import ModelFacts
 from offload.plan.facts.trainable import outer_module_sizes
@@ -13,12 +14,13 @@ from offload.plan.facts.workload import (
 )
 from offload.plan.memory.memory import input_bytes, layer_weight_bytes
 from offload.plan.request import PlanRequest, reduced_of
-from offload.plan.schedule.op import Kind, Lane, Op
+from offload.plan.schedule.op import Kind, Lane, Line, Op
 from offload.plan.schedule.schedule import (
     NUM_STAGING,
     PIECE_BYTES,
     Passes,
     Residency,
+    Saved,
     Schedule,
     TransferSizes,
     head_schedule,
@@ -37,13 +39,7 @@ MOST_TOKENS = 16 * 2**20
 
 
 def schedule_of(
-    facts: ModelFacts,
-    request: PlanRequest,
-    costs: Costs,
-    residency: Residency,
-    *,
-    is_staged: bool,
-    is_draft: bool = False,
+    facts: ModelFacts, request: PlanRequest, costs: Costs, residency: Residency, *, is_staged: bool
 ) -> Schedule:
     """Return the ops of a step from a warm ring.
 
@@ -53,39 +49,74 @@ def schedule_of(
         costs: For the sizes of layers.
         residency: What of the layers stays in device memory.
         is_staged: Whether loads pass through page-locked buffers.
-        is_draft: Whether to list one micro-batch only, and each load as one copy; see `Draft`.
     """
-    if request.is_on_features and not is_draft:
+    if request.is_on_features:
         return head_schedule(warm_ring(residency.num_slots))
-    assert not (is_draft and request.others), "a draft has one run"
-    typical, runs = request.typical, request.runs
-    numbers = [1 if is_draft else run.rank_micro_batches for run in runs]
-    passes = [run.passes(number) for run, number in zip(runs, numbers, strict=True)]
-    sizes = load_sizes(facts, typical, costs, is_staged=is_staged and not is_draft)
-    whole = typical.adapter.whole
-    trained = sizes.gradient_bytes if whole is None else whole.layers
-    sizes = replace(
-        sizes,
-        gradient_bytes=tuple(typical.dtype_bytes * number for number in trained),
-        updated=frozenset(layer for layer, number in enumerate(trained) if number),
-        piece_bytes=max(sizes.layer_bytes) if is_draft else PIECE_BYTES,
-        reduced=reduced_of(facts, request),
-        row_bytes=_row_bytes(facts, request, passes),
-        head_bytes=head_bytes(facts, typical),
-    )
-    stashed = zip(runs, numbers, strict=True) if request.is_stashed else ()
-    return step_schedule(
-        sizes,
-        ring=without_trained(warm_ring(residency.num_slots), sizes),
-        runs=passes,
-        order=request.order,
-        trains_front=any(outer_module_sizes(facts, run.typical.adapter) for run in runs),
-        input_bytes=tuple(
-            input_bytes(facts, run.typical) for run, number in stashed for _ in range(number)
-        ),
-        num_kept_graphs=residency.num_kept_graphs,
-        saved=costs.saved(residency, num_micro_batches=numbers[0]),
-    )
+    return _Step.of(facts, request, costs, is_staged=is_staged).schedule(residency)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Step:
+    """What the schedules of a request share, whatever stays on the device."""
+
+    request: PlanRequest
+    sizes: TransferSizes  # what crosses the link
+    runs: tuple[Passes, ...]  # the passes of each run
+    input_bytes: tuple[int, ...]  # stashed inputs, by micro-batch
+    trains_front: bool
+    saved: Callable[[Residency], Saved]
+
+    @classmethod
+    def of(
+        cls,
+        facts: ModelFacts,
+        request: PlanRequest,
+        costs: Costs,
+        *,
+        is_staged: bool,
+        is_draft: bool = False,
+    ) -> "_Step":
+        """Return it for all micro-batches, or of a draft for one, with each load as one copy."""
+        assert not (is_draft and request.others), "a draft has one run"
+        typical, runs = request.typical, request.runs
+        numbers = [1 if is_draft else run.rank_micro_batches for run in runs]
+        passes = [run.passes(number) for run, number in zip(runs, numbers, strict=True)]
+        sizes = load_sizes(facts, typical, costs, is_staged=is_staged and not is_draft)
+        whole = typical.adapter.whole
+        trained = sizes.gradient_bytes if whole is None else whole.layers
+        gradients = tuple([typical.dtype_bytes * number for number in trained])
+        stashed = zip(runs, numbers, strict=True) if request.is_stashed else ()
+        return cls(
+            request=request,
+            sizes=replace(
+                sizes,
+                gradient_bytes=gradients,
+                updated=frozenset([layer for layer, number in enumerate(trained) if number]),
+                piece_bytes=max(sizes.layer_bytes) if is_draft else PIECE_BYTES,
+                reduced=reduced_of(facts, request),
+                row_bytes=_row_bytes(facts, request, passes),
+                head_bytes=head_bytes(facts, typical),
+            ),
+            runs=tuple(passes),
+            input_bytes=tuple(
+                [input_bytes(facts, run.typical) for run, number in stashed for _ in range(number)]
+            ),
+            trains_front=any(outer_module_sizes(facts, run.typical.adapter) for run in runs),
+            saved=costs.saver(num_micro_batches=numbers[0]),
+        )
+
+    def schedule(self, residency: Residency) -> Schedule:
+        """Return the step from a warm ring."""
+        return step_schedule(
+            self.sizes,
+            ring=without_trained(warm_ring(residency.num_slots), self.sizes),
+            runs=self.runs,
+            order=self.request.order,
+            trains_front=self.trains_front,
+            input_bytes=self.input_bytes,
+            num_kept_graphs=residency.num_kept_graphs,
+            saved=self.saved(residency),
+        )
 
 
 def load_sizes(
@@ -180,115 +211,127 @@ def _of_layer_s(layer: LayerCost, op: Op) -> float:
     return layer.back_s(has_graph=op.has_graph, has_output=op.has_output)
 
 
-def _draft_durations(request: PlanRequest, costs: Costs) -> Callable[[Op], float]:
-    """Return the durations of a draft's ops: those of rows that are only scored by their share."""
-    one_s, objective = duration_of(costs), request.objective
-    if objective is None or not objective.scored_frac:
-        return one_s
-    passes = objective.passes(1)
+@dataclass(frozen=True, kw_only=True)  # no slots: what steps share is computed once
+class Drafts:
+    """The times of a request's steps, by what stays on the device, without all of their ops.
 
-    def drafted_s(op: Op) -> float:
-        if op.micro_batch is None or passes.micro_batch(op.micro_batch) == 0:
-            return one_s(op)
-        return one_s(op) * objective.scored_frac / passes.num_scored
-
-    return drafted_s
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Draft:
-    """The ops of one micro-batch, from which a step of any number of them is simulated.
-
-    Its time is that of the whole schedule, at the cost of one micro-batch's.
+    A step of one run is simulated from the program of one micro-batch, in the time of the whole; of
+    several, whose micro-batches differ, from the whole program.
     """
 
-    schedule: Schedule  # the ops; each load is one copy, without its read
-    # Their durations, or those of the pieces of a staged load.
-    durations_s: tuple[float | Pieces, ...]
+    facts: ModelFacts
+    request: PlanRequest
+    costs: Costs  # the prices of the ops
+    is_staged: bool  # whether loads pass through page-locked buffers
 
-    @classmethod
-    def of(
-        cls,
-        facts: ModelFacts,
-        request: PlanRequest,
-        costs: Costs,
-        residency: Residency,
-        *,
-        is_staged: bool,
-    ) -> "Draft":
-        """Draft the step of a request; arguments as of `schedule_of`."""
-        schedule = schedule_of(facts, request, costs, residency, is_staged=is_staged, is_draft=True)
-        one_s = _draft_durations(request, costs)
+    def step_s(
+        self, residency: Residency, *, num: int | None = None, has_free_loads: bool = False
+    ) -> float:
+        """Return the predicted time of a step, optimizer included.
 
-        def load_s(num_bytes: int) -> float | Pieces:
-            sizes = [
-                min(PIECE_BYTES, num_bytes - at) for at in range(0, max(1, num_bytes), PIECE_BYTES)
-            ]
-            copies = [costs.h2d_latency_s + size / costs.h2d_bytes_per_s for size in sizes]
-            if not is_staged:
+        Args:
+            residency: What of the layers stays in device memory.
+            num: Micro-batches of the rank that pass the layers together, in place of the request's.
+            has_free_loads: Whether loads of layers and of the head take no time.
+        """
+        times = self._sending if residency.sends else self._plain
+        request, schedule = self.request, self.schedule(residency)
+        if request.others:
+            return simulate(schedule, times.duration_s).step_s + self.costs.optimizer_s
+        free = (Kind.LOAD, Kind.HEAD) if has_free_loads else ()
+        one_s = merged_s(
+            schedule,
+            times.of_lines(schedule.lines, free=free),
+            num_micro_batches=request.round_micro_batches if num is None else num,
+        )
+        return request.num_rounds * one_s + self.costs.optimizer_s
+
+    def schedule(self, residency: Residency) -> Schedule:
+        """Return the step of one micro-batch, of which each load is one copy without its read."""
+        return self._step.schedule(residency)
+
+    @cached_property
+    def _step(self) -> _Step:
+        is_draft = not self.request.others
+        return _Step.of(
+            self.facts, self.request, self.costs, is_staged=self.is_staged, is_draft=is_draft
+        )
+
+    @cached_property
+    def _plain(self) -> "_Durations":
+        return _Durations(request=self.request, costs=self.costs, is_staged=self.is_staged)
+
+    @cached_property
+    def _sending(self) -> "_Durations":
+        return replace(self._plain, costs=self.costs.while_sending(), known={})
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Durations:
+    """The durations of a draft's lines, each computed once."""
+
+    request: PlanRequest
+    costs: Costs
+    is_staged: bool
+    known: dict[tuple[object, ...], float | Pieces] = field(default_factory=dict)
+
+    @cached_property
+    def duration_s(self) -> Callable[[Op], float]:
+        """The duration of an op."""
+        return duration_of(self.costs)
+
+    def of_lines(
+        self, lines: Sequence[Line], *, free: Sequence[Kind] = ()
+    ) -> Sequence[float | Pieces]:
+        """Return the durations of lines, of loads those of their pieces."""
+        found, known = [], self.known
+        for line in lines:
+            op, last = line.ops[0], line.ops[-1]
+            key: tuple[object, ...] = (op.kind, op.num_bytes)
+            if op.kind is not Kind.LOAD:
+                key += (op.layer, op.micro_batch, op.run, op.has_graph, op.has_output)
+                key += (op.carrier is None, last.offset, last.num_bytes)
+            if key not in known:
+                known[key] = self._line_s(line)
+            found.append(0.0 if op.kind in free else known[key])
+        return found
+
+    def _line_s(self, line: Line) -> float | Pieces:
+        op, costs = line.ops[0], self.costs
+        if op.kind is Kind.LOAD:
+            pieces = [one.num_bytes for one in op.pieces(op.num_bytes, PIECE_BYTES)]
+            copies = [costs.h2d_latency_s + size / costs.h2d_bytes_per_s for size in pieces]
+            if not self.is_staged:
                 return sum(copies)
-            reads = (size / costs.read_bytes_per_s for size in sizes)
+            reads = [size / costs.read_bytes_per_s for size in pieces]
             return tuple(zip(reads, copies, strict=True))
-
-        loads = {op.num_bytes for op in schedule.ops if op.kind is Kind.LOAD}
-        of_loads = {num_bytes: load_s(num_bytes) for num_bytes in loads}
-        return cls(
-            schedule=schedule,
-            durations_s=tuple(
-                of_loads[op.num_bytes] if op.kind is Kind.LOAD else one_s(op) for op in schedule.ops
-            ),
-        )
-
-    def step_s(self, num_micro_batches: int) -> float:
-        """Return the predicted time of a step, without the optimizer."""
-        return merged_s(self.schedule, self.durations_s, num_micro_batches=num_micro_batches)
-
-    def with_free_loads(self) -> "Draft":
-        """Return the same step where loads of layers and of the head take no time."""
-        ops = zip(self.schedule.ops, self.durations_s, strict=True)
-        free = Kind.LOAD, Kind.HEAD
-        return replace(
-            self, durations_s=tuple(0.0 if op.kind in free else one_s for op, one_s in ops)
-        )
+        seconds, objective = sum(map(self.duration_s, line.ops)), self.request.objective
+        if objective is None or not objective.scored_frac or op.micro_batch is None:
+            return seconds
+        passes = objective.passes(1)  # rows that are only scored count by their share
+        is_own = passes.micro_batch(op.micro_batch) == 0
+        return seconds if is_own else seconds * objective.scored_frac / passes.num_scored
 
 
-def pass_s(
-    facts: ModelFacts,
-    request: PlanRequest,
-    costs: Costs,
-    residency: Residency,
-    *,
-    is_staged: bool,
-) -> float:
-    """Return the predicted time of a step, without the optimizers.
-
-    That of one run is simulated from a draft; of several, whose micro-batches differ, from the
-    whole schedule. Arguments are as of `schedule_of`.
-    """
-    if not request.others:
-        draft = Draft.of(facts, request, costs, residency, is_staged=is_staged)
-        return request.num_rounds * draft.step_s(request.round_micro_batches)
-    schedule = schedule_of(facts, request, costs, residency, is_staged=is_staged)
-    return simulate(schedule, duration_of(costs)).step_s
-
-
-def break_even_tokens(draft: Draft, request: PlanRequest) -> int | None:
+def break_even_tokens(drafts: Drafts, residency: Residency) -> int | None:
     """Return N*, the tokens per step from which streaming is free, in whole micro-batches.
 
     That is the fewest micro-batches of each rank with which the simulated step takes at most
-    `FREE_FRAC` longer than with loads that take no time, with the slots and kept graphs of the
-    draft. A larger step has no more loads, so their share falls, and a binary search finds it; but
-    where each micro-batch passes all layers by itself, their share is that of one micro-batch.
+    `FREE_FRAC` longer than with loads that take no time, with what is on the device then. A larger
+    step has no more loads, so their share falls, and a binary search finds it; but where each
+    micro-batch passes all layers by itself, their share is that of one micro-batch.
 
     Returns:
         Tokens, padding included; 0 if nothing is loaded, None if they are more than `MOST_TOKENS`.
     """
-    if not draft.schedule.num_loads:
+    if not drafts.schedule(residency).num_loads:
         return 0
-    free = draft.with_free_loads()
+    request = drafts.request
+    drafts = replace(drafts, costs=replace(drafts.costs, optimizer_s=0.0))
 
-    def is_free(num_micro_batches: int) -> bool:
-        return draft.step_s(num_micro_batches) <= (1 + FREE_FRAC) * free.step_s(num_micro_batches)
+    def is_free(num: int) -> bool:
+        free_s = drafts.step_s(residency, num=num, has_free_loads=True)
+        return drafts.step_s(residency, num=num) <= (1 + FREE_FRAC) * free_s
 
     tokens = request.tokens_per_rank_micro_batch
     most = MOST_TOKENS // tokens if request.num_rounds == 1 else 1

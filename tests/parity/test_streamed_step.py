@@ -75,7 +75,7 @@ from tests.parity.steps import (
     truth_of,
     with_lora,
 )
-from tests.schedules import training_schedule
+from tests.schedules import training_schedule, with_ops
 from tests.tiers import diagonal, mostly_slow
 
 
@@ -756,7 +756,7 @@ def drop(schedule: Schedule, without: tuple[int, int] | None) -> Schedule:
     ops = list(schedule.ops)
     kept = tuple(other for other in ops[number].waits if other != wait)
     ops[number] = ops[number]._replace(waits=kept)
-    return replace(schedule, ops=tuple(ops))
+    return with_ops(schedule, ops)
 
 
 @pytest.mark.thorough

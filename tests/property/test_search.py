@@ -29,7 +29,6 @@ from offload.plan.schedule.schedule import (
     Schedule,
     TransferSizes,
     cold_ring,
-    forward_schedule,
     warm_ring,
     without_trained,
 )
@@ -49,8 +48,8 @@ from offload.plan.schedule.timeline import (
     term_of,
 )
 from offload.plan.search import Choice, fastest, search
-from offload.plan.split import SAME_FRAC, WORTH_FRAC, Split, draft_step_s
-from offload.plan.step import MOST_TOKENS, Draft, duration_of
+from offload.plan.split import SAME_FRAC, WORTH_FRAC, Split
+from offload.plan.step import MOST_TOKENS, Drafts, duration_of
 from offload.plan.time.bounds import r3_bound_s
 from offload.plan.time.costs import Costs, LayerCost
 from tests import builders
@@ -411,8 +410,8 @@ def test_further_ways_to_spend_memory_fit_and_make_no_step_slower(
     assert plainest is not None
     event(f"is plain: {found == plainest}")
     assert not needs.is_short(found)
-    least_s = draft_step_s(needs, costs, plainest)
-    assert draft_step_s(needs, costs, found) <= least_s * (1 + ROUNDING_FRAC)
+    least_s = Split(needs=needs, costs=costs).step_s(plainest)
+    assert Split(needs=needs, costs=costs).step_s(found) <= least_s * (1 + ROUNDING_FRAC)
 
 
 # ------------------------------------------------------------------------------------------- bounds
@@ -477,7 +476,7 @@ class Step:
         )
         return simulate(schedule, duration_of(self.costs)).step_s
 
-    def bound_s(self, ring: Ring | None = None) -> float:
+    def bound_s(self) -> float:
         return r3_bound_s(
             self.costs,
             num_slots=self.num_slots,
@@ -485,12 +484,8 @@ class Step:
             stashed_bytes=INPUT_BYTES if self.is_stashed else 0,
             num_kept_graphs=self.num_kept_graphs,
             saved=self.saved,
-            ring=ring,
             is_staged=self.is_staged,
         )
-
-    def ring_after_evaluation(self, ring: Ring) -> Ring:
-        return forward_schedule(self.sizes, ring=ring, num_micro_batches=2).ring_after
 
 
 def on_device(costs: Costs) -> Costs:
@@ -525,11 +520,12 @@ def steps(
     are_alike: bool = False,
     is_stashed: bool | None = None,
     is_staged: bool | None = None,
+    is_encoded: bool | None = None,
     may_send: bool = True,
 ) -> Step:
     num_layers = draw(st.integers(1, 9))
     num_slots = min(num_layers, draw(st.integers(2, 9)))
-    is_encoded = draw(st.booleans())
+    is_encoded = draw(st.booleans()) if is_encoded is None else is_encoded
     layers = [draw(layer_costs(is_encoded=is_encoded)) for _ in range(num_layers)]
     costs = Costs(
         grade="spec",
@@ -566,35 +562,17 @@ def test_no_step_is_simulated_below_r3(step: Step) -> None:
 
 
 @settings(max_examples=60)
-@given(steps(are_alike=True, is_stashed=False, is_staged=False, may_send=False))
+@given(steps(are_alike=True, is_stashed=False, is_staged=False, is_encoded=False, may_send=False))
 def test_a_warm_step_of_equal_layers_takes_exactly_r3(step: Step) -> None:
+    """With the head on the device: the bound does not know when its slots are free."""
+    step = replace(step, costs=on_device(step.costs))
     assert step.simulated_s() == pytest.approx(step.bound_s(), rel=1e-9)
 
 
 @settings(max_examples=60)
 @given(steps())
-def test_a_cold_ring_is_not_below_its_bound_which_is_above_the_warm_one(step: Step) -> None:
-    cold = cold_ring(step.num_slots)
-    assert step.simulated_s(cold) >= step.bound_s(cold) * (1 - 1e-9)
-    assert step.simulated_s(cold) >= step.simulated_s() * (1 - 1e-9)
-    assert step.bound_s(cold) >= step.bound_s() * (1 - 1e-9)
-
-
-@settings(max_examples=60)
-@given(steps(), st.booleans())
-def test_a_step_behind_an_evaluation_is_not_below_its_bound(step: Step, is_cold: bool) -> None:
-    before = cold_ring(step.num_slots) if is_cold else warm_ring(step.num_slots)
-    ring = step.ring_after_evaluation(before)
-    assert step.simulated_s(ring) >= step.bound_s(ring) * (1 - 1e-9)
-
-
-@settings(max_examples=60)
-@given(steps(are_alike=True, is_stashed=False, is_staged=False, may_send=False))
-def test_a_cold_step_of_equal_layers_on_a_slow_link_takes_exactly_its_bound(step: Step) -> None:
-    """All layers are loaded on the way up, one after the other; the head is on the device."""
-    slow = replace(step, costs=replace(on_device(step.costs), h2d_bytes_per_s=1e-4))
-    cold = cold_ring(step.num_slots)
-    assert slow.simulated_s(cold) == pytest.approx(slow.bound_s(cold), rel=1e-9)
+def test_a_cold_ring_makes_no_step_faster(step: Step) -> None:
+    assert step.simulated_s(cold_ring(step.num_slots)) >= step.simulated_s() * (1 - 1e-9)
 
 
 @settings(max_examples=60)
@@ -604,7 +582,6 @@ def test_one_more_slot_never_makes_a_step_slower(step: Step) -> None:
     step = replace(step, costs=on_device(step.costs))
     more = replace(step, num_slots=min(step.num_slots + 1, len(step.costs.layers)))
     assert more.simulated_s() <= step.simulated_s() * (1 + 1e-9)
-    assert more.bound_s() <= step.bound_s() * (1 + 1e-9)
 
 
 @settings(max_examples=60)
@@ -716,15 +693,13 @@ def test_n_star_is_the_fewest_micro_batches_with_which_streaming_is_free(case: C
 @given(cases(), st.integers(1, 9))
 def test_a_draft_takes_as_long_as_all_micro_batches_and_pieces(case: Case, number: int) -> None:
     made = case.plan_of(number)
-    draft = Draft.of(
-        made.facts,
-        made.request,
-        made.costs,
-        made.residency,
+    drafts = Drafts(
+        facts=made.facts,
+        request=made.request,
+        costs=made.costs,
         is_staged=made.schedule.is_staged,
     )
-    whole_s = made.predict().step_s
-    assert abs(draft.step_s(number) - whole_s) <= 1e-9 * whole_s
+    assert drafts.step_s(made.residency) == pytest.approx(made.step_s, rel=1e-9)
 
 
 def test_n_star_is_none_where_no_sensible_step_hides_the_loads() -> None:
@@ -1004,8 +979,8 @@ def test_a_search_prices_the_step_that_is_laid_out(
     machine = replace(CARD, vram_bytes=2**38, ram_bytes=2**40, pinned_bytes=2**40)
     found = plan(RUNS_FACTS, machine, asked)
     needs = MemoryNeeds.of(RUNS_FACTS, machine, asked)
-    drafted = draft_step_s(needs, costs_of(RUNS_FACTS, machine, asked), found.residency)
-    assert drafted == pytest.approx(found.step_s, rel=1e-9)
+    split = Split(needs=needs, costs=costs_of(RUNS_FACTS, machine, asked))
+    assert split.step_s(found.residency) == pytest.approx(found.step_s, rel=1e-9)
     alone = [plan(RUNS_FACTS, machine, run) for run in asked.runs]
     assert found.peak_bytes >= max(one.peak_bytes for one in alone)
     assert found.step_s <= sum(one.step_s for one in alone) * (1 + 1e-9)

@@ -262,15 +262,14 @@ class DeviceNeeds:
     def sent_graphs_bytes(self, residency: Residency) -> int:
         """Return what of it is of whole graphs."""
         graphs = residency.sent_graphs(len(self.sent_graph_bytes))
-        return int(self.num_micro_batches * sum(self.sent_graph_bytes[i] for i in graphs))
+        sizes = map(self.sent_graph_bytes.__getitem__, graphs)
+        return int(self.num_micro_batches * sum(sizes))
 
     def _saved_bytes(self, residency: Residency) -> tuple[int, int, int]:
         """Return router logits and outputs that wait for the backward, and buffers of what leaves.
 
         What a graph that is being sent takes besides is less than a recompute's visit.
         """
-        if not (residency.has_outputs or residency.sends):
-            return 0, 0, 0
         saved, num = self._saved(residency), self.num_micro_batches
         kept = sum(map(self.output_bytes.__getitem__, saved.kept))
         graph = max(map(self.sent_graph_bytes.__getitem__, saved.graphs), default=0)
@@ -288,30 +287,25 @@ class DeviceNeeds:
         return (*self.instants, (*self.scored, *chunk), (*self.scored, *self.forward))
 
     @cached_property
-    def _instant_bytes(self) -> tuple[int, ...]:
-        """Of a recomputing visit, each instant with graphs and the update, without what varies."""
-        kept = total_bytes(self.kept)
-        with_graphs = (kept + total_bytes(instant) for instant in self._with_graphs)
-        return kept + total_bytes(self.visit), *with_graphs, self.update.num_bytes
+    def _instant_bytes(self) -> tuple[int, int, int]:
+        """A recomputing visit, the worst instant with graphs, and the update, as far as fixed."""
+        kept, always = total_bytes(self.kept), total_bytes(self.always)
+        with_graphs = max(map(total_bytes, self._with_graphs))
+        update = self.update.num_bytes
+        return always + kept + total_bytes(self.visit), always + kept + with_graphs, always + update
 
     @cached_property
-    def _always_bytes(self) -> int:
-        return total_bytes(self.always)
-
-    def _worst(self, residency: Residency) -> tuple[int, int]:
-        """Return which instant is the worst, as in `_instant_bytes`, and all bytes live then."""
-        visit, *with_graphs, update = self._instant_bytes
-        saved = sum(self._saved_bytes(residency))
-        graphs = self.graph_bytes[residency.num_kept_graphs]
-        sizes = [visit + saved, *(size + saved + graphs for size in with_graphs), update]
-        worst = max(sizes)
-        slots = slots_bytes(residency.num_slots, self.slot_bytes, self.head_bytes)
-        return sizes.index(worst), slots + self._always_bytes + worst
+    def _fixed_bytes(self) -> int:
+        return total_bytes(self.fixed)
 
     def peak_bytes(self, residency: Residency) -> int:
         """Return the sum of `terms`."""
-        _, used = self._worst(residency)
-        return used + int(used * FRAGMENTATION_FRAC) + total_bytes(self.fixed)
+        num_slots, num_graphs, *others = residency
+        visit, with_graphs, update = self._instant_bytes
+        saved = sum(self._saved_bytes(residency)) if any(others) else 0
+        worst = max(visit + saved, with_graphs + saved + self.graph_bytes[num_graphs], update)
+        used = max(num_slots * self.slot_bytes, self.head_bytes) + worst
+        return used + int(used * FRAGMENTATION_FRAC) + self._fixed_bytes
 
     def terms(self, residency: Residency) -> tuple[MemoryTerm, ...]:
         """List the terms of the worst instant; more slots or graphs never need less memory."""
@@ -326,8 +320,8 @@ class DeviceNeeds:
             MemoryTerm(name=CARRIERS, num_bytes=carriers),
         )
         with_graphs = [(*kept, graphs, *instant) for instant in self._with_graphs]
-        number, used = self._worst(residency)
-        worst = ((*kept, *self.visit), *with_graphs, (self.update,))[number]
+        worst = max(((*kept, *self.visit), *with_graphs, (self.update,)), key=total_bytes)
+        used = total_bytes((slots, *self.always, *worst))
         fragmentation = MemoryTerm(name=FRAGMENTATION, num_bytes=int(used * FRAGMENTATION_FRAC))
         terms = (slots, *self.always, *worst, fragmentation, *self.fixed)
         return tuple(term for term in terms if term.num_bytes)

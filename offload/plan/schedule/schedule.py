@@ -61,10 +61,10 @@ one begins: 2 * M * (L - C) loads, and the memory of one micro-batch for layer i
 it pays where most layers fit, and in their place more graphs would. A plan weighs both orders.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from offload.plan.schedule.op import Kind, Lane, Line, Op, Resource, parallel
@@ -370,9 +370,11 @@ def _spread(layers: tuple[int, ...] | range, num: int) -> frozenset[int]:
     """
     num = min(num, len(layers))
     return frozenset(
-        layer
-        for place, layer in enumerate(reversed(layers))
-        if (place + 1) * num // len(layers) > place * num // len(layers)
+        [
+            layer
+            for place, layer in enumerate(reversed(layers))
+            if (place + 1) * num // len(layers) > place * num // len(layers)
+        ]
     )
 
 
@@ -470,18 +472,24 @@ class TransferSizes:
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)  # no slots: the ops are listed once
 class Schedule:
-    """The ops of one pass, the ring it started from and the ring it leaves."""
+    """The serial program of one pass, the ring it started from and the ring it leaves."""
 
-    ops: tuple[Op, ...]
+    lines: tuple[Line, ...]
     ring_before: Ring
     ring_after: Ring
+
+    @cached_property
+    def ops(self) -> tuple[Op, ...]:
+        """The ops of all lanes in issue order, each with its waits."""
+        return parallel(self.lines)
 
     @property
     def num_loads(self) -> int:
         """Layers copied from host to device."""
-        return sum(op.kind is Kind.LOAD and op.offset == 0 for op in self.ops)
+        first = (line.ops[0] for line in self.lines)
+        return sum(op.kind is Kind.LOAD and op.offset == 0 for op in first)
 
     @property
     def is_staged(self) -> bool:
@@ -523,7 +531,7 @@ class Schedule:
 def head_schedule(ring: Ring) -> Schedule:
     """Return the one op of a step of a head on features, which moves and visits no layer."""
     head = Op(lane=Lane.COMPUTE, kind=Kind.TAIL, micro_batch=0)
-    return Schedule(ops=(head,), ring_before=ring, ring_after=ring)
+    return Schedule(lines=(Line(ops=(head,)),), ring_before=ring, ring_after=ring)
 
 
 def cold_ring(num_slots: int) -> Ring:
@@ -578,13 +586,14 @@ def step_schedule(
         sizes=sizes,
         ring=list(ring),
         input_bytes=input_bytes,
-        first_graph=num_layers - num_kept_graphs,
+        graphs=saved.graphs | set(range(num_layers - num_kept_graphs, num_layers)),
         saved=saved,
         run_of={m: i for i, _ in enumerate(sizes.reduced) for m in runs[i].trained},
     )
     trained = tuple(number for run in runs for number in run.trained)
     assert not input_bytes or len(input_bytes) == len(trained)
-    further = [number for run in runs for number in (*run.scored, *run.reference)]
+    scoring = [run for run in runs if run.num_further]
+    further = [number for run in scoring for number in (*run.scored, *run.reference)]
     groups = [trained] if order is Order.LAYER_MAJOR else [(m,) for m in trained]
     for group in groups:
         program.decoded = None  # each round is alike, at the price of decoding a layer once more
@@ -592,16 +601,17 @@ def step_schedule(
         program.apart(Kind.FRONT, further)
         for layer in range(num_layers):
             program.forward(layer, group, is_kept=True)
-            for run in runs:
+            for run in scoring:
                 program.scored(layer, run)
         for number, run in enumerate(runs):
             program.tail(number, run, [m for m in run.trained if m in group])
         for layer in reversed(range(num_layers)):
             if trained:
                 program.backward(layer, group)
-            if group is groups[-1]:
+            if group is groups[-1] and sizes.reduced:
                 program.reduce(layer)
-                program.gradients(layer, is_trained=bool(trained))
+            if trained and sizes.gradient_bytes[layer]:
+                program.gradients(layer)
         if trained and trains_front:
             program.outside(Kind.FRONT_BACKWARD, group)
     program.reduce(None)
@@ -615,8 +625,7 @@ def forward_schedule(sizes: TransferSizes, *, ring: Ring, num_micro_batches: int
     own schedule counts.
     """
     group = tuple(range(num_micro_batches))
-    no_graph = len(sizes.layer_bytes)
-    program = _Program(sizes=sizes, ring=list(ring), input_bytes=(), first_graph=no_graph)
+    program = _Program(sizes=sizes, ring=list(ring), input_bytes=())
     program.outside(Kind.FRONT, group)
     for layer in range(len(sizes.layer_bytes)):
         program.forward(layer, group, is_kept=False)
@@ -635,7 +644,7 @@ class _Program:
     sizes: TransferSizes
     ring: list[int | None]
     input_bytes: tuple[int, ...]
-    first_graph: int
+    graphs: Set[int] = frozenset()  # layers that keep or send their graphs
     saved: Saved = NOTHING_SAVED
     run_of: Mapping[int, int] = field(default_factory=dict)
     lines: list[Line] = field(default_factory=list)
@@ -647,13 +656,13 @@ class _Program:
     has_head: bool = False
 
     def schedule(self, ring_before: Ring) -> Schedule:
-        """Return the pass as ops.
+        """Return the pass.
 
         Layers whose weights train may change after any pass, so the ring after it does not hold
         them.
         """
         left = without_trained(tuple(self.ring), self.sizes)
-        return Schedule(ops=parallel(self.lines), ring_before=ring_before, ring_after=left)
+        return Schedule(lines=tuple(self.lines), ring_before=ring_before, ring_after=left)
 
     def outside(self, kind: Kind, group: Sequence[int]) -> None:
         """Write the ops before the first layer or after the last."""
@@ -710,39 +719,44 @@ class _Program:
     def forward(self, layer: int, group: Sequence[int], *, is_kept: bool) -> None:
         """Write a forward visit; `is_kept` if a backward visit will follow."""
         slot, weights = self.load(layer)
-        has_graph = self._has_graph(layer)
+        has_output = is_kept and (layer in self.saved.kept or layer in self.saved.sent)
+        is_sent = is_kept and (layer in self.saved.graphs or layer in self.saved.sent)
+        is_stashed = is_kept and self._is_stashed(layer)
         for m in group:
-            carrier, carried = self._carrier(layer, group) if is_kept else (None, ())
+            carrier, carried = self._carrier(group) if is_sent else (None, ())
             op = Op(
                 lane=Lane.COMPUTE,
                 kind=Kind.FORWARD,
                 layer=layer,
                 micro_batch=m,
                 slot=slot,
-                has_graph=has_graph,
-                has_output=is_kept and self.saved.has_output(layer),
+                has_graph=layer in self.graphs,
+                has_output=has_output,
                 carrier=carrier,
             )
-            reads, writes = (weights, *self._kept(layer, m)), self._kept(layer + 1, m)
-            self.lines.append(Line(ops=(op,), reads=reads, writes=(*writes, *carried)))
-            if is_kept and self._is_stashed(layer):
-                self._moved(Kind.STASH, layer, m, self._kept(layer, m))
+            read, written = self._kept(layer, m), self._kept(layer + 1, m)
+            self.lines.append(Line((op,), (weights, *read), (*written, *carried)))
+            if is_stashed:
+                self._moved(Kind.STASH, layer, m, read)
             if carrier is not None:
                 self._moved(Kind.SEND, layer, m, carried, carrier=carrier)
 
     def backward(self, layer: int, group: Sequence[int]) -> None:
         """Write a backward visit."""
         slot, weights = self.load(layer)
-        has_graph = self._has_graph(layer)
+        has_graph, is_stashed = layer in self.graphs, self._is_stashed(layer)
+        has_output = layer in self.saved.kept or layer in self.saved.sent
+        is_sent = layer in self.saved.graphs or layer in self.saved.sent
+        gradients = gradients_of(layer, self.sizes) if self.sizes.gradient_bytes[layer] else ()
         for m in group:
             # A graph holds its own input, which no other op overwrites.
             buffer, source = None, () if has_graph else self._kept(layer, m)
-            if self._is_stashed(layer):
+            if is_stashed:
                 buffer = self.num_fetches % (NUM_FETCHED * len(group))
                 source = (("fetched", buffer, 0),)
                 self.num_fetches += 1
                 self._moved(Kind.FETCH, layer, m, source, buffer=buffer)
-            carrier, carried = self._carrier(layer, group)
+            carrier, carried = self._carrier(group) if is_sent else (None, ())
             if carrier is not None:
                 self._moved(Kind.RETURN, layer, m, carried, carrier=carrier)
             op = Op(
@@ -753,11 +767,11 @@ class _Program:
                 slot=slot,
                 buffer=buffer,
                 has_graph=has_graph,
-                has_output=self.saved.has_output(layer),
+                has_output=has_output,
                 carrier=carrier,
             )
-            writes = (*gradients_of(layer, self.sizes), *self._added_up(layer, m))
-            self.lines.append(Line(ops=(op,), reads=(weights, *source, *carried), writes=writes))
+            added = self._added_up(layer, m) if self.run_of else ()
+            self.lines.append(Line((op,), (weights, *source, *carried), (*gradients, *added)))
 
     def reduce(self, layer: int | None) -> None:
         """Write the sums over ranks of a layer's gradients, or of those that are final last."""
@@ -772,13 +786,12 @@ class _Program:
                 read = (*own, *(rank_gradients(i, run) for i in layers))
                 self.lines.append(Line(ops=(op,), reads=read, writes=own))
 
-    def gradients(self, layer: int, *, is_trained: bool) -> None:
-        """Write the copy of a layer's gradients to the host, if its own weights train."""
-        if is_trained and (buffered := gradients_of(layer, self.sizes)):
-            buffer = layer % NUM_GRADIENT_BUFFERS
-            op = Op(lane=Lane.D2H, kind=Kind.GRADIENT, layer=layer, buffer=buffer)
-            pieces = op.pieces(self.sizes.gradient_bytes[layer], self.sizes.piece_bytes)
-            self.lines.append(Line(ops=pieces, reads=buffered, writes=(gradients_on_host(layer),)))
+    def gradients(self, layer: int) -> None:
+        """Write the copy of the gradients of a layer's own weights to the host."""
+        buffered = gradients_of(layer, self.sizes)
+        op = Op(lane=Lane.D2H, kind=Kind.GRADIENT, layer=layer, buffer=buffered[0][1])
+        pieces = op.pieces(self.sizes.gradient_bytes[layer], self.sizes.piece_bytes)
+        self.lines.append(Line(ops=pieces, reads=buffered, writes=(gradients_on_host(layer),)))
 
     def _added_up(self, layer: int | None, m: int) -> tuple[Resource, ...]:
         """Return the gradients that an op adds to, if they are added up over ranks later."""
@@ -793,6 +806,7 @@ class _Program:
             The layer's slot, and the resource that a visit reads.
         """
         slot = layer % len(self.ring)
+        held: Resource = ("slot", slot, 0)
         if self.sizes.decoded_bytes[layer] and self.decoded == layer:
             return slot, _DECODED
         if self.ring[slot] != layer:
@@ -803,10 +817,10 @@ class _Program:
                 op = Op(lane=Lane.HOST, kind=Kind.UPDATE, layer=layer, num_bytes=num_bytes)
                 gradients, weights = (gradients_on_host(layer),), (weights_on_host(layer),)
                 self.lines.append(Line(ops=(op,), reads=gradients, writes=weights))
-            self.lines += self._copies(layer, slot)
+            self._copy(layer, slot, held)
             self.are_updated.add(layer)
         if not self.sizes.decoded_bytes[layer]:
-            return slot, slot_of(slot)
+            return slot, held
         self.decoded = layer
         op = Op(
             lane=Lane.COMPUTE,
@@ -815,30 +829,29 @@ class _Program:
             slot=slot,
             num_bytes=self.sizes.decoded_bytes[layer],
         )
-        self.lines.append(Line(ops=(op,), reads=(slot_of(slot),), writes=(_DECODED,)))
+        self.lines.append(Line((op,), (held,), (_DECODED,)))
         return slot, _DECODED
 
-    def _copies(self, layer: int, slot: int) -> Iterator[Line]:
+    def _copy(self, layer: int, slot: int, held: Resource) -> None:
         """Write the copies that fill a slot: one line, or two for each piece that is staged."""
-        load = Op(lane=Lane.H2D, kind=Kind.LOAD, layer=layer, slot=slot)
-        loads = load.pieces(self.sizes.layer_bytes[layer], self.sizes.piece_bytes)
-        weights = (weights_on_host(layer),) if layer in self.sizes.updated else ()
-        if not self.sizes.num_staging:
-            yield Line(ops=loads, reads=weights, writes=(slot_of(slot),))
+        sizes = self.sizes
+        total = sizes.layer_bytes[layer]
+        weights = (weights_on_host(layer),) if layer in sizes.updated else ()
+        load = Op(Lane.H2D, Kind.LOAD, layer=layer, slot=slot, num_bytes=total)
+        loads = (load,) if total <= sizes.piece_bytes else load.pieces(total, sizes.piece_bytes)
+        if not sizes.num_staging:
+            self.lines.append(Line(loads, weights, (held,)))
             return
         for piece in loads:
-            buffer = self.num_pieces % self.sizes.num_staging
+            buffer = self.num_pieces % sizes.num_staging
             staged: tuple[Resource, ...] = (("staging", buffer, 0),)
             self.num_pieces += 1
             read = piece._replace(lane=Lane.HOST, kind=Kind.READ, slot=None, buffer=buffer)
-            yield Line(ops=(read,), reads=weights, writes=staged)
-            load = piece._replace(buffer=buffer)
-            yield Line(ops=(load,), reads=staged, writes=(slot_of(slot),))
+            self.lines.append(Line((read,), weights, staged))
+            self.lines.append(Line((piece._replace(buffer=buffer),), staged, (held,)))
 
-    def _carrier(self, layer: int, group: Sequence[int]) -> tuple[int | None, tuple[Resource, ...]]:
-        """Take the next buffer for what a layer sends, if it sends anything."""
-        if layer not in self.saved.leaving:
-            return None, ()
+    def _carrier(self, group: Sequence[int]) -> tuple[int, tuple[Resource, ...]]:
+        """Take the next buffer for what a layer sends."""
         carrier = self.num_carried % (NUM_CARRIED * len(group))
         self.num_carried += 1
         return carrier, (("carried", carrier, 0),)
@@ -874,10 +887,7 @@ class _Program:
         The last layer needs its inputs again at once, and a graph holds its own.
         """
         is_last = layer == len(self.sizes.layer_bytes) - 1
-        return bool(self.input_bytes) and not is_last and not self._has_graph(layer)
-
-    def _has_graph(self, layer: int) -> bool:
-        return layer >= self.first_graph or layer in self.saved.graphs
+        return bool(self.input_bytes) and not is_last and layer not in self.graphs
 
     def _kept(self, layer: int, m: int) -> tuple[Resource, ...]:
         """Return the device buffer of a layer's input, if there are only a few."""

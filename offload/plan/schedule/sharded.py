@@ -14,7 +14,7 @@ the one before are sent, as torch's `fully_shard` does.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from offload.plan.schedule.op import Kind, Lane, Op
+from offload.plan.schedule.op import Kind, Lane, Line, Op
 from offload.plan.schedule.schedule import Schedule
 
 
@@ -44,16 +44,16 @@ def sharded_schedule(
         program.forward(m)
         program.backward(m, trains_front=trains_front)
     ring = tuple(range(len(sizes.layers)))
-    return Schedule(ops=tuple(program.ops), ring_before=ring, ring_after=ring)
+    return Schedule(lines=tuple(program.lines), ring_before=ring, ring_after=ring)
 
 
 @dataclass(kw_only=True, slots=True)
 class _Program:
-    """The ops written so far, and which of them compute."""
+    """The lines written so far, and which of them compute."""
 
     sizes: ShardedSizes
     is_ahead: bool
-    ops: list[Op] = field(default_factory=list)
+    lines: list[Line] = field(default_factory=list)
     visits: list[int] = field(default_factory=list)
 
     def forward(self, m: int) -> None:
@@ -93,22 +93,17 @@ class _Program:
         if not num_bytes:
             return ()
         run = 0 if kind is Kind.REDUCE else None
-        self.ops.append(
-            Op(
-                lane=Lane.NETWORK,
-                kind=kind,
-                layer=layer,
-                num_bytes=num_bytes,
-                run=run,
-                waits=tuple(after),
-            )
-        )
-        return (len(self.ops) - 1,)
+        op = Op(lane=Lane.NETWORK, kind=kind, layer=layer, num_bytes=num_bytes, run=run)
+        return (self._add(op, after),)
 
     def _compute(
         self, kind: Kind, m: int, layer: int | None = None, *, after: Sequence[int] = ()
     ) -> None:
-        self.ops.append(
-            Op(lane=Lane.COMPUTE, kind=kind, layer=layer, micro_batch=m, waits=tuple(after))
-        )
-        self.visits.append(len(self.ops) - 1)
+        op = Op(lane=Lane.COMPUTE, kind=kind, layer=layer, micro_batch=m)
+        self.visits.append(self._add(op, after))
+
+    def _add(self, op: Op, after: Sequence[int]) -> int:
+        """Write an op that reads what these lines have written; return its position."""
+        reads = tuple([("line", number, 0) for number in after])
+        self.lines.append(Line(ops=(op,), reads=reads, writes=(("line", len(self.lines), 0),)))
+        return len(self.lines) - 1

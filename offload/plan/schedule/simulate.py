@@ -2,8 +2,9 @@
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import repeat
 
-from offload.plan.schedule.op import Kind, Lane, Op
+from offload.plan.schedule.op import Kind, Lane, Op, Resource
 from offload.plan.schedule.schedule import NUM_ROW_BUFFERS, NUM_STAGING, Schedule
 from offload.plan.schedule.timeline import Span, Timeline
 
@@ -47,6 +48,7 @@ def times_s(
     return starts_s, ends_s
 
 
+_AT_ONCE = (0.0, 0.0)
 Pieces = tuple[tuple[float, float], ...]
 """Of each piece of a staged load: seconds of the read into a staging buffer, and of the copy."""
 
@@ -57,50 +59,79 @@ def merged_s(
     *,
     num_micro_batches: int,
 ) -> float:
-    """Compute the end of the last op of a step, from the schedule of one of its micro-batches.
+    """Compute the end of the last op of a step, from the program of one of its micro-batches.
 
-    An op of a micro-batch represents as many equal ops, one after the other on their lane. The
-    m-th of them waits for the m-th of another micro-batch's op, and for the last of any other op.
+    A line of a micro-batch represents as many equal ops, one after the other on their lane. The
+    m-th of them waits for the m-th of another micro-batch's line, and for the last of any other.
     If the ends of all that they wait for are convex in m, so are their own: a wait delays the m-th
     op most if it is the first or the m-th one. So the ends of the first and the last op of each
     group are enough, and the time is that of the schedule with all micro-batches and pieces. Rows
     of the embedding go through buffers that the next but one needs again: they are simulated one by
     one.
 
+    Lines wait for whatever they contend for, so that no waits have to be derived.
+
     Args:
-        schedule: The ops of one micro-batch; each copy is one op, without its read.
-        durations_s: Of each op for one micro-batch, or of the pieces of a staged load.
+        schedule: The step of one micro-batch; a load is one op, without its read.
+        durations_s: Of each line for one micro-batch, or of the pieces of a staged load.
         num_micro_batches: Equal micro-batches of the step.
     """
     lane_free_s = dict.fromkeys(Lane, 0.0)
     buffers_s = deque([0.0] * NUM_STAGING)  # when each is free, the next one first
-    firsts_s: list[float] = []
-    lasts_s: list[float] = []
+    # when what was written, and read since, is done with: for the first op of a group, and for all
+    written_s: dict[Resource, tuple[float, float]] = {}
+    read_s: dict[Resource, tuple[float, float]] = {}
     fronts_s = _looked_up_s(schedule, durations_s, num_micro_batches)
-    for number, (op, one_s) in enumerate(zip(schedule.ops, durations_s, strict=True)):
-        first_s = last_s = lane_free_s[op.lane]
-        is_group = op.micro_batch is not None
-        for other in op.waits:
-            is_paired = is_group and schedule.ops[other].micro_batch is not None
-            first_s = max(first_s, firsts_s[other] if is_paired else lasts_s[other])
-            last_s = max(last_s, lasts_s[other])
+    more, end_s = num_micro_batches - 1, 0.0
+    for number, ((ops, reads, writes), one_s) in enumerate(
+        zip(schedule.lines, durations_s, strict=True)
+    ):
+        lane, is_group = ops[0].lane, ops[0].micro_batch is not None
+        first_s = last_s = lane_free_s[lane]
+        busy = [
+            *map(written_s.get, (*reads, *writes), repeat(_AT_ONCE)),
+            *map(read_s.pop, writes, repeat(_AT_ONCE)),
+        ]
+        for paired_s, other_s in busy:
+            first_s, last_s = max(first_s, paired_s), max(last_s, other_s)
+        first_s = first_s if is_group else last_s
         if number in fronts_s:
             first_s, last_s = fronts_s[number]
         elif isinstance(one_s, tuple):
-            read_s = lane_free_s[Lane.HOST]
-            for read, copy in one_s:
-                read_s = max(read_s, buffers_s.popleft()) + read
-                first_s = max(first_s, read_s) + copy
-                buffers_s.append(first_s)
-            lane_free_s[Lane.HOST], last_s = read_s, first_s
+            lane_free_s[Lane.HOST], last_s = _staged_s(
+                one_s, lane_free_s[Lane.HOST], first_s, buffers_s
+            )
+            first_s = last_s
         else:
             first_s += one_s
-            others_s = (num_micro_batches - 1) * one_s if is_group else 0.0
-            last_s = max(first_s + others_s, last_s + one_s)
-        lane_free_s[op.lane] = last_s
-        firsts_s.append(first_s)
-        lasts_s.append(last_s)
-    return max(lasts_s, default=0.0)
+            last_s = max(first_s + more * one_s if is_group else first_s, last_s + one_s)
+        lane_free_s[lane] = last_s
+        done_s = (first_s if is_group else last_s, last_s)
+        for resource in reads:
+            before_s = read_s.get(resource, done_s)
+            read_s[resource] = (max(before_s[0], done_s[0]), max(before_s[1], done_s[1]))
+        for resource in writes:
+            written_s[resource] = done_s
+        end_s = max(end_s, last_s)
+    return end_s
+
+
+def _staged_s(
+    pieces: Pieces, host_s: float, link_s: float, buffers_s: deque[float]
+) -> tuple[float, float]:
+    """Return when the host has read a load's pieces, and when the last is copied.
+
+    Args:
+        pieces: Of the load.
+        host_s: When the host is free.
+        link_s: When the link and the slot are.
+        buffers_s: When each staging buffer is, the next one first; moved on.
+    """
+    for read_s, copy_s in pieces:
+        host_s = max(host_s, buffers_s.popleft()) + read_s
+        link_s = max(link_s, host_s) + copy_s
+        buffers_s.append(link_s)
+    return host_s, link_s
 
 
 def _looked_up_s(
@@ -110,10 +141,11 @@ def _looked_up_s(
 
     They are the first ops of their lanes, each of which hands rows to the next, the first two
     through two buffers each: one of the first kind is free once the second lane is done with it,
-    and one of the other once the third is. Keys are positions in the schedule.
+    and one of the other once the third is. Keys are positions in the program.
     """
     found: dict[int, dict[Kind, int]] = {}
-    for number, op in enumerate(schedule.ops):
+    for number, line in enumerate(schedule.lines):
+        op = line.ops[0]
         if op.kind in (Kind.LOOK_UP, Kind.ROWS, Kind.FRONT) and op.buffer is not None:
             found.setdefault(op.micro_batch_index, {})[op.kind] = number
     ends_s: dict[int, tuple[float, float]] = {}

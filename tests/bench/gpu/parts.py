@@ -26,7 +26,7 @@ from offload.plan.refusal import refusal
 from offload.plan.request import HEAD_CHUNK_TOKENS, PlanRequest
 from offload.plan.search import Candidate
 from offload.plan.split import Split
-from offload.plan.step import MOST_TOKENS, Draft, break_even_tokens
+from offload.plan.step import MOST_TOKENS, Drafts, break_even_tokens
 from offload.plan.time.costs import price
 from tests.bench.gpu.rig import NUM_STEPS
 
@@ -242,7 +242,7 @@ def _best(model: Model, machine: Machine, part: Part, num_micro_batches: int) ->
         )
         costs = price(facts, machine, workload, is_duplex=is_stashed)
         needs = MemoryNeeds.of(facts, machine, request)
-        candidates.append(Candidate.split(Split(needs=needs, costs=costs)))
+        candidates.append(Candidate.weighed(Split(needs=needs, costs=costs)))
     fitting = [candidate for candidate in candidates if not candidate.shortages]
     if not fitting:
         raise refusal(candidates[-1].needs)
@@ -252,10 +252,10 @@ def _best(model: Model, machine: Machine, part: Part, num_micro_batches: int) ->
 def _n_star(found: Candidate) -> int:
     """Return N* at the slots that a candidate has."""
     needs = found.needs
-    draft = Draft.of(
-        needs.facts, found.request, found.costs, found.residency, is_staged=needs.is_staged
+    drafts = Drafts(
+        facts=needs.facts, request=found.request, costs=found.costs, is_staged=needs.is_staged
     )
-    tokens = break_even_tokens(draft, found.request)
+    tokens = break_even_tokens(drafts, found.residency)
     return MOST_TOKENS if tokens is None else tokens
 
 

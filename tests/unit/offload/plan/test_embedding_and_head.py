@@ -52,7 +52,7 @@ from offload.plan.plan import Plan, calibrate, plan, with_costs
 from offload.plan.request import ObjectiveCost, PlanRequest, Probe, sharing, with_workload
 from offload.plan.schedule.op import Kind, Lane
 from offload.plan.schedule.simulate import simulate
-from offload.plan.split import draft_step_s
+from offload.plan.split import Split
 from offload.plan.time.attention import attention_work
 from offload.plan.what_if import what_if
 from tests.builders import lora, qwen3_8b, request, slow_link, workload
@@ -411,7 +411,7 @@ def test_the_step_that_a_search_compares_is_the_one_that_is_planned(
     asked = request(num_slots=num_slots, objective=objective)
     asked = with_workload(asked, **dict.fromkeys(weights, "host"))
     found, needs = plan(facts, CARD, asked), MemoryNeeds.of(facts, CARD, asked)
-    drafted_s = draft_step_s(needs, found.costs, found.residency)
+    drafted_s = Split(needs=needs, costs=found.costs).step_s(found.residency)
     assert drafted_s == pytest.approx(found.step_s, rel=1e-9)
     assert found.bound_s <= found.step_s * (1 + 1e-9)
 

@@ -17,7 +17,7 @@ from offload.plan.schedule.op import Kind
 from offload.plan.schedule.schedule import NUM_STAGING, PIECE_BYTES, Order, Residency
 from offload.plan.schedule.simulate import simulate
 from offload.plan.search import search
-from offload.plan.split import draft_step_s
+from offload.plan.split import Split
 from offload.plan.step import FREE_FRAC, duration_of
 from offload.plan.time.costs import price
 from offload.plan.time.roofline import (
@@ -478,8 +478,8 @@ def test_a_draft_takes_as_long_as_the_whole_schedule(
     assert needs.is_staged == (pinned_gib == 5 and not (codec == "nf4" and not is_stashed))
     whole = plan(FACTS, machine, request)
     assert whole.schedule.is_staged == needs.is_staged
-    assert draft_step_s(
-        needs, costs, Residency(num_slots=4, num_kept_graphs=kept)
+    assert Split(needs=needs, costs=costs).step_s(
+        Residency(num_slots=4, num_kept_graphs=kept)
     ) == pytest.approx(whole.step_s, rel=1e-12)
 
 
@@ -492,7 +492,7 @@ def test_a_step_in_rounds_takes_as_long_as_its_whole_schedule(codec, kept, num_s
     machine = replace(SLOW, vram_bytes=192 * GIB)
     whole = plan(FACTS, machine, asked)
     needs = MemoryNeeds.of(FACTS, machine, asked)
-    draft_s = draft_step_s(needs, whole.costs, whole.residency)
+    draft_s = Split(needs=needs, costs=whole.costs).step_s(whole.residency)
     assert draft_s == pytest.approx(whole.step_s, rel=1e-12)
     assert whole.bound_s <= whole.step_s * (1 + 1e-9)
     assert whole.schedule.num_loads == 2 * 5 * (36 - num_slots)

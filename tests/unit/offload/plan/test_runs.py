@@ -37,8 +37,8 @@ from offload.plan.schedule.schedule import (
 )
 from offload.plan.scoring import ScorePlan, ScoreRequest, cut_rows, plan_scoring
 from offload.plan.search import search
-from offload.plan.split import draft_step_s
-from offload.plan.step import Draft
+from offload.plan.split import Split
+from offload.plan.step import Drafts
 from offload.plan.what_if import what_if
 from tests.builders import lora, qwen3_8b, request, slow_link, workload
 from tests.tiers import mostly_slow
@@ -510,7 +510,7 @@ def test_the_bound_holds_and_the_draft_is_the_whole_step(
         assert found.bound_s <= found.step_s * (1 + 1e-9)
         assert found.bound_s > plan(FACTS, machine, replace(asked, objective=None)).bound_s
         needs = MemoryNeeds.of(FACTS, machine, asked)
-        drafted_s = draft_step_s(needs, found.costs, found.residency)
+        drafted_s = Split(needs=needs, costs=found.costs).step_s(found.residency)
         assert drafted_s == pytest.approx(found.step_s, rel=1e-6)
 
 
@@ -583,10 +583,10 @@ def test_the_search_and_other_ways_take_an_objective() -> None:
     assert choice.plan.request.objective == DPO
     assert choice.chosen.least_s == pytest.approx(choice.plan.step_s, rel=1e-6)
     assert what_if(choice.plan, num_cards=2)
-    draft = Draft.of(
-        FACTS, choice.plan.request, choice.plan.costs, choice.plan.residency, is_staged=False
+    drafts = Drafts(
+        facts=FACTS, request=choice.plan.request, costs=choice.plan.costs, is_staged=False
     )
-    assert draft.schedule.num_loads
+    assert drafts.schedule(choice.plan.residency).num_loads
 
 
 # ---------------------------------------------------------------------------------------- reduction
