@@ -15,7 +15,7 @@ from offload.plan.facts.trainable import adapter_parameters, trained_parameters
 from offload.plan.facts.workload import FusedPart
 from offload.plan.feature_pass import feature_pass
 from offload.plan.machine.machine import Implementation, Machine, Rate
-from offload.plan.place_cost import EmbeddingCost, HeadCost
+from offload.plan.place_cost import PlaceCost
 from offload.plan.plan import Plan
 from offload.plan.schedule.schedule import NUM_STAGING, Residency
 from offload.plan.time.costs import Grade
@@ -61,7 +61,7 @@ DETAILS: dict[str, dict[str, tuple[str, str]]] = {
         "schedule.sent_outputs": ("sent attention outputs", ""),
         "schedule.recompute_saved_s": ("recompute that they save", "s"),
         "embeddings.saved_vram_bytes": ("embedding in RAM: device memory saved", "bytes"),
-        "embeddings.most_h2d_bytes": ("embedding in RAM: rows to the device, at most", "bytes"),
+        "embeddings.h2d_bytes": ("embedding in RAM: rows to the device, at most", "bytes"),
         "embeddings.added_s": ("embedding in RAM: longer by", "s"),
         "head.saved_vram_bytes": ("head in RAM: device memory saved", "bytes"),
         "head.num_loads": ("head in RAM: more loads", ""),
@@ -172,7 +172,7 @@ def _figures(plan: Plan) -> dict[str, Any]:
         adapter_parameters(facts, typical.adapter),
     )
     probe = feature_pass(plan, plan.request)
-    places = {"embeddings": EmbeddingCost.of(plan), "head": HeadCost.of(plan)}
+    places = {"embeddings": PlaceCost.of(plan, "embeddings"), "head": PlaceCost.of(plan, "head")}
     figures = {name: asdict(one) for name, one in places.items() if one is not None}
     if probe is not None:
         figures["probe"] = asdict(probe) | {"pass_s": probe.pass_s}

@@ -47,7 +47,7 @@ from offload.plan.memory.memory import (
     recorded_bytes,
 )
 from offload.plan.memory.visit import visit_bytes
-from offload.plan.place_cost import HeadCost
+from offload.plan.place_cost import PlaceCost
 from offload.plan.plan import Plan, calibrate, plan, with_costs
 from offload.plan.request import ObjectiveCost, PlanRequest, Probe, sharing, with_workload
 from offload.plan.schedule.op import Kind, Lane
@@ -488,11 +488,13 @@ def test_a_tied_weight_that_trains_has_no_other_place() -> None:
 
 def test_what_the_head_costs_is_without_the_rows() -> None:
     device, host = both_tied()
-    cost = HeadCost.of(host)
+    cost = PlaceCost.of(host, "head")
     assert cost is not None
-    assert (cost.saved_vram_bytes, cost.h2d_bytes, cost.num_loads) == (TABLE, TABLE, 4)
+    layer = host.costs.layers[0].weight_bytes
+    assert (cost.saved_vram_bytes, cost.num_loads) == (TABLE, 4)
+    assert cost.h2d_bytes == TABLE + 4 * layer
     assert 0 <= cost.added_s <= host.step_s - device.step_s
-    assert HeadCost.of(device) is None
+    assert PlaceCost.of(device, "head") is None
 
 
 def test_full_training_of_layers_alone_may_have_it_there() -> None:
