@@ -20,6 +20,7 @@ from offload.plan.memory.memory import (
     DeviceNeeds,
     HostLoad,
     MemoryTerm,
+    Scoring,
     device_needs,
     host_terms,
     input_bytes,
@@ -388,7 +389,10 @@ def fits(facts: ModelFacts, machine: Machine, request: PlanRequest) -> bool:
 
 
 def _run_needs(facts: ModelFacts, machine: Machine, run: PlanRequest) -> DeviceNeeds:
-    on_device = device_needs(
+    objective, scoring = run.objective, None
+    if objective is not None:
+        scoring = Scoring(extra_passes=run.extra_passes, num_top=objective.num_top)
+    return device_needs(
         facts,
         machine,
         run.largest,
@@ -397,9 +401,5 @@ def _run_needs(facts: ModelFacts, machine: Machine, run: PlanRequest) -> DeviceN
         is_padded=run.is_masked,
         is_stashed=run.is_stashed,
         traced=run.traced,
-    )
-    if run.objective is None:
-        return on_device
-    return on_device.with_objective(
-        facts, run.largest, extra_passes=run.extra_passes, num_top=run.objective.num_top
+        scoring=scoring,
     )

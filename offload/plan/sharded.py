@@ -32,14 +32,17 @@ from offload.plan.fit import MemoryNeeds
 from offload.plan.machine.machine import GIB, MEASURED, Machine
 from offload.plan.memory.memory import (
     ADAPTERS,
+    ALWAYS,
     FRAGMENTATION,
     FRAGMENTATION_FRAC,
     GRADIENTS,
+    IN_PASS,
     KEPT_INPUTS,
     STATES,
-    UPDATE,
+    WHOLE,
     DeviceNeeds,
     HostLoad,
+    Instant,
     MemoryTerm,
     device_needs,
     host_terms,
@@ -215,7 +218,8 @@ def _device_terms(
     )
     all_trained = trained_parameters(facts, spec)
     weights = facts.num_parameters * b
-    states = sum(term.num_bytes for term in needs.always if term.name == STATES)
+    sizes = {term.name: term.num_bytes for term in needs.live(ALWAYS)}
+    states = sizes[STATES]
     if spec.whole is not None:
         weights += all_trained * (FP32_BYTES - b)  # fp32 masters, of which b bytes are gathered
         states = int(OPTIMIZERS[workload.optimizer].bytes_per_weight * all_trained)
@@ -226,9 +230,10 @@ def _device_terms(
         STATES: states,
     }
     own = [MemoryTerm(name=name, num_bytes=-(-size // num)) for name, size in parts.items()]
-    update = MemoryTerm(name=UPDATE, num_bytes=-(-needs.update.num_bytes // num))
+    (update,) = needs.live({Instant.UPDATE})
+    update = replace(update, num_bytes=-(-update.num_bytes // num))
     worst = max((*_instants(facts, workload, needs), (update,)), key=total_bytes)
-    used = [*own, *worst, *needs.fixed]
+    used = [*own, *worst, *(MemoryTerm(name=one, num_bytes=sizes[one]) for one in sorted(WHOLE))]
     fragmentation = int(FRAGMENTATION_FRAC * total_bytes(used))
     used.append(MemoryTerm(name=FRAGMENTATION, num_bytes=fragmentation))
     return tuple(term for term in used if term.num_bytes)
@@ -255,6 +260,7 @@ def _instants(
     has_next = facts.num_layers > 1
     outer_sizes, outer_bytes = outer_module_sizes(facts, spec), facts.outer_parameters * b
     outer = MemoryTerm(name=OUTER, num_bytes=outer_bytes)
+    kept, visit = needs.live(IN_PASS), needs.live({Instant.RECOMPUTE})
 
     def gathered(num: int) -> MemoryTerm:
         return MemoryTerm(name=GATHERED, num_bytes=num * layer_bytes)
@@ -263,17 +269,17 @@ def _instants(
         return MemoryTerm(name=NEW_GRADIENTS, num_bytes=num_bytes)
 
     # the first gather: the buffer of what is around the layers is still there
-    before = tuple(term for term in needs.kept if term.name != KEPT_INPUTS)
+    before = tuple(term for term in kept if term.name != KEPT_INPUTS)
     yield (outer, MemoryTerm(name=OUTER_BUFFER, num_bytes=outer_bytes), gathered(2), *before)
 
     # the last gather of the forward
-    yield (outer, gathered(3 if has_next else 2), *needs.kept)
+    yield (outer, gathered(3 if has_next else 2), *kept)
 
     # the loss: all logits, those with a label, a copy in fp32 and the log-softmax
     label_bytes = 2 * FP32_BYTES if b == FP32_BYTES else b + 2 * FP32_BYTES
     yield (
         outer,
-        *needs.kept,
+        *kept,
         MemoryTerm(name=LOGITS, num_bytes=workload.num_tokens * facts.num_outputs * b),
         MemoryTerm(name=LOSS, num_bytes=workload.label_tokens * facts.num_outputs * label_bytes),
     )
@@ -283,11 +289,11 @@ def _instants(
     waiting = (sum(outer_sizes.values()) - late) * b
     waiting += FP32_BYTES * max(trained) if has_next else 0
     new = max(trained) * (FP32_BYTES if is_adapter else b)
-    is_wide = total_bytes(needs.visit) >= new
+    is_wide = total_bytes(visit) >= new
     frac = 1.0 if is_wide else OVERLAP_FRAC
     yield (
-        *(outer, gathered(2 if has_next else 1), *needs.kept),
-        *(replace(term, num_bytes=int(frac * term.num_bytes)) for term in needs.visit),
+        *(outer, gathered(2 if has_next else 1), *kept),
+        *(replace(term, num_bytes=int(frac * term.num_bytes)) for term in visit),
         new_gradients(waiting + int((OVERLAP_FRAC if is_wide else 1.0) * new)),
     )
 

@@ -8,10 +8,11 @@ layer, without any of them; the optimizer.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from functools import cache, cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from offload.errors import DoesNotFitError
 from offload.plan.facts.codec import CODECS, NATIVE
@@ -209,24 +210,41 @@ def layer_weight_bytes(facts: ModelFacts, *, dtype_bytes: int) -> tuple[int, ...
 # Device
 
 
+class Instant(StrEnum):
+    """When the device's memory may be at its peak."""
+
+    RECOMPUTE = "a visit that recomputes its layer, before any graph is kept"
+    CHUNK = "a head chunk"
+    VISIT = "a visit whose graph was kept"
+    SCORED_CHUNK = "a head chunk, while rows are scored"
+    SCORED_VISIT = "a visit without a graph, while rows are scored"
+    UPDATE = "the optimizer"
+
+
+ALWAYS = frozenset(Instant)
+IN_PASS = ALWAYS - {Instant.UPDATE}
+WITH_GRAPHS = IN_PASS - {Instant.RECOMPUTE}
+SCORING = frozenset({Instant.SCORED_CHUNK, Instant.SCORED_VISIT})
+
+
+class Row(NamedTuple):
+    """A term of device memory, and the instants at which it is live."""
+
+    name: str
+    num_bytes: int
+    at: Set[Instant] = ALWAYS
+
+
 @dataclass(frozen=True, kw_only=True)  # no slots: sums are computed once
 class DeviceNeeds:
-    """The use of device memory, by the number of slots and of kept graphs.
+    """The use of device memory, by what of the layers stays there.
 
     A search asks for the peak of thousands of residencies, and for the terms of a few.
     """
 
     slot_bytes: int  # the size of a slot
-    always: tuple[MemoryTerm, ...]  # terms that are live at every instant, but for slots
-    kept: tuple[MemoryTerm, ...]  # live from the forward to the backward, without kept graphs
-    graph_bytes: tuple[int, ...]  # what kept graphs add to it, by their number
-    visit: tuple[MemoryTerm, ...]  # a visit that recomputes its layer, without kept graphs
-    # A head chunk, a visit whose graph was kept, a layer's update on the device: what is live in
-    # addition to all kept graphs.
-    instants: tuple[tuple[MemoryTerm, ...], ...]
-    forward: tuple[MemoryTerm, ...]  # a visit without a graph, at most
-    update: MemoryTerm  # the optimizer
-    fixed: tuple[MemoryTerm, ...]  # independent of all settings
+    rows: tuple[Row, ...]  # all terms that do not depend on the residency
+    graph_bytes: tuple[int, ...]  # what kept graphs take, by their number
     # Bytes of the output and log-sum-exp of each layer's attention for one micro-batch; 0 where it
     # is computed again.
     output_bytes: tuple[int, ...]
@@ -238,12 +256,14 @@ class DeviceNeeds:
     # The micro-batches of a rank that pass the layers together, if all were as large as the
     # largest.
     num_micro_batches: float
-    # Memory of passes that only score, until all rows are scored: live with a head chunk or a visit
-    # without a graph. None where there are no such passes.
-    scored: tuple[MemoryTerm, ...] = ()
     # Bytes of an output head that is copied over the slots, with its gradient there; 0 if the
     # device has it.
     head_bytes: int = 0
+
+    def live(self, at: Set[Instant]) -> tuple[MemoryTerm, ...]:
+        """List the terms that are live at exactly these instants."""
+        rows = (row for row in self.rows if row.at == at)
+        return tuple(MemoryTerm(name=row.name, num_bytes=row.num_bytes) for row in rows)
 
     @cached_property
     def _saved(self) -> Callable[[Residency], Saved]:
@@ -279,83 +299,74 @@ class DeviceNeeds:
         return int(num * routers), int(num * kept), int(NUM_CARRIED * num * largest)
 
     @cached_property
-    def _with_graphs(self) -> tuple[tuple[MemoryTerm, ...], ...]:
-        """The instants at which all kept graphs are there."""
-        if not self.scored:
-            return self.instants
-        chunk = self.instants[0]
-        return (*self.instants, (*self.scored, *chunk), (*self.scored, *self.forward))
+    def _bytes_at(self) -> Mapping[Instant, int]:
+        """What the rows take at each instant, but for those that leave no fragments."""
+        rows = [row for row in self.rows if row.name not in WHOLE]
+        return {at: sum([row.num_bytes for row in rows if at in row.at]) for at in Instant}
 
     @cached_property
-    def _instant_bytes(self) -> tuple[int, int, int]:
-        """A recomputing visit, the worst instant with graphs, and the update, as far as fixed."""
-        kept, always = total_bytes(self.kept), total_bytes(self.always)
-        with_graphs = max(map(total_bytes, self._with_graphs))
-        update = self.update.num_bytes
-        return always + kept + total_bytes(self.visit), always + kept + with_graphs, always + update
-
-    @cached_property
-    def _fixed_bytes(self) -> int:
-        return total_bytes(self.fixed)
+    def _instants(self) -> tuple[int, int, int, int]:
+        """A recomputing visit, the worst instant with graphs, the update, and what is whole."""
+        sizes = self._bytes_at
+        whole = sum([row.num_bytes for row in self.rows if row.name in WHOLE])
+        with_graphs = max([sizes[at] for at in WITH_GRAPHS])
+        return sizes[Instant.RECOMPUTE], with_graphs, sizes[Instant.UPDATE], whole
 
     def peak_bytes(self, residency: Residency) -> int:
         """Return the sum of `terms`."""
         num_slots, num_graphs, *others = residency
-        visit, with_graphs, update = self._instant_bytes
+        visit, with_graphs, update, whole = self._instants
         saved = sum(self._saved_bytes(residency)) if any(others) else 0
         worst = max(visit + saved, with_graphs + saved + self.graph_bytes[num_graphs], update)
         used = max(num_slots * self.slot_bytes, self.head_bytes) + worst
-        return used + int(used * FRAGMENTATION_FRAC) + self._fixed_bytes
+        return used + int(used * FRAGMENTATION_FRAC) + whole
 
     def terms(self, residency: Residency) -> tuple[MemoryTerm, ...]:
         """List the terms of the worst instant; more slots or graphs never need less memory."""
-        slots_size = slots_bytes(residency.num_slots, self.slot_bytes, self.head_bytes)
-        slots = MemoryTerm(name=SLOTS, num_bytes=slots_size)
-        graphs = MemoryTerm(name=KEPT_GRAPHS, num_bytes=self.graph_bytes[residency.num_kept_graphs])
         routers, outputs, carriers = self._saved_bytes(residency)
-        kept = (
-            *self.kept,
-            MemoryTerm(name=ROUTER_LOGITS, num_bytes=routers),
-            MemoryTerm(name=KEPT_OUTPUTS, num_bytes=outputs),
-            MemoryTerm(name=CARRIERS, num_bytes=carriers),
+        rows = (
+            Row(SLOTS, slots_bytes(residency.num_slots, self.slot_bytes, self.head_bytes)),
+            *self.rows,
+            Row(ROUTER_LOGITS, routers, IN_PASS),
+            Row(KEPT_OUTPUTS, outputs, IN_PASS),
+            Row(CARRIERS, carriers, IN_PASS),
+            Row(KEPT_GRAPHS, self.graph_bytes[residency.num_kept_graphs], WITH_GRAPHS),
         )
-        with_graphs = [(*kept, graphs, *instant) for instant in self._with_graphs]
-        worst = max(((*kept, *self.visit), *with_graphs, (self.update,)), key=total_bytes)
-        used = total_bytes((slots, *self.always, *worst))
-        fragmentation = MemoryTerm(name=FRAGMENTATION, num_bytes=int(used * FRAGMENTATION_FRAC))
-        terms = (slots, *self.always, *worst, fragmentation, *self.fixed)
-        return tuple(term for term in terms if term.num_bytes)
+        fragile = [row for row in rows if row.name not in WHOLE]
+        live = [[row for row in fragile if at in row.at] for at in Instant]
+        worst = max(live, key=lambda rows: sum([row.num_bytes for row in rows]))
+        used = sum([row.num_bytes for row in worst])
+        whole = [row for row in rows if row.name in WHOLE]
+        terms = (*worst, Row(FRAGMENTATION, int(used * FRAGMENTATION_FRAC)), *whole)
+        return tuple(MemoryTerm(name=x.name, num_bytes=x.num_bytes) for x in terms if x.num_bytes)
 
-    def with_objective(
-        self, facts: ModelFacts, workload: Workload, *, extra_passes: float, num_top: int
-    ) -> "DeviceNeeds":
-        """Return the needs of a step whose loss is taken over all its rows.
 
-        Until all rows are scored, each further pass has one hidden state and the arguments of its
-        layers, with a layer's forward or a head chunk; in the backward these are gone. The
-        log-probabilities, and the gradient by each, stay. Those of several tokens at a label are
-        taken from a copy of the logits in fp32, whatever computes a cross-entropy.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scoring:
+    """Passes that only score, until the loss over all rows is known; then they are gone.
+
+    Each has one hidden state and the arguments of its layers. The log-probabilities, and the
+    gradient by each, stay. Those of several tokens at a label are taken from a copy of the logits
+    in fp32, whatever computes a cross-entropy.
+    """
+
+    extra_passes: float  # micro-batches that only score, for each that is trained on
+    num_top: int  # tokens at each label, further to its own, whose log-probabilities are taken
+
+    def rows(self, num_labels: float, scored_bytes: float) -> tuple[Row, ...]:
+        """List the memory of a step.
 
         Args:
-            facts: The model.
-            workload: One micro-batch.
-            extra_passes: Micro-batches that only score, for each that is trained on.
-            num_top: Tokens at each label, further to its own, whose log-probabilities are taken.
+            num_labels: Of the step.
+            scored_bytes: Hidden states of all its micro-batches, and what their layers are passed.
         """
-        num = self.num_micro_batches
-        (recorded,) = (term.num_bytes for term in self.kept if term.name == RECORDED)
-        scored = num * extra_passes * input_bytes(facts, workload) + extra_passes * recorded
-        num_labels = num * workload.label_tokens
-        scores = num_labels * (LABEL_BYTES + (1 + extra_passes) * SCORE_BYTES)
-        instants = self.instants
-        if num_top:  # further to the label's: those of each of them, and of all others
-            scores += num_labels * (num_top * TOKEN_BYTES + (num_top + 1) * TOP_BYTES)
-            ((chunk,), *others) = instants
-            wide = max(chunk.num_bytes, head_chunk_bytes(facts, workload, is_fused=False))
-            instants = ((replace(chunk, num_bytes=wide),), *others)
-        further = MemoryTerm(name=SCORED_ROWS, num_bytes=int(scored))
-        logps = MemoryTerm(name=SCORES_OF_LABELS, num_bytes=int(scores))
-        return replace(self, kept=(*self.kept, logps), instants=instants, scored=(further,))
+        scores = num_labels * (LABEL_BYTES + (1 + self.extra_passes) * SCORE_BYTES)
+        if self.num_top:  # further to the label's: those of each of them, and of all others
+            scores += num_labels * (self.num_top * TOKEN_BYTES + (self.num_top + 1) * TOP_BYTES)
+        return (
+            Row(SCORES_OF_LABELS, int(scores), IN_PASS),
+            Row(SCORED_ROWS, int(self.extra_passes * scored_bytes), SCORING),
+        )
 
 
 def device_terms(  # noqa: PLR0913 - everything that uses memory
@@ -397,7 +408,7 @@ def device_terms(  # noqa: PLR0913 - everything that uses memory
     return needs.terms(Residency(num_slots=num_slots))
 
 
-def device_needs(
+def device_needs(  # noqa: PLR0913 - everything that uses memory
     facts: ModelFacts,
     machine: Machine,
     workload: Workload,
@@ -407,65 +418,76 @@ def device_needs(
     is_padded: bool,
     is_stashed: bool,
     traced: TracedBytes | None,
+    scoring: Scoring | None = None,
 ) -> DeviceNeeds:
-    """Add up the memory of a step on each device; for the arguments see `device_terms`."""
-    num_layers = facts.num_layers
+    """Add up the memory of a step on each device; for the arguments see `device_terms`.
+
+    With `scoring` the loss is taken over all rows of the step.
+    """
+    num_layers, is_cuda = facts.num_layers, machine.device == "cuda"
     # of stashed ones: those that come back, and the last layer's, which do not leave
     num_kept = min(NUM_FETCHED + 1, num_layers) if is_stashed else num_layers
     recorded = traced.recorded if traced else recorded_bytes(facts, workload, is_padded=is_padded)
-    kept = _kept_terms(
-        facts,
-        workload,
-        num_kept=num_kept,
-        num_micro_batches=num_micro_batches,
-        # and gradients by a prefix
-        recorded=recorded + workload.adapter.past_bytes,
-    )
+    recorded += workload.adapter.past_bytes  # and gradients by a prefix
     kinds = set(facts.layers)
     visits = {x: visit_bytes(facts, machine, x, workload, is_padded=is_padded) for x in kinds}
     widest = max(visits.values(), key=lambda visit: visit.beside_saved)
-    is_cuda = machine.device == "cuda"
     outputs = {x: workload.output_bytes(x, is_cuda=is_cuda) for x in kinds}
     routers = {x: router_bytes(x, workload) for x in kinds}
     beside = replace(widest, saved=0, scores=0, adapter_inputs=0, factors=0)
     is_fused = workload.fuses_loss(machine.device)
-    cublas = MemoryTerm(name=CUBLAS, num_bytes=CUBLAS_BYTES if is_cuda else 0)
     chunk_bytes = (
         traced.head_chunk if traced else head_chunk_bytes(facts, workload, is_fused=is_fused)
     )
-    visit = max((_visit_terms(visit) for visit in visits.values()), key=total_bytes)
-    without_gradients = (replace(x, gradients=0) for x in visits.values())
-    forward = max((_visit_terms(x) for x in without_gradients), key=total_bytes)
-    if traced:
-        visit = (MemoryTerm(name=VISIT, num_bytes=max(traced.visits)),)
-        bytes_of_one = min(total_bytes(forward), max(traced.visits))
-        forward = (MemoryTerm(name=VISIT, num_bytes=bytes_of_one),)
+    if scoring and scoring.num_top:
+        wide_bytes = head_chunk_bytes(facts, workload, is_fused=False)
+        chunk_bytes = max(chunk_bytes, wide_bytes)
+    most = max(traced.visits) if traced else 0
+    visit = _visit_rows(visits.values(), Instant.RECOMPUTE)
     graph_bytes = [0]
     for number, layer in enumerate(reversed(facts.layers), start=1):
         # plus the last layer's output, and of others the inputs that would otherwise be stashed
         num_hidden = (number == 1) + (1 < number <= num_layers + 1 - num_kept)
         # the largest traced visit, gradients included, exceeds any graph
-        graph = max(traced.visits) if traced else visits[layer].graph + routers[layer]
+        graph = most or visits[layer].graph + routers[layer]
         one_bytes = graph + num_hidden * input_bytes(facts, workload)
         graph_bytes.append(graph_bytes[-1] + int(num_micro_batches * one_bytes))
     gradient_bytes = FP32_BYTES * trained_parameters(facts, workload.adapter)
     bucket_bytes = min(GRADIENT_BUCKET_BYTES, 2 * gradient_bytes)
+    rows = [
+        *_standing_rows(facts, workload, is_traced=traced is not None),
+        Row("gradient bucket", bucket_bytes if is_reduced else 0),
+        *_kept_rows(
+            facts,
+            workload,
+            num_kept=num_kept,
+            num_micro_batches=num_micro_batches,
+            recorded=recorded,
+        ),
+    ]
+    if scoring:
+        rows += scoring.rows(
+            num_micro_batches * workload.label_tokens,
+            num_micro_batches * input_bytes(facts, workload) + int(num_micro_batches * recorded),
+        )
+        without = [replace(x, gradients=0) for x in visits.values()]
+        forward = _visit_rows(without, Instant.SCORED_VISIT)
+        if most:
+            size = min(sum([row.num_bytes for row in forward]), most)
+            forward = (Row(VISIT, size, {Instant.SCORED_VISIT}),)
+        rows += forward
+    rows += (Row(VISIT, most, {Instant.RECOMPUTE}),) if traced else visit
+    rows += () if traced else _visit_rows([beside], Instant.VISIT)
     return DeviceNeeds(
         slot_bytes=max(workload.cargo_bytes(layer) for layer in kinds),
-        always=(
-            *_standing_terms(facts, workload, is_traced=traced is not None),
-            MemoryTerm(name="gradient bucket", num_bytes=bucket_bytes if is_reduced else 0),
+        rows=(
+            *rows,
+            Row(HEAD_CHUNK, chunk_bytes, {Instant.CHUNK, Instant.SCORED_CHUNK}),
+            Row(UPDATE, _update_bytes(facts, workload), {Instant.UPDATE}),
+            Row(CUBLAS, CUBLAS_BYTES if is_cuda else 0),
+            Row(CONTEXT, machine.context_bytes),
         ),
-        kept=kept,
         graph_bytes=tuple(graph_bytes),
-        visit=visit,
-        instants=(
-            (MemoryTerm(name=HEAD_CHUNK, num_bytes=chunk_bytes),),
-            () if traced else _visit_terms(beside),
-        ),
-        forward=forward,
-        update=MemoryTerm(name=UPDATE, num_bytes=_update_bytes(facts, workload)),
-        fixed=(cublas, MemoryTerm(name=CONTEXT, num_bytes=machine.context_bytes)),
         output_bytes=tuple(outputs[layer] for layer in facts.layers),
         sent_graph_bytes=tuple(visits[layer].sent_graph for layer in facts.layers),
         router_bytes=tuple(routers[layer] for layer in facts.layers),
@@ -482,9 +504,7 @@ def _update_bytes(facts: ModelFacts, workload: Workload) -> int:
     return FP32_BYTES * sum(rounded) + max(temporary_bytes(shapes, workload.optimizer), in_rounding)
 
 
-def _standing_terms(
-    facts: ModelFacts, workload: Workload, *, is_traced: bool
-) -> tuple[MemoryTerm, ...]:
+def _standing_rows(facts: ModelFacts, workload: Workload, *, is_traced: bool) -> tuple[Row, ...]:
     b = workload.dtype_bytes
     gradients = FP32_BYTES * trained_parameters(facts, workload.adapter)
     modules = module_tensor_sizes(facts, workload.adapter)
@@ -504,43 +524,34 @@ def _standing_terms(
         decoded = max(layer_weight_bytes(facts, dtype_bytes=b))
         workspace = CODECS[workload.codec].workspace_bytes
     return (
-        MemoryTerm(name="decoded layer", num_bytes=decoded),
-        MemoryTerm(name="decode workspace", num_bytes=workspace),
-        MemoryTerm(name=OUTER, num_bytes=facts.outer_parameters * b - on_host),
-        MemoryTerm(name=ROWS, num_bytes=row_buffers_bytes(facts, workload)),
-        MemoryTerm(name=ADAPTERS, num_bytes=adapter_bytes(facts, workload.adapter)),
-        MemoryTerm(name=TRAINED_MODULES, num_bytes=copy_bytes * sum(modules)),
-        MemoryTerm(name="a module's new gradient", num_bytes=new_gradient),
-        MemoryTerm(name=GRADIENTS, num_bytes=gradients),
-        MemoryTerm(name=LAYER_GRADIENTS, num_bytes=layer_gradients),
-        MemoryTerm(name=STATES, num_bytes=states),
+        Row("decoded layer", decoded),
+        Row("decode workspace", workspace),
+        Row(OUTER, facts.outer_parameters * b - on_host),
+        Row(ROWS, row_buffers_bytes(facts, workload)),
+        Row(ADAPTERS, adapter_bytes(facts, workload.adapter)),
+        Row(TRAINED_MODULES, copy_bytes * sum(modules)),
+        Row("a module's new gradient", new_gradient),
+        Row(GRADIENTS, gradients),
+        Row(LAYER_GRADIENTS, layer_gradients),
+        Row(STATES, states),
     )
 
 
-def _kept_terms(
+def _kept_rows(
     facts: ModelFacts,
     workload: Workload,
     *,
     num_kept: int,
     num_micro_batches: float,
     recorded: int,
-) -> tuple[MemoryTerm, ...]:
+) -> tuple[Row, ...]:
     """List layer inputs, of `num_kept` layers at a time, and what is live along with them."""
     hidden_bytes = input_bytes(facts, workload)
     return (
-        MemoryTerm(
-            name=KEPT_INPUTS,
-            num_bytes=int(num_kept * num_micro_batches * hidden_bytes),
-        ),
-        MemoryTerm(
-            name=HIDDEN,
-            num_bytes=int((num_micro_batches + 1) * hidden_bytes),
-        ),
-        MemoryTerm(name=RECORDED, num_bytes=int(num_micro_batches * recorded)),
-        MemoryTerm(
-            name=ROUTER_LOSS,
-            num_bytes=int(router_loss_bytes(facts, workload)),
-        ),
+        Row(KEPT_INPUTS, int(num_kept * num_micro_batches * hidden_bytes), IN_PASS),
+        Row(HIDDEN, int((num_micro_batches + 1) * hidden_bytes), IN_PASS),
+        Row(RECORDED, int(num_micro_batches * recorded), IN_PASS),
+        Row(ROUTER_LOSS, int(router_loss_bytes(facts, workload)), IN_PASS),
     )
 
 
@@ -588,18 +599,22 @@ def head_chunk_bytes(facts: ModelFacts, workload: Workload, *, is_fused: bool) -
     return logits + (b * facts.num_outputs * facts.hidden_size if is_new else 0)
 
 
-def _visit_terms(one: VisitBytes) -> tuple[MemoryTerm, ...]:
-    """List one backward visit: what the recompute saves, and the widest gradients."""
-    return (
-        MemoryTerm(name="one visit: saved activations", num_bytes=one.saved),
-        MemoryTerm(name=SCORES, num_bytes=one.scores),
-        MemoryTerm(name="one visit: adapter inputs", num_bytes=one.adapter_inputs),
-        MemoryTerm(name="one visit: gradients", num_bytes=one.gradients),
-        MemoryTerm(name="one visit: a tile of the MLP", num_bytes=one.tile),
-        MemoryTerm(name="one visit: DoRA's norm", num_bytes=one.dora),
-        MemoryTerm(name="one visit: adapters on whole weights", num_bytes=one.update),
-        MemoryTerm(name="one visit: adapter factors", num_bytes=one.factors),
-    )
+def _visit_rows(visits: Iterable[VisitBytes], at: Instant) -> tuple[Row, ...]:
+    """List the largest of some backward visits: what its recompute saves, and its gradients."""
+    listed = [
+        (
+            Row("one visit: saved activations", one.saved, {at}),
+            Row(SCORES, one.scores, {at}),
+            Row("one visit: adapter inputs", one.adapter_inputs, {at}),
+            Row("one visit: gradients", one.gradients, {at}),
+            Row("one visit: a tile of the MLP", one.tile, {at}),
+            Row("one visit: DoRA's norm", one.dora, {at}),
+            Row("one visit: adapters on whole weights", one.update, {at}),
+            Row("one visit: adapter factors", one.factors, {at}),
+        )
+        for one in visits
+    ]
+    return max(listed, key=lambda rows: sum([row.num_bytes for row in rows]))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -627,7 +642,8 @@ SUMMED = frozenset(
 )
 """Terms of which each run has its own; of the others the largest counts."""
 
-_Terms = tuple[MemoryTerm, ...]
+WHOLE = frozenset({CUBLAS, CONTEXT})
+"""Terms that leave no fragments."""
 
 
 def shared_needs(runs: Sequence[DeviceNeeds]) -> DeviceNeeds:
@@ -647,14 +663,8 @@ def shared_needs(runs: Sequence[DeviceNeeds]) -> DeviceNeeds:
 
     return replace(
         runs[0],
-        always=_together([run.always for run in runs]),
-        kept=_together([run.kept for run in runs]),
+        rows=_together([run.rows for run in runs]),
         graph_bytes=tuple(map(sum, zip(*(run.graph_bytes for run in runs), strict=True))),
-        visit=_largest([run.visit for run in runs]),
-        instants=tuple(map(_largest, zip(*(run.instants for run in runs), strict=True))),
-        forward=_largest([run.forward for run in runs]),
-        scored=_together([run.scored for run in runs]),
-        update=max((run.update for run in runs), key=lambda term: term.num_bytes),
         output_bytes=tuple(
             size if all(run.output_bytes[layer] for run in runs) else 0
             for layer, size in enumerate(added_up(lambda run: run.output_bytes))
@@ -667,25 +677,29 @@ def shared_needs(runs: Sequence[DeviceNeeds]) -> DeviceNeeds:
 
 def own_bytes(run: DeviceNeeds) -> int:
     """Return what a run has on the device for itself: what trains, and its layer inputs."""
-    return total_bytes(
-        term for term in (*run.always, *run.kept, *run.scored) if term.name in SUMMED
+    return sum(row.num_bytes for row in run.rows if row.name in SUMMED)
+
+
+def _together(runs: Sequence[tuple[Row, ...]]) -> tuple[Row, ...]:
+    """Return all rows, each as the sum over the runs or as the largest of them.
+
+    Of what is live at one instant alone, all rows are those of the run that has most of it.
+    """
+    sizes: dict[tuple[str, frozenset[Instant]], list[int]] = {}
+    largest: dict[frozenset[Instant], tuple[Row, ...]] = {}
+    for rows in runs:
+        for at in (frozenset({instant}) for instant in Instant):
+            alone = tuple([row for row in rows if row.at == at])
+            before = largest.get(at, ())
+            largest[at] = max(before, alone, key=lambda some: sum(row.num_bytes for row in some))
+        for row in rows:
+            if len(row.at) > 1:
+                sizes.setdefault((row.name, frozenset(row.at)), []).append(row.num_bytes)
+    summed = (
+        Row(name, sum(some) if name in SUMMED else max(some), at)
+        for (name, at), some in sizes.items()
     )
-
-
-def _together(runs: Sequence[_Terms]) -> _Terms:
-    """Return all terms of a part, each as the sum over the runs or as the largest of them."""
-    sizes: dict[str, list[int]] = {}
-    for terms in runs:
-        for term in terms:
-            sizes.setdefault(term.name, []).append(term.num_bytes)
-    return tuple(
-        MemoryTerm(name=name, num_bytes=sum(some) if name in SUMMED else max(some))
-        for name, some in sizes.items()
-    )
-
-
-def _largest(runs: Sequence[_Terms]) -> _Terms:
-    return max(runs, key=total_bytes)
+    return (*summed, *(row for rows in largest.values() for row in rows))
 
 
 FEATURES = "features of a linear probe"

@@ -518,8 +518,7 @@ def scored_bytes(objective: ObjectiveCost) -> int:
     """Return what the passes that only score take, at the instants when they do."""
     asked = replace(REQUEST, objective=objective)
     needs = MemoryNeeds.of(FACTS, CARD, asked).on_device
-    (found,) = needs.scored
-    assert found.name == "rows that are only scored"
+    (found,) = (row for row in needs.rows if row.name == "rows that are only scored")
     return found.num_bytes
 
 
@@ -545,8 +544,10 @@ def test_named_tokens_are_counted_with_a_copy_of_the_logits_in_fp32() -> None:
     terms = {term.name: term.num_bytes for term in named.device_memory}
     assert terms["log-probabilities"] == 8 * load.label_tokens * (12 + 8 + 20 * 8 + 21 * 12)
     chunks = [
-        MemoryNeeds.of(FACTS, CARD, one.request).on_device.instants[0][0].num_bytes
+        row.num_bytes
         for one in (plain, other, named)
+        for row in MemoryNeeds.of(FACTS, CARD, one.request).on_device.rows
+        if row.name == "head chunk"
     ]
     logits = min(load.head_chunk_tokens, load.label_tokens) * FACTS.vocab_size
     assert chunks[0] == chunks[1] < 5 * logits < 12 * logits < chunks[2] < 13 * logits
