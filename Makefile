@@ -20,6 +20,7 @@ docs: ## the documentation, into site/
 site: ## the planning page, which runs in the browser alone, into build/site/
 	python -m tests.tools.site
 
-generate: ## write what comes from the code: parts of README and docs, suggested recipes
+generate: ## write what comes from the code: facts of shapes, parts of README and docs, recipes
+	python -m tests.tools.facts
 	python -m tests.tools.reference
 	python -m tests.tools.gallery

@@ -20,6 +20,7 @@ from finetune.errors import (
 
 if TYPE_CHECKING:
     from finetune.export.merge import Merged, merge
+    from finetune.planning.subject import model_facts
     from finetune.recipe.load import load_recipe
     from finetune.recipe.recipe import Recipe
 
@@ -35,6 +36,7 @@ __all__ = [
     "Recipe",
     "load_recipe",
     "merge",
+    "model_facts",
 ]
 
 _LAZY = {
@@ -42,6 +44,7 @@ _LAZY = {
     "Recipe": "finetune.recipe.recipe",
     "load_recipe": "finetune.recipe.load",
     "merge": "finetune.export.merge",
+    "model_facts": "finetune.planning.subject",
 }
 
 

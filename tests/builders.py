@@ -1,10 +1,13 @@
 """Models, requests and recipes to plan for; a test names only what it is about."""
 
+import json
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
-from finetune.recipe.adapters import ADAPTERS, AdapterSection, LoraSection
-from offload.plan.facts.facts import AdapterSpec, ModelFacts, model_facts
+from finetune.recipe.sections import AdapterSection
+from offload.plan.facts.facts import AdapterSpec, ModelFacts
 from offload.plan.facts.workload import Workload
 from offload.plan.machine.machine import GIB, Machine, Rate, named_machine
 from offload.plan.request import PlanRequest, with_workload
@@ -26,6 +29,18 @@ QWEN3_30B: dict[str, Any] = {
     "num_experts_per_tok": 8,
     "vocab_size": 151936,
 }
+
+
+def model_facts(config: Mapping[str, Any]) -> ModelFacts:
+    """Return the facts of the model of a config; a model that was asked for before is not built."""
+    return _facts_of(json.dumps(config, sort_keys=True))
+
+
+@cache
+def _facts_of(config: str) -> ModelFacts:
+    from finetune.model.facts import facts_from
+
+    return facts_from(json.loads(config))
 
 
 def qwen3_8b(**changes: Any) -> ModelFacts:

@@ -4,12 +4,13 @@ from dataclasses import replace
 from typing import Literal
 
 from finetune.recipe.load import load_shape
-from offload.plan.facts.facts import AdapterSpec, ModelFacts, WholeWeights, model_facts
+from offload.plan.facts.facts import AdapterSpec, ModelFacts, WholeWeights
 from offload.plan.facts.trainable import all_weights
 from offload.plan.facts.workload import Workload
 from offload.plan.machine.machine import GIB, named_machine
 from offload.plan.plan import Plan, plan
 from offload.plan.request import PlanRequest
+from tests.builders import model_facts
 
 
 def facts_of(name: str) -> ModelFacts:

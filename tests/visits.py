@@ -30,13 +30,13 @@ from offload.engine.tracing.cuda_kernels import Capability, CudaKernels
 from offload.engine.tracing.tracer import fake_copy, num_experts, rows_are_whole
 from offload.engine.tracing.visits import SilentLauncher, traced_experts
 from offload.engine.visit_cache import VISIT_CACHE
-from offload.plan.facts.facts import AdapterSpec, adapted_linears, model_facts
+from offload.plan.facts.facts import AdapterSpec, adapted_linears
 from offload.plan.machine.machine import ExpertsImplementation, Implementation, named_machine
 from offload.plan.time.adapters import visit_norm, visit_scale
 from offload.plan.time.costs import layer_work
 from offload.plan.time.pricer import Pricer
 from offload.plan.time.roofline import OPS_PER_CALL, Work
-from tests.builders import workload
+from tests.builders import model_facts, workload
 from tests.counted import Counted
 
 RANK, NUM_TOKENS = 16, 512

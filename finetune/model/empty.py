@@ -5,6 +5,7 @@ about quantised weights is taken out of it first: the model is that which comput
 are read as what they decode to.
 """
 
+import difflib
 import re
 import warnings
 from collections.abc import Mapping
@@ -12,8 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from transformers import (
+    CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     MODEL_FOR_MASKED_LM_MAPPING,
@@ -145,8 +148,16 @@ def _source(section: ModelSection) -> str:
 
 def _config_from(fields: Mapping[str, Any], *, source: str) -> PreTrainedConfig:
     others = {key: value for key, value in fields.items() if key != "model_type"}
+    model_type = str(fields.get("model_type"))
+    if model_type not in CONFIG_MAPPING:
+        near = difflib.get_close_matches(model_type, CONFIG_MAPPING, n=3, cutoff=0.0)
+        raise ModelError(
+            f"model_type {model_type!r} is not known to transformers {transformers.__version__}",
+            limit="its own code builds the model; none of a model's repository is run",
+            hint=f"nearest: `{'`, `'.join(near)}`; or a version that knows it",
+        )
     with reading_config(source):
-        return AutoConfig.for_model(str(fields.get("model_type")), **others)
+        return AutoConfig.for_model(model_type, **others)
 
 
 def _require_causal(config: PreTrainedConfig, *, source: str) -> None:

@@ -1,4 +1,4 @@
-"""Facts of a model that is built without weights, also of types that the planner does not know.
+"""Facts of a model that is built without weights: the one place where they are read.
 
 The model is built on torch's meta device, where tensors have shapes and no memory. Parameters are
 counted exactly, class by class. The cost of attention is exact for softmax attention; any other
@@ -10,44 +10,61 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from transformers import CONFIG_MAPPING
-
 from finetune.model.empty import empty_from, implementation_of, linear_modules
 from finetune.model.layer_facts import Reader, is_norm
-from offload.engine.model.layers import LayeredModel
+from offload.engine.model.layers import ONE_STATE, RESIDENT_HINT, LayeredModel
 from offload.engine.model.placement import modules_on_device
+from offload.engine.pointwise.layers import FusedLayers
 from offload.engine.tracing.visits import trace_unread
 from offload.errors import UnsupportedModelError
-from offload.plan.facts.facts import (
-    ModelFacts,
-    is_known,
-    model_facts,
-    refuse_by_name,
-    text_config,
-)
-from offload.plan.facts.families import RESIDENT_HINT
+from offload.plan.facts.facts import ModelFacts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+MEMORY_TESTED = frozenset(
+    (
+        *("deepseek_v2", "deepseek_v3", "gemma", "gemma2", "gemma3_text", "gemma4_text", "glm"),
+        *("glm4", "glm4_moe", "gpt_oss", "granite", "granitemoe", "llama", "ministral"),
+        *("ministral3", "mistral", "mixtral", "olmo", "olmo2", "olmo3", "olmoe", "phi3", "qwen2"),
+        *("qwen2_5_vl_text", "qwen2_moe", "qwen2_vl_text", "qwen3", "qwen3_5_moe_text"),
+        *("qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_vl_moe_text", "qwen3_vl_text"),
+    )
+)
+"""Types for which formulas of the layers' memory are tested; of others a trace tells it."""
+
+
+_OWN_LOSS = (
+    "has a loss that compares each token's logits with the label in its own place",
+    "its loss must be the mean cross-entropy of the next tokens",
+)
+_SEEN_IN_A_STEP = {
+    **dict.fromkeys(("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small"), _OWN_LOSS),
+    **dict.fromkeys(("marian", "mbart", "mvp", "pegasus", "plbart", "trocr", "whisper"), _OWN_LOSS),
+    "git": (
+        "reads `attention` of a layer from outside, where it has no weights, as run by PeftModel"
+        " and LoraModel",
+        ONE_STATE,
+    ),
+    "inkling2_text": (
+        "does not compute a token's logits from the last layer's output for it alone, but reads a"
+        " tensor that the part before the layers made, and that it was not handed",
+        "what follows the layers must work token by token",
+    ),
+}
+"""What the engine refuses a type for, and the limit, where only a step with values shows it."""
+
+
 def facts_from(config: Mapping[str, Any]) -> ModelFacts:
     """Return the facts of the model of a config, if `finetune` can build and stream it.
-
-    It is built without weights, also if the planner knows its family, so that a plan is refused for
-    what would end the run.
 
     Raises:
         ModelError: transformers builds no causal language model from the config.
         UnsupportedModelError: It cannot be trained layer by layer, or what it computes cannot be
             determined.
     """
-    if config.get("model_type") not in CONFIG_MAPPING:
-        return model_facts(config)  # which refuses it, and names the nearest
-    refuse_by_name(text_config(config))
-    model = empty_from(config)
-    LayeredModel(model)
-    return model_facts(config) if is_known(config) else facts_of(model)
+    return facts_of(empty_from(config).requires_grad_(requires_grad=False))
 
 
 def facts_of(model: "PreTrainedModel") -> ModelFacts:
@@ -65,6 +82,9 @@ def facts_of(model: "PreTrainedModel") -> ModelFacts:
             hint=RESIDENT_HINT,
         )
     config: Any = model.config.get_text_config()
+    if config.model_type in _SEEN_IN_A_STEP:
+        what, limit = _SEEN_IN_A_STEP[config.model_type]
+        layered.refuse(what, limit=limit)
     reader = Reader(
         config=_flat(config.to_dict()),
         hidden=config.hidden_size,
@@ -88,6 +108,11 @@ def facts_of(model: "PreTrainedModel") -> ModelFacts:
     embedded = embedding.weight.numel()
     head_size = 0 if head is None or is_tied else head.weight.numel()
     norms = sum(p.numel() for m, p in outside.values() if is_norm(m) and m is not embedding)
+    fused = FusedLayers(list(layered.layers))
+    layers = tuple(
+        reader.layer(layer, number, unread=unread, fused=fused.parts_of(number))
+        for number, (layer, unread) in enumerate(zip(layered.layers, _unread(model), strict=True))
+    )
     return ModelFacts(
         model_type=config.model_type,
         hidden_size=config.hidden_size,
@@ -98,19 +123,23 @@ def facts_of(model: "PreTrainedModel") -> ModelFacts:
         tie_word_embeddings=is_tied,
         final_norm_parameters=norms,
         num_others=total - embedded - head_size - norms,
-        layers=tuple(
-            reader.layer(layer, i, unread=unread)
-            for i, (layer, unread) in enumerate(zip(layered.layers, _unread(model), strict=True))
+        layer_input_features=max(
+            (x.d_out for x in layers[0].linears if x.name == "per_layer_input_gate"), default=0
         ),
-        grade="built",
+        layers=layers,
+        is_memory_tested=config.model_type in MEMORY_TESTED,
     )
 
 
 def _unread(model: "PreTrainedModel") -> tuple[frozenset[str], ...]:
-    """Return by layer the linears whose products nothing reads; none if it cannot be traced."""
+    """Return by layer the linears whose products nothing reads; none if a trace needs values.
+
+    Raises:
+        UnsupportedModelError: It cannot be computed layer by layer.
+    """
     try:
         return trace_unread(model)
-    except (RuntimeError, UnsupportedModelError):  # torch's, for operations that need values
+    except RuntimeError:  # torch's, for operations that need values
         return (frozenset(),) * len(LayeredModel(model).layers)
 
 

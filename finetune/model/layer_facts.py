@@ -13,6 +13,8 @@ from typing import Any
 from torch import nn
 
 from offload.engine.model.readers import parts_of
+from offload.engine.pointwise import recognise
+from offload.engine.pointwise.layers import FusedModule
 from offload.errors import UnsupportedModelError
 from offload.plan.facts.facts import LayerFacts, TensorClass
 from offload.plan.facts.linears import (
@@ -21,6 +23,7 @@ from offload.plan.facts.linears import (
     Group,
     Linear,
     Norm,
+    Reads,
     Recurrence,
     Scores,
     SoftmaxAttention,
@@ -32,6 +35,7 @@ _GROUPS: Mapping[TensorClass, Group] = {
     "shared experts": "shared_experts",
     "router": "router",
 }
+_WITH_GATES = ("mlp", "shared_experts")
 _RECURRENT = re.compile(r"Delta|Lightning|LinearAttention|Mamba|Mixer|Rwkv|LSTM")
 _OUTPUTS = re.compile(
     r"(^|\.)(o_proj|out_proj|o_b_proj|dense|c_proj|[wW]o|out|linear_out|output)(\.linear)?$"
@@ -68,7 +72,14 @@ class Reader:
     has_windows: bool  # whether its code makes masks of windows
     is_eager: bool  # whether it has no fused attention
 
-    def layer(self, layer: nn.Module, number: int, *, unread: Collection[str]) -> LayerFacts:
+    def layer(
+        self,
+        layer: nn.Module,
+        number: int,
+        *,
+        unread: Collection[str],
+        fused: Sequence[FusedModule],
+    ) -> LayerFacts:
         """Read one layer.
 
         Args:
@@ -76,6 +87,7 @@ class Reader:
             number: Which.
             unread: The names of its linears, and of the modules of all experts, whose products
                 nothing reads in a recompute.
+            fused: What of it one operator each can compute.
         """
         kinds = parts_of(layer)
         linears, counted = self._linears(layer, kinds)
@@ -84,22 +96,37 @@ class Reader:
             if name in unread or is_last:
                 linears[name] = replace(linear, is_unread=True)
         attention = self._attention(layer, kinds, linears, number)
+        parts = {one.module: one.part for one in fused}
+        names = {module: name for name, module in layer.named_modules()}
+        for module, part in parts.items():
+            down = f"{names[module]}.{part.down}" if isinstance(part, recognise.GatedMlp) else ""
+            if down in linears and linears[down].group in _WITH_GATES:
+                linears[down] = replace(linears[down], is_gate_fusable=True)
+        in_rotation = {norm for one in fused if one.normed for norm in one.normed.modules}
         norms = []
-        for name, module in layer.named_modules():
+        for module, name in names.items():
             sizes = [p.numel() for p in module.parameters(recurse=False)]
-            if is_norm(module) and sizes:
-                num_biases = sizes[1] if len(sizes) > 1 else 0
-                num_features = _normed(name, sizes[0], attention, self.hidden)
+            if is_norm(module) and (sizes or not any(True for _ in module.parameters())):
+                num_weights, num_biases = (*sizes, 0, 0)[:2]
                 norms.append(
-                    Norm(num_features=num_features, num_weights=sizes[0], num_biases=num_biases)
+                    Norm(
+                        num_features=_normed(name, num_weights, attention, self.hidden),
+                        num_weights=num_weights,
+                        num_biases=num_biases,
+                        is_fusable=isinstance(parts.get(module), recognise.Norm),
+                        is_in_rotation=module in in_rotation,
+                    )
                 )
-                counted += sizes[0] + num_biases
+                counted += num_weights + num_biases
+        is_rotated = any(isinstance(part, recognise.Rotary) for part in parts.values())
+        is_softmax = isinstance(attention, SoftmaxAttention) and not attention.is_latent
         total = sum(p.numel() for p in layer.parameters())
         return LayerFacts(
             attention=attention,
             linears=tuple(linears.values()),
             norms=tuple(norms),
             num_others=total - counted,
+            is_rotation_fusable=is_rotated and is_softmax,
         )
 
     # -------------------------------------------------------------------------------------- linears
@@ -163,6 +190,7 @@ class Reader:
                     if group == "experts"
                     else num_experts,
                     has_bias=bias is not None and bias.numel() == num_experts * d_out,
+                    reads="clamped" if is_down and "limit" in vars(module) else "input",
                     is_module=False,
                 ),
             )
@@ -325,7 +353,8 @@ def _ordered(
     for name, linear in linears.items():
         if name in last and not is_attention:
             is_gated = sum(width for width in widths if width >= linear.d_in) >= 2 * linear.d_in
-            yield name, replace(linear, reads="gated" if is_gated else "plain")
+            gated: Reads = "clamped" if linear.reads == "clamped" else "gated"
+            yield name, replace(linear, reads=gated if is_gated else "plain")
         else:
             is_inside = name in last or linear.d_in != hidden
             yield name, replace(linear, reads="inside" if is_inside else "input")
@@ -349,6 +378,11 @@ def _delta(module: nn.Module) -> DeltaAttention | None:
 
 def _normed(name: str, num_weights: int, attention: Attention, hidden: int) -> int:
     """Return the features that pass through a norm; a norm per head has one head's weights."""
+    if not num_weights and isinstance(attention, SoftmaxAttention):
+        if re.search(r"(^|[._])[kv]_norm", name):
+            return attention.num_kv_heads * attention.qk_dim
+        is_of_heads = re.search(r"(^|[._])qk?_norm", name)
+        return attention.num_heads * attention.qk_dim if is_of_heads else hidden
     if num_weights != hidden and isinstance(attention, SoftmaxAttention):
         if num_weights == attention.qk_dim and re.search(r"(^|[._])k(ey)?_", name):
             return attention.num_kv_heads * num_weights

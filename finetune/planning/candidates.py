@@ -316,8 +316,7 @@ def with_forms(
     for both, or not at all.
 
     MLPs are computed in tiles where these cost no arithmetic, as nothing reads an MLP's output in a
-    recompute, and where formulas of their memory are tested: families whose facts are read from a
-    config.
+    recompute, and where formulas of their memory are tested for the model's type.
 
     Args:
         facts: The model.
@@ -330,7 +329,7 @@ def with_forms(
     is_unread = all(
         linear.is_unread for layer in facts.layers for linear in layer.linears if linear.is_down
     )
-    if may_tile and is_unread and facts.grade == "config" and not facts.has_experts:
+    if may_tile and is_unread and facts.is_memory_tested and not facts.has_experts:
         found += [
             with_workload(request, mlp_chunk_tokens=num_tokens)
             for num_tokens in MLP_CHUNKS

@@ -23,7 +23,7 @@ from finetune.recipe.capabilities import (
     setting,
 )
 from finetune.recipe.extensions import ObjectiveSection
-from finetune.recipe.load import is_shipped
+from finetune.recipe.load import shape_of, shipped_facts
 from finetune.recipe.recipe import Recipe
 from finetune.recipe.sections import ModelSection, OffloadSection
 from offload.errors import MachineError
@@ -32,8 +32,6 @@ from offload.plan.facts.facts import (
     ModelFacts,
     adapted_linears,
     linear_names,
-    model_facts,
-    text_config,
     with_classifier_head,
 )
 from offload.plan.facts.linears import FP32_BYTES
@@ -74,11 +72,11 @@ ASSUMED_TOP = 20
 def facts_of(
     model: ModelSection, *, note: Callable[[str], object] = lambda _text: None
 ) -> ModelFacts:
-    """Return the model's facts from its config, if it is a model that can be trained.
+    """Return the model's facts, if it is a model that can be trained.
 
-    Any model but a shipped shape is built without weights, as `finetune` builds it, so that what
-    that refuses is refused here. This loads torch and transformers, as a reward head does, and is
-    reported to `note` first.
+    Those of a shipped shape are shipped too. Any other model is built without weights, as
+    `finetune` builds it, so that what that refuses is refused here. This loads torch and
+    transformers, as a reward head does, and is reported to `note` first.
 
     Raises:
         ModelError: transformers builds no causal language model from the config, or its weights are
@@ -86,8 +84,9 @@ def facts_of(
         UnsupportedModelError: It cannot be trained layer by layer.
     """
     config = read_config(model)
-    if model.head == "tokens" and is_shipped(config):
-        return model_facts(config)
+    name = shape_of(config)
+    if model.head == "tokens" and name is not None:
+        return ModelFacts.from_json(shipped_facts()[name])
     note("Building the model without its weights ...")
     from finetune.model.checkpoint import format_of
     from finetune.model.classifier_head import require_classifier
@@ -95,8 +94,8 @@ def facts_of(
     from finetune.model.facts import facts_from
 
     facts = facts_from(config)
-    for part in (config, text_config(config)):
-        quantization = part.get("quantization_config")
+    for part in (config, config.get("text_config")):
+        quantization = part.get("quantization_config") if isinstance(part, Mapping) else None
         if model.init == "pretrained" and isinstance(quantization, Mapping):
             format_of(quantization, str(model.path))  # which refuses those that are not read
     if model.head == "tokens":

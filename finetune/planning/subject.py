@@ -111,6 +111,19 @@ def model_subject(
     return Subject(name=name, recipe=recipe, facts=facts, notes=(*source_notes, *notes))
 
 
+def model_facts(name: str) -> ModelFacts:
+    """Return the facts of a model: a shipped shape, a config.json, a directory or a hub id.
+
+    Facts of a shipped shape need no torch; any other model is built, without its weights.
+
+    Raises:
+        ConfigError: There is no such model.
+        ModelError: transformers builds no causal language model from its config.
+        UnsupportedModelError: It cannot be trained layer by layer.
+    """
+    return model_subject(name, ()).facts
+
+
 def _source(name: str) -> tuple[str, tuple[str, ...]]:
     """Return the path or hub id of a model, and notes about it."""
     if name in shipped_shapes() or expanded(name).exists():

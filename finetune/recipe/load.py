@@ -698,6 +698,16 @@ _PUBLISHED = re.compile(r"# Published as (\S+) on Hugging Face")
 _FLOAT, _FLOATS = "__float__", ("Infinity", "-Infinity", "NaN")
 """How transformers writes floats for which JSON has no form."""
 MAX_PARTS, MAX_NUMBER = 20_000, 2**48
+SHIPPED_FACTS = "shapes/facts.json"
+_NO_SHAPE = frozenset(
+    (
+        *("architectures", "attention_dropout", "bos_token_id", "dtype", "eos_token_id"),
+        *("initializer_range", "max_window_layers", "norm_topk_prob", "output_router_logits"),
+        *("pad_token_id", "pretraining_tp", "router_aux_loss_coef", "torch_dtype"),
+        *("transformers_version", "use_cache"),
+    )
+)
+"""Fields of a config that do not change what a model is made of."""
 
 
 def shipped_shapes() -> dict[str, Path]:
@@ -719,9 +729,24 @@ def shape_of_id(hub_id: str) -> str | None:
     return next((shape for shape, known in published_ids().items() if known == hub_id), None)
 
 
-def is_shipped(config: Mapping[str, Any]) -> bool:
-    """Return whether a config has all the fields of a shipped shape."""
-    return any(load_shape(name).items() <= config.items() for name in shipped_shapes())
+def shape_of(config: Mapping[str, Any]) -> str | None:
+    """Return the shipped shape of which a config is, with fields at most that change no shape."""
+    given = {key: value for key, value in config.items() if value and key not in _NO_SHAPE}
+    for name in shipped_shapes():
+        shape = load_shape(name)
+        if shape.items() <= config.items() and given.keys() <= shape.keys():
+            return name
+    return None
+
+
+@cache
+def shipped_facts() -> Mapping[str, Any]:
+    """Return the facts of every shipped shape as JSON, by name: `ModelFacts.from_json` reads them.
+
+    `make generate` writes them, from the models that are built.
+    """
+    found: Mapping[str, Any] = json.loads((recipes_dir() / SHIPPED_FACTS).read_text("utf-8"))
+    return found
 
 
 def named_shape(name: str) -> str:

@@ -7,6 +7,7 @@ would be read.
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Generic, TypeVar
 
 import torch
@@ -101,5 +102,7 @@ def _attribute(x: object, objects: list[object]) -> object:
         return type(x), frozenset(_attribute(value, objects) for value in x)
     if isinstance(x, _PLAIN):
         return type(x), repr(x)
+    if type(x) is partial:  # of an activation, which each layer has its own of
+        return partial, *(_attribute(part, objects) for part in (x.func, x.args, x.keywords))
     objects.append(x)
     return id(x)

@@ -6,7 +6,7 @@
 is imported, not on first use, because the two share a name.
 """
 
-from offload.plan.facts.facts import AdapterSpec, ModelFacts, model_facts
+from offload.plan.facts.facts import AdapterSpec, ModelFacts
 from offload.plan.facts.workload import Workload
 from offload.plan.machine.machine import Machine, Rate, described_machine, named_machine
 from offload.plan.plan import Plan, plan
@@ -25,7 +25,6 @@ __all__ = [
     "Timeline",
     "Workload",
     "described_machine",
-    "model_facts",
     "named_machine",
     "plan",
     "search",

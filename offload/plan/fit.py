@@ -274,8 +274,8 @@ class MemoryNeeds:
 
     @property
     def chooses_outputs(self) -> bool:
-        """Whether attention may be kept or sent, and its size is known, from a config's facts."""
-        return self.request.has_outputs and self.facts.grade == "config"
+        """Whether attention may be kept or sent, and its size is known, from tested formulas."""
+        return self.request.has_outputs and self.facts.is_memory_tested
 
     @property
     def may_send(self) -> bool:
@@ -288,16 +288,16 @@ class MemoryNeeds:
     @property
     def chooses_sent_graphs(self) -> bool:
         """Whether graphs may be sent, and their size is known."""
-        return self.request.has_sent_graphs and self.may_send and self.facts.grade == "config"
+        return self.request.has_sent_graphs and self.may_send and self.facts.is_memory_tested
 
     @property
     def chooses_graphs(self) -> bool:
         """Whether the number of kept graphs is open, and the size of a graph is known.
 
-        The size is known from a trace, or from formulas that are tested for the families whose
-        facts are read from a config. For other models no graph is kept unless the request asks.
+        The size is known from a trace, or from formulas that are tested for the model's type. Of
+        other models no graph is kept unless the request asks.
         """
-        is_known = self.facts.grade == "config" or self.request.traced is not None
+        is_known = self.facts.is_memory_tested or self.request.traced is not None
         return is_known and self.request.num_kept_graphs is None
 
     def with_graphs(

@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from finetune.recipe.load import load_recipe
 from offload.engine.streams import Event
 from offload.errors import DoesNotFitError
-from offload.plan.facts.facts import AdapterSpec, model_facts
+from offload.plan.facts.facts import AdapterSpec
 from offload.plan.machine.machine import GIB, named_machine
 from offload.plan.schedule.op import Lane
 from tests.bench.gpu import (
@@ -58,6 +58,7 @@ from tests.bench.gpu.settings import Settings
 from tests.bench.gpu.table import REHEARSED, text_of
 from tests.bench.gpu.training import TINY, Session
 from tests.bench.record import ROOT, gpu, quantiles
+from tests.builders import model_facts
 
 pytestmark = pytest.mark.bench
 

@@ -36,7 +36,7 @@ from offload.engine.passes.part import RunStep
 from offload.engine.tracing.tracer import LiveBytes, Tracer
 from offload.engine.tracing.visits import SilentLauncher, trace_visits
 from offload.engine.visit_cache import VISIT_CACHE
-from offload.plan.facts.facts import NORM_ELEMENTS, SUM_ELEMENTS, AdapterSpec, model_facts
+from offload.plan.facts.facts import NORM_ELEMENTS, SUM_ELEMENTS, AdapterSpec
 from offload.plan.facts.trainable import all_weights
 from offload.plan.fit import MemoryNeeds
 from offload.plan.machine.machine import named_machine
@@ -52,7 +52,7 @@ from offload.plan.request import ObjectiveCost
 from offload.plan.schedule.op import Kind, Lane
 from offload.plan.schedule.schedule import NUM_FETCHED, Residency
 from offload.plan.sharded import SHARDS, as_sharded, sharded_plan
-from tests.builders import lora, request, workload
+from tests.builders import lora, model_facts, request, workload
 from tests.doubles import HookedDevice
 from tests.parity.objectives import ByRow, pairs, sigmoid
 from tests.parity.steps import OPTIONS

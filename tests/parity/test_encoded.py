@@ -25,12 +25,12 @@ from offload.engine.host.weights import values_shown
 from offload.engine.model.encoding import Encoding
 from offload.engine.model.layers import LayeredModel
 from offload.plan.facts.codec import CODECS
-from offload.plan.facts.facts import AdapterSpec, model_facts
+from offload.plan.facts.facts import AdapterSpec
 from offload.plan.fit import MemoryNeeds
 from offload.plan.machine.machine import named_machine
 from offload.plan.schedule.schedule import Order, Residency
 from tests.bench.bench_loading import load_apart, published_config
-from tests.builders import adapter, request, workload
+from tests.builders import adapter, model_facts, request, workload
 from tests.checkpoints import write_checkpoint
 from tests.parity.architectures import micro_batches as padded_batches
 from tests.parity.experts import TYPES, randomised

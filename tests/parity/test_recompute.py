@@ -31,7 +31,7 @@ from offload.engine.recompute import TiledMlp, Unread
 from offload.engine.tracing.tracer import LiveBytes, Tracer
 from offload.engine.tracing.visits import trace_visits
 from offload.errors import TransferError, UnsupportedModelError
-from offload.plan.facts.facts import AdapterSpec, linear_names, model_facts
+from offload.plan.facts.facts import AdapterSpec, linear_names
 from offload.plan.facts.workload import LayerCode
 from offload.plan.machine.machine import named_machine
 from offload.plan.memory.visit import visit_bytes
@@ -40,7 +40,7 @@ from offload.plan.schedule.schedule import Order
 from offload.plan.time.adapters import branches
 from offload.plan.time.costs import layer_work, price, recomputed_products
 from offload.plan.time.pricer import Pricer
-from tests.builders import adapter, byte_machine, workload
+from tests.builders import adapter, byte_machine, model_facts, workload
 from tests.counted import Counted
 from tests.doubles import HookedDevice
 from tests.parity.architectures import gradients as all_gradients

@@ -19,7 +19,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from finetune.recipe.load import shipped_shapes
+from finetune.recipe.load import SHIPPED_FACTS, shipped_shapes
+from finetune.recipe.recipe import recipes_dir
 from finetune.studio.runs import ASSETS, asset, plan_page
 
 ROOT = Path(__file__).parents[2]
@@ -55,6 +56,7 @@ def sources() -> list[Path]:
     )
     found = {Path(file) for file in json.loads(listed.stdout)}
     own = {file for file in found if file.is_relative_to(ROOT)} | set(shipped_shapes().values())
+    own.add(recipes_dir() / SHIPPED_FACTS)
     for whole in ("offload/plan", "offload/codecs", "offload/optimizers", "finetune/objectives"):
         own |= set((ROOT / whole).rglob("*.py"))  # any of them may be asked for
     return sorted(file.relative_to(ROOT) for file in own)

@@ -25,8 +25,9 @@ from finetune.planning.request import full_request
 from finetune.recipe.load import is_recipe, load_recipe, load_shape
 from finetune.recipe.recipe import Recipe, sections, settings, shipped_recipes
 from finetune.sweep.variants import variants_of
-from offload.plan import model_facts, named_machine, plan
+from offload.plan import named_machine, plan
 from tests.bench.gpu.record import PAGE, brief, section, with_section
+from tests.builders import model_facts
 from tests.conversations import read_conversations
 from tests.tools.reference import PARTS, current, with_part
 

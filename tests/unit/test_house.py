@@ -121,7 +121,6 @@ PUBLIC = {
         "Timeline",
         "Workload",
         "described_machine",
-        "model_facts",
         "named_machine",
         "plan",
         "search",
@@ -138,6 +137,7 @@ PUBLIC = {
         "Recipe",
         "load_recipe",
         "merge",
+        "model_facts",
     },
 }
 

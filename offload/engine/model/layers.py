@@ -56,8 +56,9 @@ from offload.engine.pointwise.recognise import DTYPES
 from offload.engine.randomness import same_randomness
 from offload.engine.visit_cache import patched
 from offload.errors import OffloadError, UnsupportedModelError
-from offload.plan.facts.families import RESIDENT_HINT
 from offload.plan.facts.workload import FusedPart
+
+RESIDENT_HINT = "train this model resident, with another tool"
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

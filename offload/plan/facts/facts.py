@@ -1,26 +1,27 @@
-"""What a model is made of: shapes and counts from its config, without weights."""
+"""What a model is made of: shapes and counts, read off the model that is built without weights.
+
+`finetune.model.facts` reads them; shipped shapes have theirs as JSON, so they need no torch.
+"""
 
 import difflib
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
-from typing import Literal
+from itertools import groupby
+from typing import Any, Literal
 
-from offload.errors import UnsupportedModelError
 from offload.plan.facts.codec import NATIVE
-from offload.plan.facts.families import (
-    FAMILIES,
-    REFUSED,
-    RESIDENT_HINT,
-    TEXT_TIED,
-    WHOLE_TIED,
-    Config,
-    Family,
-    Mixer,
-    with_unread_last,
+from offload.plan.facts.linears import (
+    FP32_BYTES,
+    Attention,
+    DeltaAttention,
+    Group,
+    Linear,
+    Norm,
+    Recurrence,
+    SoftmaxAttention,
 )
-from offload.plan.facts.linears import FP32_BYTES, Attention, Group, Linear, Norm, SoftmaxAttention
 from offload.plan.facts.optimizer import Shape
 
 
@@ -172,8 +173,9 @@ class WeightInventory:
         return encoded / sum(row.decoded_bytes for row in rows) if rows else 0.0
 
 
-TIED_KEY = "tie_word_embeddings"
-MAX_LAYERS = 10_000
+ATTENTIONS: Mapping[str, type[Attention]] = {
+    kind.__name__: kind for kind in (SoftmaxAttention, DeltaAttention, Recurrence)
+}
 
 
 class HashedOnce:
@@ -199,6 +201,8 @@ class LayerFacts(HashedOnce):
     linears: tuple[Linear, ...]  # all matrix products except those within attention
     norms: tuple[Norm, ...]  # all norms, including those on queries and keys
     num_others: int = 0  # other parameters: attention sinks, convolutions, decays, scales
+    # Whether one operator can rotate queries and keys, as the engine proves on the model's code.
+    is_rotation_fusable: bool = False
 
     __hash__ = HashedOnce.__hash__
 
@@ -299,7 +303,8 @@ class ModelFacts(HashedOnce):
         layers: The layers in forward order.
         num_classes: Outputs of a head that does not predict tokens: 1 of a reward model, of a
             classifier one for each class; 0 if the head predicts tokens.
-        grade: Whether the facts come from the config or from the model, built without weights.
+        is_memory_tested: Whether the formulas of its layers' memory are tested against the model of
+            its type; of others a plan keeps and sends nothing before it is traced.
     """
 
     model_type: str
@@ -314,12 +319,34 @@ class ModelFacts(HashedOnce):
     layer_input_features: int = 0
     layers: tuple[LayerFacts, ...]
     num_classes: int = 0
-    grade: Literal["config", "built"] = "config"
+    is_memory_tested: bool = False
 
     __hash__ = HashedOnce.__hash__
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(map(_one_of, self.layers)))
+
+    def to_json(self) -> dict[str, Any]:
+        """Write the facts as JSON that `from_json` reads: each kind of layer once, then its runs.
+
+        Values that are a field's default are left out.
+        """
+        kinds = list(dict.fromkeys(self.layers))
+        runs = [[kinds.index(kind), len(list(equal))] for kind, equal in groupby(self.layers)]
+        rows = [
+            _written(kind)
+            | {"attention": [type(kind.attention).__name__, _written(kind.attention)]}
+            for kind in kinds
+        ]
+        return {**_written(self), "kinds": rows, "layers": runs}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "ModelFacts":
+        """Read what `to_json` wrote."""
+        kinds = [_layer_of(**row) for row in values["kinds"]]
+        layers = tuple(kinds[kind] for kind, number in values["layers"] for _ in range(number))
+        others = {name: value for name, value in values.items() if name != "kinds"}
+        return cls(**others | {"layers": layers})
 
     @property
     def num_outputs(self) -> int:
@@ -351,6 +378,30 @@ class ModelFacts(HashedOnce):
     def num_active_parameters(self) -> int:
         """Parameters that one token uses."""
         return self.outer_parameters + sum(layer.num_active_parameters for layer in self.layers)
+
+
+def _written(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_written(part) for part in value]
+    if not is_dataclass(value):
+        return value
+    given = {field.name: (getattr(value, field.name), field.default) for field in fields(value)}
+    return {name: _written(part) for name, (part, default) in given.items() if part != default}
+
+
+def _layer_of(
+    attention: tuple[str, Mapping[str, Any]],
+    linears: Iterable[Mapping[str, Any]] = (),
+    norms: Iterable[Mapping[str, Any]] = (),
+    **others: Any,
+) -> LayerFacts:
+    name, sizes = attention
+    return LayerFacts(
+        attention=ATTENTIONS[name](**sizes),
+        linears=tuple(Linear(**row) for row in linears),
+        norms=tuple(Norm(**row) for row in norms),
+        **others,
+    )
 
 
 def with_classifier_head(facts: ModelFacts, num_classes: int, *, has_bias: bool) -> ModelFacts:
@@ -496,170 +547,3 @@ def linear_names(facts: ModelFacts) -> tuple[str, ...]:
     """Return the names of the linear modules that can be adapter targets, in order of use."""
     names = (linear.name for layer in facts.layers for linear in layer.linears if linear.is_module)
     return tuple(dict.fromkeys(names))
-
-
-# ---------------------------------------------------------------------------------------------
-# From a config
-
-
-def model_facts(config: Mapping[str, object]) -> ModelFacts:
-    """Read a model's shapes from its Hugging Face config, the parsed config.json.
-
-    For a composite of text and images only the text part counts, as the rest is not trained.
-
-    Raises:
-        UnsupportedModelError: The model type is unknown or cannot be trained layer by layer, or a
-            key is missing or of the wrong type.
-    """
-    config = text_config(config)
-    model_type = config.get("model_type")
-    refuse_by_name(config)
-    if not isinstance(model_type, str) or model_type not in FAMILIES:
-        near = difflib.get_close_matches(str(model_type), FAMILIES, n=3, cutoff=0.0)
-        raise UnsupportedModelError(
-            f"model_type {model_type!r} is not known to the planner",
-            limit=f"known are {', '.join(sorted(FAMILIES))}",
-            hint=f"nearest: `{'`, `'.join(near)}`",
-        )
-    family = FAMILIES[model_type]
-    read = Config(config, model_type, family.defaults)
-    hidden, vocab_size = read.size("hidden_size"), read.size("vocab_size")
-    num_layers = read.size("num_hidden_layers")
-    if num_layers > MAX_LAYERS:
-        raise UnsupportedModelError(
-            f"`num_hidden_layers` is {num_layers} in the config of a {model_type} model",
-            limit=f"a model of at most {MAX_LAYERS:,} layers can be planned",
-            hint="correct `num_hidden_layers` in config.json",
-        )
-    input_size = read.size_or("hidden_size_per_layer_input", 0) if family.has_layer_inputs else 0
-    others = 0
-    if input_size:
-        table = read.size("vocab_size_per_layer_input")
-        others = num_layers * input_size * (table + hidden) + input_size
-    types = read.names("layer_types")
-    if types and len(types) < num_layers:
-        raise UnsupportedModelError(
-            f"`layer_types` names {len(types)} layers of a {model_type} model",
-            limit=f"it has {num_layers}",
-            hint="correct `layer_types` or `num_hidden_layers` in config.json",
-        )
-    is_tied = read.flag(TIED_KEY, default=family.is_tied)
-    return ModelFacts(
-        model_type=model_type,
-        hidden_size=hidden,
-        vocab_size=vocab_size,
-        max_position_embeddings=read.size("max_position_embeddings"),
-        embedding_parameters=vocab_size * hidden,
-        head_parameters=0 if is_tied else vocab_size * hidden,
-        tie_word_embeddings=is_tied,
-        final_norm_parameters=hidden if family.has_norm_weights else 0,
-        num_others=others,
-        layer_input_features=input_size,
-        layers=tuple(_layer(i, num_layers, family, read, input_size) for i in range(num_layers)),
-    )
-
-
-def is_known(config: Mapping[str, object]) -> bool:
-    """Return whether `model_facts` knows the type, if only to refuse it."""
-    model_type = str(text_config(config).get("model_type"))
-    return model_type in FAMILIES or model_type in REFUSED
-
-
-def text_config(config: Mapping[str, object]) -> Mapping[str, object]:
-    """Return the text part of a composite's config, and any other config unchanged.
-
-    A part without a model type takes the composite's. Which of the two decides whether the head is
-    tied differs by model, as in transformers.
-    """
-    text, outer, key = config.get("text_config"), str(config.get("model_type")), TIED_KEY
-    if not isinstance(text, Mapping):
-        return config
-    tied = config.get(key, WHOLE_TIED.get(outer, text.get(key)))
-    if outer in TEXT_TIED or (outer.startswith("qwen2") and text.get(key)):
-        tied = text.get(key)
-    return {"model_type": f"{outer}_text", **text, key: tied}
-
-
-def refuse_by_name(config: Mapping[str, object]) -> None:
-    """Refuse models that the engine refuses, for a reason that is in the config.
-
-    Raises:
-        UnsupportedModelError: Its layers cannot be visited one by one.
-    """
-    model_type, num_shared = str(config.get("model_type")), config.get("num_kv_shared_layers")
-    if model_type in REFUSED:
-        raise UnsupportedModelError(
-            f"model_type {model_type!r} cannot be trained layer by layer",
-            limit=REFUSED[model_type],
-            hint=RESIDENT_HINT,
-        )
-    if num_shared:
-        raise UnsupportedModelError(
-            f"config.num_kv_shared_layers is {num_shared}",
-            limit="layers that read another layer's keys and values cannot be visited alone",
-            hint=RESIDENT_HINT,
-        )
-
-
-def _layer(i: int, num_layers: int, family: Family, read: Config, input_size: int) -> LayerFacts:
-    hidden = read.size("hidden_size")
-    mixer = _mixer(i, num_layers, family, read)
-    is_moe = family.experts is not None and _has_experts(i, family, read)
-    linears, num_norms, others = list(mixer.linears), family.num_norms, mixer.num_others
-    norms = list(mixer.norms)
-    if not is_moe or family.has_mlp_beside_experts:
-        mlp = family.mlp.read(read, hidden)
-        linears += mlp if family.has_norm_after_mlp else with_unread_last(mlp)
-    if is_moe:
-        assert family.experts is not None
-        experts = family.experts.read(read, hidden, is_unread=not family.has_norm_after_mlp)
-        linears += experts
-        if family.has_mlp_beside_experts:
-            num_norms += 3
-        if family.experts.has_router_scales:
-            others += hidden + max(linear.num_experts for linear in experts)
-            norms.append(Norm(num_features=hidden, num_weights=0))
-    if input_size:
-        linears += [
-            Linear(name="per_layer_input_gate", group="mlp", d_in=hidden, d_out=input_size),
-            Linear(
-                name="per_layer_projection",
-                group="mlp",
-                d_in=input_size,
-                d_out=hidden,
-                reads="gated",
-            ),
-        ]
-        num_norms += 1
-    plain = Norm(num_features=hidden, num_weights=hidden if family.has_norm_weights else 0)
-    return LayerFacts(
-        attention=mixer.attention,
-        linears=tuple(linears),
-        norms=(*num_norms * (plain,), *norms),
-        num_others=others,
-    )
-
-
-def _has_experts(i: int, family: Family, read: Config) -> bool:
-    if family.has_mlp_beside_experts:
-        return read.flag("enable_moe_block", default=False)
-    return family.experts is not None and family.experts.is_in(i, read)
-
-
-def _mixer(i: int, num_layers: int, family: Family, read: Config) -> Mixer:
-    hidden, types = read.size("hidden_size"), read.names("layer_types")
-    is_linear = types[i] == "linear_attention" if types else family.is_linear(i, read)
-    if family.delta is not None and is_linear:
-        return family.delta.read(read, hidden)
-    is_last = family.has_global_last and i == num_layers - 1
-    return family.attention.read(read, hidden, None if is_last else _window(i, family, read))
-
-
-def _window(i: int, family: Family, read: Config) -> int | None:
-    if family.has_window_switch and not read.flag("use_sliding_window", default=False):
-        return None
-    if read.is_null("sliding_window"):
-        return None
-    types = read.names("layer_types")
-    slides = types[i] == "sliding_attention" if types else family.slides(i, read)
-    return read.size_or("sliding_window", 0) or None if slides else None

@@ -29,6 +29,8 @@ class Linear:
     # Whether nothing but the layer's output depends on its value: a layer that is recomputed for
     # its gradients can leave it out.
     is_unread: bool = False
+    # Whether it ends an MLP whose gated activation one operator can compute.
+    is_gate_fusable: bool = False
 
     @property
     def num_weights(self) -> int:
@@ -67,6 +69,8 @@ class Norm:
     num_features: int  # elements of one token that pass through it, over all heads
     num_weights: int  # its weights: those of one head, or none
     num_biases: int = 0  # its biases
+    is_fusable: bool = False  # whether one operator can compute it
+    is_in_rotation: bool = False  # whether the operator that rotates its output can compute it too
 
 
 # ---------------------------------------------------------------------------------------------

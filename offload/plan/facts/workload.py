@@ -8,7 +8,6 @@ from offload.plan.facts.codec import CODECS, NATIVE, aligned
 from offload.plan.facts.facts import AdapterSpec, LayerFacts, ModelFacts
 from offload.plan.facts.linears import (
     Attention,
-    DeltaAttention,
     Linear,
     Norm,
     SoftmaxAttention,
@@ -26,26 +25,8 @@ from offload.plan.facts.trainable import (
 )
 from offload.plan.schedule.schedule import NUM_ROW_BUFFERS
 
-# ---------------------------------------------------------------------------------------------
-# What of a layer fused operators compute, as far as facts tell before a model is built.
-#
-# The engine proves it on the model's own modules (`offload.engine.pointwise.recognise`); a test
-# holds this to it, family by family. What facts leave open counts as the model's own code, which
-# moves and keeps more. An activation other than SiLU or GELU is not in the facts.
-
 FusedPart = Literal["norms", "rotary", "gates", "loss"]
 """What is computed by fused operators, or by the model's own code: each by itself."""
-MAX_NORM_WEIGHTS = 16384  # a kernel's program holds whole rows
-# Families whose attention rotates the halves of a head by one function of queries and keys.
-ROTATES_HALVES = frozenset(
-    (
-        *("llama", "mistral", "ministral", "ministral3", "mixtral", "qwen2", "qwen2_moe", "qwen3"),
-        *("qwen3_moe", "gemma", "gemma2", "gemma3_text", "phi3", "olmoe", "granite", "granitemoe"),
-        *("glm4_moe", "olmo", "olmo2", "olmo3"),
-    )
-)
-# Of these, whose attention rotates what it normed head by head, and nothing else reads that.
-NORMS_HEADS = frozenset(("qwen3", "qwen3_moe", "gemma3_text"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,20 +51,21 @@ class FusedParts:
 NOTHING = FusedParts()
 
 
-def fused_parts(facts: ModelFacts, layer: LayerFacts, spec: AdapterSpec) -> FusedParts:
-    """Return what the fused operators compute of a layer with an adapter."""
-    if facts.grade != "config":
-        return NOTHING
-    norms = layer.norms
-    if isinstance(layer.attention, DeltaAttention):  # its norm is multiplied by a gate
-        norms = norms[:-1]
-    fused = tuple(norm for norm in norms if _is_frozen(spec) and _is_rms(norm))
+def fused_parts(layer: LayerFacts, spec: AdapterSpec) -> FusedParts:
+    """Return what the fused operators compute of a layer with an adapter.
+
+    The engine proves it on the model's own modules (`offload.engine.pointwise.recognise`), and the
+    facts say what it proved. Fused norms have no gradient by their weights, and of an MLP whose
+    linears train whole the model's own code computes the gate.
+    """
+    is_frozen = spec.whole is None and NORMS not in spec.modules
+    norms = tuple(norm for norm in layer.norms if norm.is_fusable and is_frozen)
+    trained = {linear.group for linear in layer.linears if linear.name in spec.modules}
     return FusedParts(
-        norms=fused,
-        has_rotary=isinstance(layer.attention, SoftmaxAttention)
-        and facts.model_type in ROTATES_HALVES,
-        head_norms=fused[-2:] if facts.model_type in NORMS_HEADS else (),
-        downs=tuple(linear for linear in layer.linears if _is_gated_mlp(layer, linear, spec)),
+        norms=norms,
+        has_rotary=layer.is_rotation_fusable,
+        head_norms=tuple(norm for norm in norms if norm.is_in_rotation),
+        downs=tuple(x for x in layer.linears if x.is_gate_fusable and x.group not in trained),
     )
 
 
@@ -93,28 +75,6 @@ def compiled_parts(layer: LayerFacts) -> FusedParts:
         norms=layer.norms,
         has_rotary=isinstance(layer.attention, SoftmaxAttention),
         downs=tuple(x for x in layer.linears if x.reads == "gated" and x.group != "experts"),
-    )
-
-
-def _is_frozen(spec: AdapterSpec) -> bool:
-    """Return whether the layers' norms are frozen: fused ones have no gradient by their weights."""
-    return spec.whole is None and NORMS not in spec.modules
-
-
-def _is_rms(norm: Norm) -> bool:
-    """Return whether a norm of a known family is an RMSNorm with weights."""
-    return 0 < norm.num_weights <= MAX_NORM_WEIGHTS and not norm.num_biases
-
-
-def _is_gated_mlp(layer: LayerFacts, down: Linear, spec: AdapterSpec) -> bool:
-    """Return whether a linear ends an MLP of three linears, none of which is trained whole."""
-    names = ("gate_proj", "up_proj", "down_proj")
-    group = {linear.name for linear in layer.linears if linear.group == down.group}
-    return (
-        down.group in ("mlp", "shared_experts")
-        and (down.name, down.reads) == ("down_proj", "gated")
-        and group >= set(names)
-        and not set(names) & set(spec.modules)
     )
 
 
@@ -262,25 +222,21 @@ class Workload:
         """Return whether one operator computes the loss of logits and its gradient on a device."""
         return self.code_on(device) == "fused" and "loss" not in self.plain_parts
 
-    def kept_fused(
-        self, facts: ModelFacts, layer: LayerFacts, device: Literal["cuda", "cpu"]
-    ) -> FusedParts:
+    def kept_fused(self, layer: LayerFacts, device: Literal["cuda", "cpu"]) -> FusedParts:
         """Return the parts of a layer that keep what fused operators keep for the backward.
 
         What torch's compiler keeps is not known before it has run: the model's own code keeps more.
         """
         if self.code_on(device) != "fused":
             return NOTHING
-        parts = fused_parts(facts, layer, self.adapter).without(self.plain_parts)
+        parts = fused_parts(layer, self.adapter).without(self.plain_parts)
         tiled = self.tiled(layer)  # in tiles an MLP's own code computes its gate
         return replace(parts, downs=tuple(x for x in parts.downs if x not in tiled))
 
-    def fused(
-        self, facts: ModelFacts, layer: LayerFacts, device: Literal["cuda", "cpu"]
-    ) -> FusedParts:
+    def fused(self, layer: LayerFacts, device: Literal["cuda", "cpu"]) -> FusedParts:
         """Return the parts of a layer that read and write each operand once."""
         is_compiled = self.code_on(device) == "compiled"
-        return compiled_parts(layer) if is_compiled else self.kept_fused(facts, layer, device)
+        return compiled_parts(layer) if is_compiled else self.kept_fused(layer, device)
 
     def tiled(self, layer: LayerFacts) -> tuple[Linear, ...]:
         """Return the linears of a layer's MLP, if it is computed in tiles of tokens.

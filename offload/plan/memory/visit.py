@@ -167,7 +167,7 @@ def _with_tiles(
     tile = (workload.mlp_chunk_tokens or 0) * per_token + summed
     tile += cast_bytes(adapted, spec=spec, dtype_bytes=b)
     output = workload.reads_output(mlp) * hidden * b
-    is_norm_fused = set(layer.norms) == set(workload.kept_fused(facts, layer, machine.device).norms)
+    is_norm_fused = set(layer.norms) == set(workload.kept_fused(layer, machine.device).norms)
     in_norm = FUSED_NORM_COPIES * b if is_norm_fused else NORM_COPIES[b] * FP32_BYTES
     in_attention = workload.num_tokens * _attention_gradients(layer.attention) * b
     later = max(output + hidden * (in_norm + b), hidden * b + in_attention, output + one.gradients)
@@ -201,7 +201,7 @@ def _visit_bytes(
     experts = [linear for linear in adapted if linear.group == "experts"]
     linears = [linear for linear in adapted if linear.group != "experts"]
     form = experts_form(machine.experts_implementation.value, is_adapted=bool(experts))
-    fused = workload.kept_fused(facts, layer, machine.device)
+    fused = workload.kept_fused(layer, machine.device)
     is_cuda = machine.device == "cuda"
     saved = saved_bytes_per_token(
         facts,

@@ -66,7 +66,7 @@ Part = tuple[float, int, PassCounts]
 
 def pointwise_work(at: Pricer, layer: LayerFacts) -> VisitWork:
     """Price norms, rotary embedding, residuals, and activations except those of routed experts."""
-    fused = at.workload.fused(at.facts, layer, at.machine.device)
+    fused = at.workload.fused(layer, at.machine.device)
     forward, backward = Work(), _summed_gradients(at, layer)
     is_compiled = at.workload.code_on(at.machine.device) == "compiled"
     for parts, is_fused in (

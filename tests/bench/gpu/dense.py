@@ -1,12 +1,13 @@
 """Qwen3-8B's and Qwen3-32B's shapes, LoRA on all linear layers."""
 
-from offload.plan.facts.facts import AdapterSpec, linear_names, model_facts
+from offload.plan.facts.facts import AdapterSpec, linear_names
 from tests.bench.gpu.journal import Journal
 from tests.bench.gpu.models import fields
 from tests.bench.gpu.moe30b import parts_of, wanted
 from tests.bench.gpu.parts import worth_running
 from tests.bench.gpu.settings import Settings
 from tests.bench.gpu.training import machine_for, model_of, row_name, run_parts
+from tests.builders import model_facts
 
 RANK, SEQ_LENS = 16, (2048, 8192)
 FORMS: tuple[tuple[str, str, tuple[float, ...]], ...] = (

@@ -20,7 +20,7 @@ from finetune.errors import FinetuneError
 from finetune.report.explain import METRICS, explain
 from finetune.report.prediction import read_predictions
 from finetune.run.run_files import read_rows
-from offload.plan.facts.facts import AdapterSpec, model_facts
+from offload.plan.facts.facts import AdapterSpec
 from offload.plan.machine.machine import GIB, named_machine
 from tests.bench.gpu import models, moe30b
 from tests.bench.gpu.ceiling import once_flops
@@ -28,6 +28,7 @@ from tests.bench.gpu.journal import Journal
 from tests.bench.gpu.peers import watched
 from tests.bench.gpu.settings import Settings
 from tests.bench.record import ROOT, quantiles
+from tests.builders import model_facts
 from tests.doubles import tiny_tokenizer
 
 PART, RECIPE, CARD = "qwen30b_lora_5090", ROOT / "recipes/qwen30b_lora_5090.yaml", "rtx5090"

@@ -38,7 +38,6 @@ from offload.engine.model.readers import candidates, unheld_products
 from offload.engine.recompute import Unread
 from offload.engine.streams import release_cached, seconds_of
 from offload.engine.visit_cache import VISIT_CACHE
-from offload.plan.facts.facts import model_facts
 from offload.plan.machine.machine import ExpertsImplementation
 from tests.bench.gpu import models
 from tests.bench.gpu.ceiling import ceiling_of
@@ -48,6 +47,7 @@ from tests.bench.gpu.launches import captured
 from tests.bench.gpu.settings import Settings
 from tests.bench.gpu.training import TINY, TINY_EXPERTS
 from tests.bench.grouped import failures
+from tests.builders import model_facts
 
 SHAPES = ("qwen3-30b-a3b", "qwen3-8b")
 LENS, REHEARSED_LENS = (8192, 2048), (16,)

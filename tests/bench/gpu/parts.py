@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from offload.errors import DoesNotFitError
-from offload.plan.facts.facts import AdapterSpec, ModelFacts, model_facts
+from offload.plan.facts.facts import AdapterSpec, ModelFacts
 from offload.plan.facts.workload import LayerCode, Workload
 from offload.plan.fit import MemoryNeeds
 from offload.plan.machine.machine import GIB, Machine
@@ -29,6 +29,7 @@ from offload.plan.split import Split
 from offload.plan.step import MOST_TOKENS, Drafts, break_even_tokens
 from offload.plan.time.costs import price
 from tests.bench.gpu.rig import NUM_STEPS
+from tests.builders import model_facts
 
 MIN_LAYERS = 6  # with fewer, the first and last visits of a sweep are most of it
 DIVISORS = (1, 2, 3, 4, 6, 8)

@@ -37,13 +37,13 @@ from finetune.run.run_dir import RunDir, as_begun
 from finetune.training.prepare import with_chosen
 from offload.errors import DoesNotFitError
 from offload.plan.facts.codec import codecs_that
-from offload.plan.facts.facts import ModelFacts, model_facts
+from offload.plan.facts.facts import ModelFacts
 from offload.plan.machine.cards import CARDS
 from offload.plan.machine.machine import GIB, Machine, named_machine
 from offload.plan.plan import plan
 from offload.plan.request import PlanRequest, with_workload
 from offload.plan.schedule.schedule import Order
-from tests.builders import recipe_values
+from tests.builders import model_facts, recipe_values
 from tests.command import run
 from tests.tiers import mostly_slow
 

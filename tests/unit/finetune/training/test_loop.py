@@ -45,12 +45,12 @@ from finetune.training.run import Run
 from offload.engine.engine import Engine
 from offload.engine.objective import Scores
 from offload.errors import DoesNotFitError
-from offload.plan.facts.facts import AdapterSpec, linear_names, model_facts
+from offload.plan.facts.facts import AdapterSpec, linear_names
 from offload.plan.machine.machine import GIB, Machine, named_machine, with_interconnect
 from offload.plan.memory.memory import device_terms
 from offload.plan.memory.visit import visit_bytes
 from offload.plan.plan import plan
-from tests.builders import adapter, qwen3_8b, request, workload
+from tests.builders import adapter, model_facts, qwen3_8b, request, workload
 from tests.parity.steps import tiny
 from tests.parity.tiny_models import tiny_model
 from tests.rehearsals import rehearse

@@ -20,7 +20,7 @@ from finetune.planning.request import full_request
 from finetune.recipe.recipe import Recipe
 from offload.engine.engine import EngineOptions
 from offload.errors import DoesNotFitError, OffloadError, UnsupportedModelError
-from offload.plan.facts.facts import AdapterSpec, WholeWeights, model_facts, with_classifier_head
+from offload.plan.facts.facts import AdapterSpec, WholeWeights, with_classifier_head
 from offload.plan.facts.linears import DeltaAttention, SoftmaxAttention
 from offload.plan.facts.trainable import HEAD as HEAD_NAME
 from offload.plan.facts.trainable import (
@@ -55,7 +55,7 @@ from offload.plan.schedule.simulate import simulate
 from offload.plan.split import Split
 from offload.plan.time.attention import attention_work
 from offload.plan.what_if import what_if
-from tests.builders import lora, qwen3_8b, request, slow_link, workload
+from tests.builders import lora, model_facts, qwen3_8b, request, slow_link, workload
 from tests.parity.steps import MODELS
 
 CARD = named_machine("rtx4090")

@@ -14,14 +14,13 @@ import torch
 import yaml
 from peft import LoraConfig, get_peft_model
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
-from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.adapter.lora import add_lora, trained
 from finetune.adapter.lora import linear_names as linear_names_of_lora
-from finetune.adapter.lora import linear_names as names_of_model
 from finetune.model.empty import compute_exactly
-from finetune.recipe.adapters import LoraSection
+from finetune.model.facts import MEMORY_TESTED
+from finetune.recipe.sections import AdapterSection
 from offload.engine.model.layers import LayeredModel
 from offload.errors import UnsupportedModelError
 from offload.plan.facts.facts import (
@@ -30,9 +29,7 @@ from offload.plan.facts.facts import (
     ModelFacts,
     adapted_linears,
     linear_names,
-    model_facts,
 )
-from offload.plan.facts.families import FAMILIES, REFUSED
 from offload.plan.facts.linears import (
     DELTA_CHUNK_TOKENS,
     DeltaAttention,
@@ -47,7 +44,7 @@ from offload.plan.facts.trainable import (
     trained_parameters,
     trained_tensor_shapes,
 )
-from offload.plan.facts.workload import NOTHING, FusedPart, fused_parts
+from offload.plan.facts.workload import FusedPart, fused_parts
 from offload.plan.machine.machine import Machine, named_machine
 from offload.plan.memory.memory import device_terms, recorded_bytes
 from offload.plan.memory.visit import adapter_input_bytes, cast_bytes, saved_bytes_per_token
@@ -56,10 +53,9 @@ from offload.plan.schedule.op import Kind
 from offload.plan.time.attention import attention_work
 from offload.plan.time.costs import price
 from offload.plan.time.roofline import layer_flops
-from tests.builders import QWEN3_30B, adapter, lora, qwen3_8b, request, workload
+from tests.builders import QWEN3_30B, adapter, lora, model_facts, qwen3_8b, request, workload
 from tests.counted import SMALL
 from tests.counting import counted, on_meta, without_zeros
-from tests.parity.tiny_models import SPECIAL, small, tiny_config
 from tests.tiers import mostly_slow
 
 SHAPES = Path(__file__).parents[4] / "recipes" / "shapes"
@@ -123,12 +119,6 @@ def test_counts_of_real_shapes_equal_the_built_model(path: Path) -> None:
     assert_equal_to_built(yaml.safe_load(path.read_text()))
 
 
-@pytest.mark.parametrize("config", TINY_CONFIGS.values(), ids=TINY_CONFIGS)
-def test_a_config_written_by_transformers_is_read_the_same(config: dict[str, Any]) -> None:
-    written = AutoConfig.for_model(**config).to_dict()
-    assert model_facts(written) == model_facts(config)
-
-
 def test_attention_and_expert_weights_of_a_qwen_30b_layer_are_1_245_708_288_bytes() -> None:
     layer = model_facts(QWEN3_30B).layers[0]
     assert 2 * (layer.weights("attention") + layer.weights("experts")) == 1_245_708_288
@@ -165,54 +155,6 @@ def test_all_linear_in_peft_means_the_names_that_facts_lists() -> None:
     model = get_peft_model(on_meta(config), LoraConfig(r=2, target_modules="all-linear"))
     adapted = {name.split(".")[-2] for name, _ in model.named_modules() if name.endswith(".lora_A")}
     assert adapted == set(linear_names(model_facts(config)))
-
-
-def test_an_unknown_model_type_names_the_nearest() -> None:
-    with pytest.raises(UnsupportedModelError, match=r"(?s)'qwen3moe'.*hint: .*qwen3_moe") as e:
-        model_facts(QWEN3_30B | {"model_type": "qwen3moe"})
-    assert e.value.limit.startswith("known are deepseek_v2, deepseek_v3, gemma")
-
-
-@pytest.mark.parametrize("key", sorted(QWEN3_30B.keys() - {"num_key_value_heads", "head_dim"}))
-def test_a_config_without_a_needed_size_is_refused_by_the_key(key: str) -> None:
-    config = {name: value for name, value in QWEN3_30B.items() if name != key}
-    with pytest.raises(UnsupportedModelError, match=key):
-        model_facts(config)
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "limit"),
-    [
-        ("hidden_size", "2048", "a whole number"),
-        ("num_experts", True, "a whole number"),
-        ("tie_word_embeddings", 1, "true or false"),
-        ("mlp_only_layers", 3, "a list"),
-    ],
-)
-def test_a_value_of_the_wrong_type_is_refused_with_key_and_value(
-    key: str, value: object, limit: str
-) -> None:
-    with pytest.raises(UnsupportedModelError, match=f"`{key}` is {value!r} .*must be {limit}"):
-        model_facts(QWEN3_30B | {key: value})
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        *(("num_hidden_layers", value) for value in (10**9, 0, -1)),
-        *(("num_attention_heads", value) for value in (0, 10**400)),
-        *(("head_dim", value) for value in (0, -8)),
-        ("hidden_size", 10**18),
-        ("num_key_value_heads", 0),
-        ("max_position_embeddings", -1),
-        ("partial_rotary_factor", "half"),
-        ("partial_rotary_factor", 1e300),
-    ],
-)
-def test_a_size_that_no_model_has_is_refused_by_the_key(key: str, value: object) -> None:
-    with pytest.raises(UnsupportedModelError, match=f"`{key}` is ") as caught:
-        model_facts(QWEN3_30B | {key: value})
-    assert len(str(caught.value)) < 300
 
 
 def test_a_target_that_no_layer_has_is_refused_with_the_nearest_name() -> None:
@@ -407,73 +349,6 @@ def test_counts_per_tensor_class_equal_the_built_model_families(config: Config) 
 
 
 @pytest.mark.usefixtures("quiet")
-@pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
-def test_a_config_written_by_transformers_is_read_the_same_families(config: Config) -> None:
-    written = AutoConfig.for_model(**copy.deepcopy(config)).to_dict()
-    if config["model_type"].startswith("gemma4"):  # kept by layer there, not by its own name
-        written |= {key: config[key] for key in config if "global" in key}
-    assert model_facts(written) == model_facts(config)
-
-
-@pytest.mark.usefixtures("quiet")
-@pytest.mark.parametrize("model_type", FAMILIES)
-def test_a_missing_size_is_the_one_that_transformers_takes(model_type: str) -> None:
-    theirs = CONFIG_MAPPING[model_type]().get_text_config().to_dict()
-    ours = FAMILIES[model_type].defaults
-    # what they derive from other sizes, or switch off, is none of the defaults
-    given = {key: theirs[key] for key in ours if theirs.get(key)}
-    assert {key: ours[key] for key in given} == given
-
-
-@pytest.mark.usefixtures("quiet")
-def test_every_family_is_built_in_a_test() -> None:
-    others = {"llama", "mistral", "mixtral", "qwen2_moe", "qwen3", "qwen3_moe", "olmoe", "gpt_oss"}
-    parts = {name for name in FAMILIES if "_vl" in name}  # tested below, as composites
-    assert FAMILIES.keys() == {c["model_type"] for c in VARIANTS.values()} | others | parts
-
-
-# -------------------------------------------------------------------------------------- composites
-
-COMPOSITES = (
-    "gemma3",
-    "gemma4",
-    "mistral3",
-    "qwen2_vl",
-    "qwen2_5_vl",
-    "qwen3_vl",
-    "qwen3_vl_moe",
-    "qwen3_5",
-    "qwen3_5_moe",
-)
-
-
-def built_composite(config: Config) -> Any:
-    config = copy.deepcopy(config)
-    with torch.device("meta"):
-        built = AutoConfig.for_model(config.pop("model_type"), **config)
-        try:
-            return AutoModelForCausalLM.from_config(built)
-        except ValueError:  # such a type is loaded as a model for text and images only
-            model_class: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(built)]
-            return model_class._from_config(built)
-
-
-@pytest.mark.usefixtures("quiet")
-@pytest.mark.parametrize(
-    ("whole", "part"), [(None, None), (None, True), (True, None), (True, False), (False, True)]
-)
-@pytest.mark.parametrize("model_type", COMPOSITES)
-def test_of_a_composite_the_text_part_is_counted(
-    model_type: str, whole: bool | None, part: bool | None
-) -> None:
-    config = small(CONFIG_MAPPING[model_type], SPECIAL.get(model_type, {})).to_dict()
-    for values, flag in ((config, whole), (config["text_config"], part)):
-        values.pop("tie_word_embeddings", None)
-        values |= {} if flag is None else {"tie_word_embeddings": flag}
-    assert_equal_to_built_families(model_facts(config), built_composite(config))
-
-
-@pytest.mark.usefixtures("quiet")
 def test_the_published_gemma_3_says_little_and_is_read() -> None:
     text = {
         "hidden_size": 2560,
@@ -486,16 +361,6 @@ def test_the_published_gemma_3_says_little_and_is_read() -> None:
     assert_equal_to_built_families(facts, on_meta(dict(text)))
     assert facts.num_parameters / 1e9 == pytest.approx(3.88, rel=1e-3)
     assert [layer.window for layer in facts.layers[:7]] == [1024] * 5 + [None, 1024]
-
-
-@pytest.mark.usefixtures("quiet")
-def test_a_flat_config_of_a_composite_is_read_too() -> None:
-    facts = model_facts(FAMILIES_TINY | {"model_type": "qwen2_5_vl"})
-    text = {
-        "model_type": "qwen2_5_vl",
-        "text_config": FAMILIES_TINY | {"model_type": "qwen2_5_vl_text"},
-    }
-    assert facts.layers == model_facts(text).layers
 
 
 # ---------------------------------------------------------------------------------- published sizes
@@ -618,37 +483,7 @@ def test_the_kinds_of_attention_are_read_by_layer() -> None:
     ]
 
 
-@pytest.mark.usefixtures("quiet")
-@pytest.mark.parametrize("model_type", sorted(REFUSED))
-def test_what_the_engine_refuses_is_refused_by_name(model_type: str) -> None:
-    with pytest.raises(UnsupportedModelError, match=f"'{model_type}' cannot") as caught:
-        model_facts({"model_type": model_type})
-    assert caught.value.hint == "train this model resident, with another tool"
-
-
-@pytest.mark.usefixtures("quiet")
-def test_layers_that_share_keys_and_values_are_refused_with_their_number() -> None:
-    config = {"model_type": "gemma4", "text_config": GEMMA4 | {"num_kv_shared_layers": 2}}
-    with pytest.raises(UnsupportedModelError, match=r"(?s)_layers is 2.*hint: train") as e:
-        model_facts(config)
-    assert "another layer's keys and values" in e.value.limit
-
-
-@pytest.mark.usefixtures("quiet")
-def test_a_list_of_too_few_layer_types_is_refused() -> None:
-    config = VARIANTS["qwen3_5"] | {"layer_types": ["linear_attention"] * 3}
-    with pytest.raises(UnsupportedModelError, match="`layer_types` names 3 layers"):
-        model_facts(config)
-
-
 # ---------------------------------------------------------------------------------------- adapters
-
-
-@pytest.mark.usefixtures("quiet")
-@pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
-def test_targets_are_the_linear_layers_that_the_trainer_finds(config: Config) -> None:
-    model = on_meta(copy.deepcopy(config))
-    assert sorted(linear_names(model_facts(config))) == list(names_of_model(model))
 
 
 @pytest.mark.usefixtures("quiet")
@@ -682,15 +517,6 @@ def test_norms_that_train_whole_are_counted_one_by_one() -> None:
     assert module_parameters(facts, spec) == sum(sizes)
     without = model_facts(VARIANTS["olmo"])
     assert module_parameters(without, spec) == 0
-
-
-@pytest.mark.usefixtures("quiet")
-def test_the_sizes_of_tiny_models_fit_every_family() -> None:
-    """The generic tiny config of each type, as the architectures' table is made with."""
-    for model_type in FAMILIES:
-        if "_vl" not in model_type:
-            config = tiny_config(model_type).to_dict()
-            assert_equal_to_built_families(model_facts(config), on_meta(copy.deepcopy(config)))
 
 
 # ---------------------------------------------------------------------------------------- attention
@@ -1063,7 +889,9 @@ SIZES: dict[str, Any] = {
     "use_qk_norm": True,
 }
 FUSED_LATENT = ("deepseek_v2", "deepseek_v3")  # facts leave out their rotation
-BUILT = [name for name in FAMILIES if "_vl" not in name]  # as causal models of their own
+BUILT = [
+    name for name in sorted(MEMORY_TESTED) if "_vl" not in name
+]  # as causal models of their own
 
 
 @pytest.mark.usefixtures("quiet")
@@ -1079,7 +907,7 @@ def test_facts_say_what_is_proven(name: str) -> None:
     assert layered.fused is not None
     facts = model_facts(config.to_dict() | {"model_type": name})
     for number, layer in enumerate(facts.layers):
-        found, said = layered.fused.counts(number), fused_parts(facts, layer, lora())
+        found, said = layered.fused.counts(number), fused_parts(layer, lora())
         assert len(said.norms) == found["Norm"]
         assert len(said.head_norms) == found["HeadNorms"]
         assert all(x.num_weights == config.head_dim for x in said.head_norms)
@@ -1094,10 +922,9 @@ def test_what_trains_and_what_is_not_known_on_paper_is_the_models_own_code() -> 
     config = SIZES | {"model_type": "llama", "max_position_embeddings": 64}
     facts = model_facts(config)
     layer = facts.layers[0]
-    assert not fused_parts(facts, layer, lora(modules=("norms",))).norms
-    assert not fused_parts(facts, layer, lora(modules=("up_proj",))).downs
-    assert fused_parts(facts, layer, lora(modules=("q_proj",))).downs
-    assert fused_parts(replace(facts, grade="built"), layer, lora()) == NOTHING
+    assert not fused_parts(layer, lora(modules=("norms",))).norms
+    assert not fused_parts(layer, lora(modules=("up_proj",))).downs
+    assert fused_parts(layer, lora(modules=("q_proj",))).downs
 
 
 @pytest.mark.usefixtures("quiet")
@@ -1115,7 +942,7 @@ def test_a_part_that_is_plain_is_so_by_plan_and_in_the_engine(part: FusedPart, k
     assert layered.fuses_loss == (part != "loss")
     facts = model_facts(config.to_dict() | {"model_type": "qwen3"})
     load = replace(workload(), layer_code="fused", plain_parts=frozenset((part,)))
-    said = load.kept_fused(facts, facts.layers[0], "cuda")
+    said = load.kept_fused(facts.layers[0], "cuda")
     assert (
         len(said.head_norms)
         == layered.fused.counts(0)["HeadNorms"]

@@ -110,7 +110,7 @@ def test_nothing_is_sent_on_a_cpu() -> None:
 
 
 def test_a_model_whose_attention_is_not_known_from_its_config_keeps_none() -> None:
-    built = replace(FACTS, grade="built")
+    built = replace(FACTS, is_memory_tested=False)
     assert not plan(built, CARD, REQUEST).residency.has_outputs
 
 
@@ -280,7 +280,7 @@ def test_one_graph_more_or_fewer_than_chosen_is_no_faster() -> None:
     ("machine", "facts"),
     [
         (replace(GRAPHS_CARD, device="cpu", vram_bytes=60 * GIB, ram_bytes=60 * GIB), FACTS),
-        (GRAPHS_CARD, replace(FACTS, grade="built")),
+        (GRAPHS_CARD, replace(FACTS, is_memory_tested=False)),
     ],
     ids=["on a CPU", "of a model whose graphs' size is unknown"],
 )

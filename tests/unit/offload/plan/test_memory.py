@@ -20,7 +20,7 @@ from offload.engine.model.layers import LayeredModel
 from offload.engine.tracing.visits import trace_visits
 from offload.errors import DoesNotFitError, OffloadError
 from offload.plan.facts.codec import CODECS
-from offload.plan.facts.facts import AdapterSpec, linear_names, model_facts
+from offload.plan.facts.facts import AdapterSpec, linear_names
 from offload.plan.facts.optimizer import (
     HOST_GRADIENTS,
     HOST_STATES,
@@ -72,7 +72,7 @@ from offload.plan.plan import Plan, plan
 from offload.plan.schedule.op import Kind
 from offload.plan.time.optimizer import update_work
 from offload.plan.what_if import what_if
-from tests.builders import adapter, qwen3_30b, workload
+from tests.builders import adapter, model_facts, qwen3_30b, workload
 from tests.full_plans import facts_of, planned
 from tests.tiers import each_value, mostly_slow, tiered
 

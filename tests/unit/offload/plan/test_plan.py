@@ -214,7 +214,7 @@ def test_graphs_that_nobody_asked_for_are_kept_for_known_families_and_with_a_res
     )
     less = plan(FACTS, replace(CARD, vram_bytes=needed - 1), asked)
     assert less.num_kept_graphs == chosen.num_kept_graphs - 1
-    assert plan(replace(FACTS, grade="built"), CARD, asked).num_kept_graphs == 0
+    assert plan(replace(FACTS, is_memory_tested=False), CARD, asked).num_kept_graphs == 0
 
 
 def test_stashing_inputs_makes_room_for_slots_and_takes_the_links_other_direction() -> None:

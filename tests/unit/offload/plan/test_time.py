@@ -33,7 +33,7 @@ from offload.engine.pointwise.layers import FusedLayers
 from offload.engine.tracing.tracer import fake_copy
 from offload.engine.tracing.visits import SilentLauncher, traced_experts
 from offload.engine.visit_cache import VISIT_CACHE
-from offload.plan.facts.facts import AdapterSpec, adapted_linears, model_facts
+from offload.plan.facts.facts import AdapterSpec, adapted_linears
 from offload.plan.facts.linears import Linear
 from offload.plan.facts.trainable import prefix_spec, trained_parameters, virtual_shapes
 from offload.plan.facts.workload import LayerCode, Workload, to_pages
@@ -73,7 +73,16 @@ from offload.plan.time.roofline import OPS_PER_CALL, VisitWork, Work, attention_
 from tests import builders
 from tests.bench.gpu.models import ATTENTION, fields
 from tests.bench.record import ROOT
-from tests.builders import byte_machine, llama_7b, lora, qwen3_8b, qwen3_30b, request, workload
+from tests.builders import (
+    byte_machine,
+    llama_7b,
+    lora,
+    model_facts,
+    qwen3_8b,
+    qwen3_30b,
+    request,
+    workload,
+)
 from tests.counted import SMALL, Counted
 from tests.parity.experts import Sizes, adapted_experts, chosen
 from tests.tiers import diagonal, each_value, mostly_slow, tiered
