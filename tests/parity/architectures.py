@@ -179,7 +179,7 @@ def verdict_of(model_type: str) -> Verdict:
                 if seed == SEEDS[0] and ours <= SLACK * reference:
                     break
         except offload.UnsupportedModelError as error:
-            return Verdict(model_type=model_type, is_exact=False, reason=_reason(error))
+            return Verdict(model_type=model_type, is_exact=False, reason=reason_of(error))
     if squares["ours"] > SLACK**2 * squares["plain"]:
         raise InexactError(f"{model_type}: squared errors {squares}, the limit is {SLACK} in error")
     return Verdict(model_type=model_type, is_exact=True, packs=packs_of(model_type)[0])
@@ -298,7 +298,7 @@ def _require_close(model_type: str, ours: Gradients, reference: Gradients) -> No
             raise InexactError(f"{model_type}: {name} differs by {difference}")
 
 
-def _reason(error: offload.UnsupportedModelError) -> str:
+def reason_of(error: offload.UnsupportedModelError) -> str:
     """Return what was seen and the limit, without the name of the class."""
     what = re.sub(r"^[A-Z]\w+ (?=[a-z])", "", error.what)
     return f"{what}; {error.limit}"

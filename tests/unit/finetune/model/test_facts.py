@@ -22,6 +22,7 @@ from transformers import (
     Qwen3Config,
     RobertaConfig,
 )
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from finetune.adapter.lora import add_lora, linear_names, trained
 from finetune.errors import ConfigError, ModelError
@@ -45,8 +46,8 @@ from offload.plan.facts.trainable import (
     trained_parameters,
     trained_tensor_shapes,
 )
-from tests.parity.architectures import read_table
-from tests.parity.tiny_models import tiny_config
+from tests.parity.architectures import micro_batches, read_table, reason_of, streamed
+from tests.parity.tiny_models import tiny_config, tiny_model, with_adapters
 from tests.tiers import mostly_slow
 
 ROOT = Path(__file__).parents[4]
@@ -99,6 +100,47 @@ def tiny(model_type: str) -> Any:
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[model_type]]
     with torch.device("meta"):
         return model_class._from_config(tiny_config(model_type)).requires_grad_(False)
+
+
+REFUSED = {name: verdict.reason for name, verdict in VERDICTS.items() if not verdict.is_exact}
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "model_type",
+    mostly_slow(sorted(REFUSED), "bart", "blt", "git", "hy_v4", "inkling2_text", "xmod"),
+)
+def test_a_plan_refuses_a_type_in_the_words_of_a_run(model_type: str) -> None:
+    with pytest.raises(UnsupportedModelError) as caught:
+        facts_of(tiny_model(model_type, seed=0))
+    assert reason_of(caught.value) == REFUSED[model_type]
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.thorough
+@pytest.mark.parametrize("rope_type", ["default", *ROPE_INIT_FUNCTIONS, "none that is known"])
+def test_every_rope_type_is_planned_and_run_or_refused_by_both(rope_type: str) -> None:
+    rope: dict[str, Any] = {
+        "rope_type": rope_type,
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [2.0] * 4,
+    }
+    config = tiny_config("llama").to_dict() | {"rope_parameters": rope}
+    try:
+        facts_from(config)
+    except ModelError as error:
+        with pytest.raises(ModelError, match=re.escape(error.what)):
+            empty_from(config)
+        return
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    model = with_adapters(model, LayeredModel(model).layers, seed=0)
+    assert streamed(model, micro_batches(), num_slots=2)[0] > 0
 
 
 def counted(facts: ModelFacts, name: str) -> int:
@@ -258,7 +300,7 @@ def test_a_plan_of_any_type_of_transformers_is_refused_if_its_model_is_not_built
 def test_a_type_that_nobody_knows_is_refused_with_the_nearest(tmp_path: Path) -> None:
     file = config_file(tmp_path, "llama", model_type="lama")
     section = ModelSection(config=str(file), init="random")
-    with pytest.raises(UnsupportedModelError, match=r"(?s)'lama' is not known.*nearest: `llama`"):
+    with pytest.raises(ModelError, match=r"(?s)'lama' is not known.*nearest: `llama`"):
         facts_of_section(section)
 
 

@@ -6,12 +6,10 @@ import pickle
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
 from peft import LoraConfig, get_peft_model
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -20,6 +18,7 @@ from finetune.adapter.lora import add_lora, trained
 from finetune.adapter.lora import linear_names as linear_names_of_lora
 from finetune.model.empty import compute_exactly
 from finetune.model.facts import MEMORY_TESTED
+from finetune.recipe.load import load_shape, shipped_facts, shipped_shapes
 from finetune.recipe.sections import AdapterSection
 from offload.engine.model.layers import LayeredModel
 from offload.errors import UnsupportedModelError
@@ -58,7 +57,6 @@ from tests.counted import SMALL
 from tests.counting import counted, on_meta, without_zeros
 from tests.tiers import mostly_slow
 
-SHAPES = Path(__file__).parents[4] / "recipes" / "shapes"
 TINY: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -99,8 +97,8 @@ TINY_CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def assert_equal_to_built(config: dict[str, Any]) -> None:
-    facts, model = model_facts(config), on_meta(config)
+def assert_equal_to_built(facts: ModelFacts, config: dict[str, Any]) -> None:
+    model = on_meta(config)
     layers = model.get_submodule("model.layers")
     assert [without_zeros(layer) for layer in facts.layers] == [counted(x) for x in layers]
     assert facts.num_parameters == sum(p.numel() for p in model.parameters())
@@ -111,12 +109,20 @@ def assert_equal_to_built(config: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("config", TINY_CONFIGS.values(), ids=TINY_CONFIGS)
 def test_counts_per_tensor_class_equal_the_built_model(config: dict[str, Any]) -> None:
-    assert_equal_to_built(config)
+    assert_equal_to_built(model_facts(config), config)
 
 
-@pytest.mark.parametrize("path", sorted(SHAPES.glob("*.yaml")), ids=lambda path: path.stem)
-def test_counts_of_real_shapes_equal_the_built_model(path: Path) -> None:
-    assert_equal_to_built(yaml.safe_load(path.read_text()))
+@pytest.mark.parametrize("name", shipped_shapes())
+def test_shipped_facts_have_the_counts_of_the_built_model(name: str) -> None:
+    assert_equal_to_built(ModelFacts.from_json(shipped_facts()[name]), load_shape(name))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", mostly_slow(shipped_shapes(), "gpt-oss-20b", "tiny-qwen3-moe"))
+def test_shipped_facts_are_current(name: str) -> None:
+    shipped = shipped_facts()
+    assert shipped.keys() == shipped_shapes().keys()
+    assert ModelFacts.from_json(shipped[name]) == model_facts(load_shape(name))
 
 
 def test_attention_and_expert_weights_of_a_qwen_30b_layer_are_1_245_708_288_bytes() -> None:
