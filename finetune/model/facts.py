@@ -17,7 +17,7 @@ from offload.engine.model.placement import modules_on_device
 from offload.engine.pointwise.layers import FusedLayers
 from offload.engine.tracing.visits import trace_unread
 from offload.errors import UnsupportedModelError
-from offload.plan.facts.facts import ModelFacts
+from offload.plan.facts.facts import LayerFacts, ModelFacts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -108,11 +108,13 @@ def facts_of(model: "PreTrainedModel") -> ModelFacts:
     embedded = embedding.weight.numel()
     head_size = 0 if head is None or is_tied else head.weight.numel()
     norms = sum(p.numel() for m, p in outside.values() if is_norm(m) and m is not embedding)
-    fused = FusedLayers(list(layered.layers))
-    layers = tuple(
-        reader.layer(layer, number, unread=unread, fused=fused.parts_of(number))
-        for number, (layer, unread) in enumerate(zip(layered.layers, _unread(model), strict=True))
-    )
+    layers, proven = [], dict[LayerFacts, LayerFacts]()
+    for number, (layer, unread) in enumerate(zip(layered.layers, _unread(model), strict=True)):
+        facts = reader.layer(layer, number, unread=unread, fused=())
+        if facts not in proven:  # what is fused is proven once of layers that are alike
+            fused = list(FusedLayers([layer]).parts())
+            proven[facts] = reader.layer(layer, number, unread=unread, fused=fused)
+        layers.append(proven[facts])
     return ModelFacts(
         model_type=config.model_type,
         hidden_size=config.hidden_size,
@@ -126,7 +128,7 @@ def facts_of(model: "PreTrainedModel") -> ModelFacts:
         layer_input_features=max(
             (x.d_out for x in layers[0].linears if x.name == "per_layer_input_gate"), default=0
         ),
-        layers=layers,
+        layers=tuple(layers),
         is_memory_tested=config.model_type in MEMORY_TESTED,
     )
 

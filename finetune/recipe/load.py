@@ -732,11 +732,15 @@ def shape_of_id(hub_id: str) -> str | None:
 def shape_of(config: Mapping[str, Any]) -> str | None:
     """Return the shipped shape of which a config is, with fields at most that change no shape."""
     given = {key: value for key, value in config.items() if value and key not in _NO_SHAPE}
-    for name in shipped_shapes():
-        shape = load_shape(name)
+    for name, shape in _shapes().items():
         if shape.items() <= config.items() and given.keys() <= shape.keys():
             return name
     return None
+
+
+@cache
+def _shapes() -> Mapping[str, Mapping[str, Any]]:
+    return {name: load_shape(name) for name in shipped_shapes()}
 
 
 @cache

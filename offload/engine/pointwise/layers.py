@@ -114,10 +114,6 @@ class FusedLayers:
         for parts in self._parts:
             yield from parts
 
-    def parts_of(self, layer: int) -> Sequence[FusedModule]:
-        """Return the modules of a layer that are fused, with what each computes."""
-        return self._parts[layer]
-
     def counts(self, layer: int) -> Counter[str]:
         """Return how many norms, rotations and gates of a layer are fused.
 
