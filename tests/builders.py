@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from finetune.recipe.sections import AdapterSection
+from finetune.recipe.adapters import ADAPTERS, AdapterSection, LoraSection
 from offload.plan.facts.facts import AdapterSpec, ModelFacts
 from offload.plan.facts.workload import Workload
 from offload.plan.machine.machine import GIB, Machine, Rate, named_machine

@@ -261,7 +261,8 @@ class Reader:
         number: int,
     ) -> SoftmaxAttention:
         v_dim = max(1, width // num_heads)
-        is_latent = isinstance(self.config.get("kv_lora_rank"), int)
+        has_keys = any(x.name in ("k_proj", "qkv_proj") for x in linears.values())
+        is_latent = isinstance(self.config.get("kv_lora_rank"), int) and not has_keys
         qk_dim, rotary_dim = v_dim, 0
         if self.has_rotary:
             rope = self.config.get("rope_parameters") or {}

@@ -7,8 +7,9 @@ into micro-batches. The fastest setting depends on the model, the machine and it
 Idea. Each combination of settings is a `PlanRequest`; the search gets all that are allowed, the
 plainest first. More slots never make a step slower, nor do more kept graphs, so each request takes
 as many of both as fit; `offload.plan.split` divides the memory between them. R3, a lower bound on
-the step time, orders the requests, and one is simulated only if its bound can still win. Among steps of the same time, to one part in a million, the first request is chosen, so the same
-requests give the same plan.
+the step time, orders the requests, and one is simulated only if its bound can still win. Among
+steps of the same time, to one part in a million, the first request is chosen, so the same requests
+give the same plan.
 
 On a CPU a codec that has to be decoded is chosen only to save memory. There, copies and decoding
 run on the same processor, and decoding took eight times as long as copying (bench_codecs), while

@@ -239,14 +239,6 @@ def config_file(folder: Path, name: str, **changes: Any) -> Path:
     return file
 
 
-def planned(capsys: Any, *words: object) -> str:
-    with pytest.raises(SystemExit) as end:
-        app.main(["plan", *map(str, words)])
-    out, err = capsys.readouterr()
-    assert end.value.code == 0, err
-    return str(out)
-
-
 MISTRAL_3 = r"(?s)a mistral3 model is a model of images and text: Mistral3Config.*`model_type: mis"
 
 

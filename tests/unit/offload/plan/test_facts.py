@@ -18,8 +18,8 @@ from finetune.adapter.lora import add_lora, trained
 from finetune.adapter.lora import linear_names as linear_names_of_lora
 from finetune.model.empty import compute_exactly
 from finetune.model.facts import MEMORY_TESTED
+from finetune.recipe.adapters import LoraSection
 from finetune.recipe.load import load_shape, shipped_facts, shipped_shapes
-from finetune.recipe.sections import AdapterSection
 from offload.engine.model.layers import LayeredModel
 from offload.errors import UnsupportedModelError
 from offload.plan.facts.facts import (
@@ -118,7 +118,9 @@ def test_shipped_facts_have_the_counts_of_the_built_model(name: str) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", mostly_slow(shipped_shapes(), "gpt-oss-20b", "tiny-qwen3-moe"))
+@pytest.mark.parametrize(
+    "name", mostly_slow(list(shipped_shapes()), "gpt-oss-20b", "tiny-qwen3-moe")
+)
 def test_shipped_facts_are_current(name: str) -> None:
     shipped = shipped_facts()
     assert shipped.keys() == shipped_shapes().keys()
