@@ -104,7 +104,7 @@ def attach(  # noqa: PLR0913 - the door to all of it
             copies it once over slots that are not needed meanwhile. It may train with
             `trained_weights` "host". One weight of embedding and head is in one place for both, and
             frozen on the host.
-        backing: Where the layers were loaded to (`offload.engine.model.hooks`); None copies
+        backing: Where the layers were loaded to (`offload.engine.model.capture`); None copies
             them.
         store_dir: With tier "disk" and no backing: a directory for a file as large as the layers.
 
@@ -149,6 +149,6 @@ def detach(model: "nn.Module") -> None:
     Raises:
         OffloadError: The model is not attached, or its engine was closed.
     """
-    from offload.engine.model.watch import detach_model
+    from offload.engine.model.seal import detach_model
 
     detach_model(model)

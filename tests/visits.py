@@ -22,10 +22,10 @@ from finetune.model.empty import empty_from
 from finetune.recipe.adapters import LoraSection
 from offload.engine.experts.lora import register
 from offload.engine.experts.products import gate_of, goes_through_interface
-from offload.engine.model.hooks import attempt, visit_with_graph, visit_without_graph
 from offload.engine.model.layers import LayeredModel
-from offload.engine.model.readers import candidates, unheld_products
+from offload.engine.model.visits import attempt, visit_with_graph, visit_without_graph
 from offload.engine.recompute import Unread
+from offload.engine.safety.parts import candidates, unheld_products
 from offload.engine.tracing.cuda_kernels import Capability, CudaKernels
 from offload.engine.tracing.tracer import fake_copy, num_experts, rows_are_whole
 from offload.engine.tracing.visits import SilentLauncher, traced_experts

@@ -1,7 +1,7 @@
 """One layer of a built model, taken apart: its matrix products, norms and attention.
 
 The purpose of a module is recognised by its class name, as in the table of weights
-(`offload.engine.model.readers`); the rest by shapes and by the last names of modules. All
+(`offload.engine.model.inventory`); the rest by shapes and by the last names of modules. All
 remaining parameters are counted as others, so none is lost.
 """
 
@@ -12,9 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from offload.engine.model.readers import parts_of
-from offload.engine.pointwise import recognise
-from offload.engine.pointwise.layers import FusedModule
+from offload.engine.model.inventory import parts_of
 from offload.errors import UnsupportedModelError
 from offload.plan.facts.facts import LayerFacts, TensorClass
 from offload.plan.facts.linears import (

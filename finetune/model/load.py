@@ -16,7 +16,7 @@ from offload.engine.experts.autotune import use
 from offload.engine.experts.products import goes_through_interface
 from offload.engine.host.slab import Record, Slab
 from offload.engine.host.store import Backing, Store
-from offload.engine.model.hooks import CaptureWeights, OnPut
+from offload.engine.model.capture import CaptureWeights, OnPut
 from offload.engine.model.layers import LayeredModel, find_towers
 from offload.plan.facts.codec import NATIVE
 from offload.plan.machine.machine import ExpertsImplementation, Tier

@@ -26,7 +26,7 @@ from finetune.model.config import cached_file
 from finetune.model.empty import config_of
 from finetune.recipe.sections import ModelSection
 from offload.engine.host.store import Store, StoreWriter, require_store, sole_builder, unusable
-from offload.engine.model.hooks import CaptureWeights, OnPut
+from offload.engine.model.capture import CaptureWeights, OnPut
 from offload.errors import StoreError
 
 _NUM_THREADS = 4

@@ -31,23 +31,14 @@ from offload.engine.host.weights import HostGradients, HostWeights, LateUpdates
 from offload.engine.memory_meter import Arena
 from offload.engine.model import placement
 from offload.engine.model.encoding import Encoding
-from offload.engine.model.hooks import GradientHooks, all_hooks
-from offload.engine.model.layers import (
-    Composition,
-    LayeredModel,
-    are_same,
-    homes_of,
-    loss_function_of,
-    unchanged,
-    vocabulary_of,
-)
-from offload.engine.model.readers import inventory_of
+from offload.engine.model.inventory import inventory_of
+from offload.engine.model.layers import LayeredModel, homes_of, unchanged, vocabulary_of
 from offload.engine.model.router import alone
-from offload.engine.model.watch import Guard, Seal, require_unattached
+from offload.engine.model.seal import Guard, Seal, require_unattached
 from offload.engine.objective import Objective
-from offload.engine.passes.part import Part, RunStep, parts_of, require_apart
+from offload.engine.passes.part import Part, RunStep, Table, parts_of, require_apart
 from offload.engine.passes.scoring import ScoredPasses, ScoreResult, SwitchedModel
-from offload.engine.recompute import names_left_out, require_tiles
+from offload.engine.recompute import names_left_out
 from offload.engine.results import (
     Computing,
     EvaluationResult,
@@ -57,9 +48,10 @@ from offload.engine.results import (
     StepResult,
     measured,
 )
+from offload.engine.safety.attached import Composition, GradientHooks
+from offload.engine.safety.check import check
 from offload.engine.slots import Slots
 from offload.engine.streams import Device, open_device
-from offload.engine.trials import TrialSize
 from offload.errors import OffloadError
 from offload.plan.facts.facts import WeightInventory
 from offload.plan.facts.workload import FusedPart, WeightPlace
@@ -222,6 +214,7 @@ class Bound:
     executor: Executor  # what runs the passes
     places: Places  # where their ops move things from and to
     sizes: TransferSizes  # sizes of the transfers, in bytes
+    computing: Computing  # how layers and head are computed
 
 
 def bind(
@@ -310,6 +303,7 @@ def bind(
     return Bound(
         executor=Executor(model=layered, places=places, device=device, computing=computing),
         places=places,
+        computing=computing,
         sizes=TransferSizes(
             layer_bytes=tuple(record.num_bytes for record in records),
             gradient_bytes=host_gradients.gradient_bytes,
@@ -440,8 +434,6 @@ class Engine:
         self._checkpointing = placement.switch_off_checkpointing(model)
         self._state = _State.ATTACHED
         self._switched = cache(partial(SwitchedModel, self._layered))
-        self._inspected: dict[tuple[str | None, bool, bool, frozenset[str]], TrialSize] = {}
-        self._inspected_code: list[Any] = []
         try:
             self._bound = bind(model, self._layered, self._host, device=device, options=options)
         except BaseException:
@@ -754,7 +746,7 @@ class Engine:
 
         They are found before the first step in the model's current mode.
         """
-        found = self._bound.executor.found().unread
+        found = self._bound.executor.allowed().unread
         layers = enumerate(self._layered.layers)
         return tuple(names_left_out(layer, found.get(index, ())) for index, layer in layers)
 
@@ -764,12 +756,12 @@ class Engine:
 
         They are found before the first step with packed rows.
         """
-        return frozenset(self._layered.together)
+        return self._layered.verdict.together
 
     @property
     def rows_joined(self) -> frozenset[int]:
         """Layers of `rows_together` whose attention takes all packed rows in one call."""
-        return frozenset(self._layered.joined & self._layered.together)
+        return self._layered.verdict.together & self._layered.joined
 
     @property
     def weights(self) -> WeightInventory:
@@ -886,50 +878,35 @@ class Engine:
             self._ring = cold_ring(len(self._ring))
 
     def _inspect(self, batches: Sequence[Batch], *, has_labels: bool) -> None:
-        """Inspect the model before the first pass, in a pass over the layers.
+        """Check the model before its first pass, and wherever its verdict does not reach.
 
-        It is inspected once per mode and set of inputs, and again after its code changed; what it
-        does with many tokens is tried again before micro-batches that are larger than any before.
+        Raises:
+            UnsupportedModelError: It cannot be computed layer by layer.
         """
-        code = all_hooks(self._layered.whole, self._layered.around)
-        code.append(loss_function_of(self._layered.model))
-        if not are_same(code, self._inspected_code):
-            self._inspected.clear()
-            self._inspected_code = code
-        for names in dict.fromkeys(map(frozenset, batches)):
-            alike = [batch for batch in batches if frozenset(batch) == names]
-            size = TrialSize.of(alike, max_row_tokens=self._layered.max_positions)
-            self._inspect_alike(alike[0], size, has_labels=has_labels)
+        verdict = check(
+            self._layered,
+            batches,
+            adapter=self._bound.executor.adapter,
+            has_labels=has_labels,
+            computing=self._bound.computing,
+            walk=self._walk,
+        )
+        if verdict.refusal is not None:
+            raise verdict.refusal
+        self._layered.verdict = verdict
 
-    def _inspect_alike(self, inputs: Batch, size: TrialSize, *, has_labels: bool) -> None:
-        adapter, mode = self._bound.executor.adapter, self._layered.model.training
-        names = frozenset(inputs)
-        keys = [(adapter, mode, has, names) for has in (True, has_labels)]
-        tried = [self._inspected[key] for key in keys if key in self._inspected]
-        if any(one.covers(size) for one in tried):
-            return
-        for key, one in self._inspected.items():
-            if key[-1] == names:  # whether a layer keeps packed rows apart is kept once for all
-                size = size.join(one)
+    def _walk(self, visits: Table) -> None:
+        """Pass over the layers once, as of `Executor.walk`."""
         self._bring_up_to_date()
         with self._pass() as schedule, unchanged(self._layered.around):
-            is_whole = self._bound.executor.inspect(
-                schedule, inputs, has_labels=has_labels, size=size, is_known=bool(tried)
-            )
-        require_tiles(
-            self._layered.name,
-            self._options.mlp_chunk_tokens,
-            self._bound.executor.found().mlps.values(),
-        )
-        if is_whole:
-            self._inspected[keys[-1]] = size
+            self._bound.executor.walk(schedule, visits)
 
     def _measure(self, batches: Sequence[LabelledBatch]) -> None:
         """Find the size of graphs that are to be sent, for micro-batches larger than any before."""
         executor = self._bound.executor
         layers = self._options.residency.sent_graphs(len(self.layer_bytes))
         for batch in sorted(batches, key=lambda batch: -batch.inputs["input_ids"].numel()):
-            known = executor.found().graph_sizes
+            known = executor.graph_sizes()
             if any(known.of(layer, batch.shape) is None for layer in layers):
                 with self._pass() as schedule:
                     executor.measure(schedule, batch.inputs, layers)
@@ -1045,11 +1022,14 @@ class Engine:
         residency = self._options.residency
         if not (residency.sends or residency.has_outputs):
             return NOTHING_SAVED
-        found = [(self._bound.executor.found(part.run.adapter), part.batches) for part in parts]
+        executor = self._bound.executor
         layers = range(len(self._bound.sizes.layer_bytes))
         outputs, graphs = [], []
         for layer in layers:
-            sizes = [(known.attention.get(layer, ()), batches) for known, batches in found]
+            sizes = [
+                (executor.allowed(part.run.adapter).attention.get(layer, ()), part.batches)
+                for part in parts
+            ]
             is_recorded = all(calls for calls, _ in sizes)
             outputs.append(
                 [
@@ -1062,9 +1042,9 @@ class Engine:
             )
             graphs.append(
                 [
-                    known.graph_sizes.of(layer, batch.shape) or 0
-                    for known, batches in found
-                    for batch in batches
+                    executor.graph_sizes(part.run.adapter).of(layer, batch.shape) or 0
+                    for part in parts
+                    for batch in part.batches
                 ]
             )
         return residency.saved(tuple(map(tuple, outputs)), tuple(map(tuple, graphs)))

@@ -14,16 +14,16 @@ for that transfer. The allocator may then reuse the memory for whatever is compu
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from warnings import warn
 
 import torch
 
-from offload.engine.batch import ROW_LENS, Batch, LabelledBatch
+from offload.engine.batch import Batch, LabelledBatch
 from offload.engine.host.embedding import READERS
-from offload.engine.model.hooks import (
+from offload.engine.model.layers import Front, LayerCall, LayeredModel
+from offload.engine.model.visits import (
     Graph,
     Visited,
     attempt,
@@ -31,9 +31,6 @@ from offload.engine.model.hooks import (
     visit_with_graph,
     visit_without_graph,
 )
-from offload.engine.model.inspection import Inspection
-from offload.engine.model.layers import Front, LayerCall, LayeredModel
-from offload.engine.model.packed_trial import LongTrial, PackedTrial
 from offload.engine.passes.part import Part, PartTail, RunStep, Table, Transfers, add_losses
 from offload.engine.passes.scoring import EachTail, ScoredPasses, Scoring, SwitchedModel
 from offload.engine.randomness import (
@@ -46,14 +43,11 @@ from offload.engine.randomness import (
 from offload.engine.recompute import (
     NOTHING,
     GraphSizes,
-    OutputSize,
     Recorded,
-    TiledMlp,
-    Unread,
 )
 from offload.engine.results import Computing, PassState, Places, RunState
 from offload.engine.streams import Device, Event
-from offload.engine.trials import TrialSize
+from offload.engine.verdict import Allowed, Mode
 from offload.engine.visit_cache import VISIT_CACHE
 from offload.errors import UnsupportedModelError
 from offload.plan.schedule.op import Kind, Op
@@ -77,7 +71,7 @@ class Executor:
         self._transfers = Transfers(places, device)
         self._computing = computing
         self._randomness = VisitRandomness(device.torch_device)
-        self._found: dict[tuple[bool, str | None], Found] = {}
+        self._graph_sizes: dict[Mode, GraphSizes] = {}
         # the last copy from each host buffer that a thread fills, of any pass
         self._copied: dict[tuple[Kind, int | None], Event] = {}
         self.adapter: str | None = None
@@ -233,78 +227,34 @@ class Executor:
         self._issue_without_gradients(schedule, state, visits)
         return outputs
 
-    def found(self, adapter: str | None = None) -> "Found":
-        """Return what is known of the layers, in the model's current mode.
+    def graph_sizes(self, adapter: str | None = None) -> GraphSizes:
+        """Return what autograd saves of layers whose graphs are sent, in the current mode.
 
         Args:
             adapter: The adapter that computes; None for those that are active.
         """
-        name = self.adapter if adapter is None else adapter
-        return self._found.setdefault((self._model.model.training, name), Found())
+        return self._graph_sizes.setdefault(self.mode(adapter), GraphSizes())
 
-    def inspect(
-        self,
-        schedule: Schedule,
-        inputs: Batch,
-        *,
-        has_labels: bool,
-        size: TrialSize,
-        is_known: bool,
-    ) -> bool:
-        """Pass over the layers once to see whether they can be computed one by one.
+    def allowed(self, adapter: str | None = None) -> Allowed:
+        """Return what a step may do with each layer, in the model's current mode.
+
+        Args:
+            adapter: The adapter that computes; None for those that are active.
+        """
+        return self._model.verdict.of(self.mode(adapter))
+
+    def mode(self, adapter: str | None = None) -> Mode:
+        """Return the mode in which an adapter computes; None for those that are active."""
+        return self.adapter if adapter is None else adapter, self._model.model.training
+
+    def walk(self, schedule: Schedule, visits: Table) -> None:
+        """Pass over the layers once without gradients, and call a function at each visit.
 
         Args:
             schedule: From `forward_schedule`, for one micro-batch.
-            inputs: A micro-batch.
-            has_labels: Whether a loss will be computed.
-            size: Size of the largest micro-batch.
-            is_known: Whether the layers were inspected, and only smaller micro-batches tried.
-
-        Returns:
-            Whether all of the model could be inspected.
-
-        Raises:
-            UnsupportedModelError: They cannot; no gradient was touched.
+            visits: The functions, by the kind of op.
         """
-        inspections: list[Inspection] = []
-        are_inspected: list[bool] = []
-        packed: list[PackedTrial | LongTrial] = []
-        known = self.found()
-
-        def front(_op: Op) -> None:
-            inspections.append(
-                Inspection(
-                    self._model,
-                    inputs,
-                    has_labels=has_labels,
-                    mlp_chunk_tokens=self._computing.mlp_chunk_tokens,
-                    head_chunk_tokens=self._computing.head_chunk_tokens,
-                )
-            )
-            if ROW_LENS in inputs and not is_known:
-                packed.append(PackedTrial(self._model, inputs["input_ids"]))
-            if ROW_LENS in inputs:
-                packed.append(LongTrial(self._model, inputs["input_ids"], size))
-
-        def inspect_layer(op: Op) -> None:
-            inspection, layer = inspections[0], op.layer_index
-            if not is_known:
-                if has_labels and self._computing.records_attention:
-                    known.attention[layer] = inspection.attention(layer)
-                unread, known.mlps[layer] = inspection.visit(layer)
-                if has_labels:
-                    known.unread[layer] = unread if self._computing.leaves_out else ()
-            for trial in packed:
-                together = self._model.together
-                (together.add if trial.visit(layer) else together.discard)(layer)
-
-        visits: Table = {
-            Kind.FRONT: front,
-            Kind.FORWARD: inspect_layer,
-            Kind.TAIL: lambda _op: are_inspected.append(inspections[0].around(size)),
-        }
         self._issue_without_gradients(schedule, PassState(), visits)
-        return are_inspected[0]
 
     def measure(self, schedule: Schedule, inputs: Batch, layers: Collection[int]) -> None:
         """Find the size of graphs that are to be sent.
@@ -326,8 +276,7 @@ class Executor:
             visit = partial(self._visited, sent, layer, input_BTD, call, alone)
             visited, _ = self._randomness.visit(layer, alone.visit_seed(layer, 0), visit)
             if visited.saved is not None:
-                sizes = self.found().graph_sizes
-                sizes.add(layer, state.fronts[0].shape, visited.saved.num_bytes)
+                self.graph_sizes().add(layer, state.fronts[0].shape, visited.saved.num_bytes)
             state.inputs[layer + 1, 0] = visited.output_BTD.contiguous()
 
         visits: Table = {
@@ -455,7 +404,7 @@ class Executor:
         call: LayerCall,
         part: Part,
     ) -> Visited:
-        mlps = self.found(part.run.adapter).mlps.get(layer, ())
+        mlps = self.allowed(part.run.adapter).mlps.get(layer, ())
         return visit(self._model, layer, input_BTD=input_BTD, call=call, mlps=mlps)
 
     def _carried_graph(
@@ -468,8 +417,7 @@ class Executor:
         place = self._sent.place(op.layer_index, op.micro_batch_index)
         if saved.num_bytes > place.nbytes:
             shape = state.fronts[op.micro_batch_index].shape
-            sizes = self.found(part.run.adapter).graph_sizes
-            sizes.add(op.layer_index, shape, saved.num_bytes)
+            self.graph_sizes(part.run.adapter).add(op.layer_index, shape, saved.num_bytes)
             warn(
                 f"the graph of layer {op.layer_index} takes {saved.num_bytes} bytes and not"
                 f" {place.nbytes}, as counted on: the layer is computed again in this step",
@@ -507,19 +455,19 @@ class Executor:
         recorded = state.attention.pop((layer, m), NOTHING)
         if state.gradient[m] is None and not (part.state.balance and self._model.hears(layer)):
             return
-        call, found = state.fronts[m].layer_calls[layer], self.found(part.run.adapter)
+        call, allowed = state.fronts[m].layer_calls[layer], self.allowed(part.run.adapter)
         compute = partial(
             visit_with_graph,
             self._model,
             layer,
             input_BTD=kept_BTD,
             call=call,
-            mlps=found.mlps.get(layer, ()),
+            mlps=allowed.mlps.get(layer, ()),
         )
         seed = part.visit_seed(layer, m)
         # none is left out where rows are computed one after the other
         is_together = self._model.is_together(layer, call)
-        unread = found.unread.get(layer, ()) if is_together else ()
+        unread = allowed.unread.get(layer, ()) if is_together else ()
         recomputed, draws = self._randomness.visit(
             layer, seed, lambda: attempt(partial(compute, unread=unread, recorded=recorded))
         )
@@ -528,7 +476,7 @@ class Executor:
                 layer, seed, lambda: attempt(partial(compute, unread=unread))
             )
         if recomputed is None:
-            found.unread[layer] = ()
+            self._model.verdict = self._model.verdict.reading(self.mode(part.run.adapter), layer)
             graph, draws = self._randomness.visit(layer, seed, compute)
         else:
             graph = recomputed
@@ -557,17 +505,3 @@ class Executor:
         state.gradient[m] = gradient_BTD
         if layer == 0 and not state.trains_front:
             state.leave(m)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Found:
-    """What inspections have found out about the layers, by layer."""
-
-    # The products that a recompute leaves out.
-    unread: dict[int, tuple[Unread, ...]] = field(default_factory=dict)
-    # The calls of attention that a recompute can be given.
-    attention: dict[int, tuple[OutputSize, ...]] = field(default_factory=dict)
-    # The MLPs that are computed in tiles.
-    mlps: dict[int, tuple[TiledMlp, ...]] = field(default_factory=dict)
-    # What autograd saves of layers whose graphs are sent.
-    graph_sizes: GraphSizes = field(default_factory=GraphSizes)

@@ -5,8 +5,8 @@ forward visit, and whole graphs are sent away and come back.
 """
 
 import threading
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
@@ -21,9 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from offload.engine.closeness import are_close
 from offload.engine.randomness import dropout_of
-from offload.errors import UnsupportedModelError
 from offload.plan.facts.linears import output_bytes
 
 # ---------------------------------------------------------------------------------------------
@@ -38,7 +36,7 @@ from offload.plan.facts.linears import output_bytes
 # memory. Sums and views of one are of the same kind, so the layer's output is too. Any other use is
 # an error, then the layer is computed again with all values. So it is if the graph from the layer's
 # output to the product is not the one that was found. Which products to try is found before the
-# first step, by `offload.engine.model.readers`. That is not enough: a layer may do something else
+# first step, by `offload.engine.safety.parts`. That is not enough: a layer may do something else
 # for long rows, above a threshold, or by its number.
 #
 # Rejected: a NaN in one element for all places. `NaN > 1` is False, so a layer that halves what is
@@ -303,8 +301,7 @@ def _leads(node: Node | None, path: Path, end: Node | None) -> bool:
     return node is not None and node is end
 
 
-_MIN_LINEARS, _MATRIX_DIM = 2, 2
-_STEPS = 64  # roundings by which kernels of other shapes may differ
+_MATRIX_DIM = 2
 _ERRORS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError)
 
 
@@ -443,214 +440,6 @@ def tiled(mlps: Sequence[TiledMlp]) -> Iterator[None]:
 
 def _call(mlp: TiledMlp, x: torch.Tensor) -> torch.Tensor:
     return mlp.forward(x)
-
-
-# ---------------------------------------------------------------------------------------------
-# Which
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class FoundMlp:
-    """A module whose operations all act within a token."""
-
-    x: torch.Tensor  # an input that it was given, (..., K)
-    num_features: int  # features of its output
-
-
-def find_mlps(layer: nn.Module, run: Callable[[], object]) -> dict[str, FoundMlp]:
-    """Return the outermost modules of a layer that can be computed tile by tile, by name.
-
-    Args:
-        layer: A decoder layer without hooks, perhaps without values.
-        run: Computes it once, without a graph.
-    """
-    named = {
-        name: module
-        for name, module in layer.named_modules()
-        if name and "forward" not in vars(module) and _has_linears(module)
-    }
-    within = _WithinTokens(named)
-    with ExitStack() as stack:
-        for name, module in named.items():
-            vars(module)["forward"] = partial(within.call, name, module)
-            stack.callback(vars(module).pop, "forward", None)
-        stack.enter_context(within)
-        run()
-    found = within.found()
-    return {
-        name: one
-        for name, one in found.items()
-        if not any(name.startswith(f"{outer}.") for outer in found)
-    }
-
-
-def require_tiles(
-    model_name: str, chunk_tokens: int | None, mlps: Iterable[Sequence[TiledMlp]]
-) -> None:
-    """Check that some MLP can be computed in tiles, where that is asked for.
-
-    Args:
-        model_name: Of the model, for the message.
-        chunk_tokens: Tokens of a tile; None if nothing is asked for.
-        mlps: What was found, by layer.
-
-    Raises:
-        UnsupportedModelError: None can.
-    """
-    if chunk_tokens is not None and not any(mlps):
-        raise UnsupportedModelError(
-            f"mlp_chunk_tokens is {chunk_tokens}, but no MLP of {model_name} can be computed in"
-            " tiles",
-            limit="its parts must compute each token by itself, draw no random numbers (a"
-            " dropout) and have no hooks; routed experts are computed whole",
-            hint="`mlp_chunk_tokens=None`",
-        )
-
-
-def problem_of(mlp: TiledMlp, x: torch.Tensor) -> str | None:
-    """Return what shows that an MLP does not compute each token by itself, from values.
-
-    A token that is NaN makes what depends on it NaN, forward and backward.
-
-    Args:
-        mlp: With tiles that cut `x`.
-        x: An input of several tokens.
-    """
-    leaf = x.detach().clone().requires_grad_()
-    with torch.enable_grad():
-        whole = compute(mlp.module, leaf)
-    parts = mlp.value(leaf.detach())
-    if not are_close(whole, parts, steps=_STEPS):
-        return "gives other values in parts"
-    for token in (0, x[..., 0].numel() - 1):
-        marked = x.detach().clone()
-        marked.view(-1, x.shape[-1])[token] = torch.nan
-        if _others_are_nan(compute(mlp.module, marked), token):
-            return "computes a token from another"
-        ones = torch.ones_like(whole)
-        ones.view(-1, ones.shape[-1])[token] = torch.nan
-        (of_x,) = torch.autograd.grad(whole, [leaf], ones, retain_graph=True)
-        if _others_are_nan(of_x, token):
-            return "takes a token's gradient from another"
-    return None
-
-
-def _others_are_nan(y: torch.Tensor, token: int) -> bool:
-    is_nan = y.detach().reshape(-1, y.shape[-1]).isnan().any(dim=-1)
-    is_nan[token] = False
-    return bool(is_nan.any())
-
-
-def _has_linears(module: nn.Module) -> bool:
-    """Return whether a module has several matrices, and no stack of them."""
-    dims = [p.dim() for p in module.parameters()]
-    return dims.count(_MATRIX_DIM) >= _MIN_LINEARS and max(dims) <= _MATRIX_DIM
-
-
-_SHAPED = {
-    *(_aten.view.default, _aten._unsafe_view.default, _aten.t.default, _aten.detach.default),
-    *(_aten.transpose.int, _aten.unsqueeze.default, _aten.squeeze.dim, _aten.alias.default),
-    *(_aten.split.Tensor, _aten.split_with_sizes.default, _aten.slice.Tensor),
-    *(_aten.clone.default, _aten._to_copy.default, _aten.copy_.default, _aten.cat.default),
-    *(_aten.new_empty.default, _aten.empty_like.default, _aten.zeros_like.default),
-    *(_aten.expand.default, _aten.native_layer_norm.default),
-}
-# Products, and which argument holds the tokens.
-_PRODUCTS = {
-    _aten.mm.default: 0,
-    _aten.mm.out: 0,
-    _aten.addmm.default: 1,
-    _aten.addmm.out: 1,
-    _aten.addmm_.default: 1,
-}
-_MEANS = {_aten.mean.dim, _aten.sum.dim_IntList}
-_DRAWS = torch.Tag.nondeterministic_seeded
-
-
-class _WithinTokens(TorchDispatchMode):
-    """Follows what modules compute from their inputs, and notes those that leave a token."""
-
-    def __init__(self, named: dict[str, nn.Module]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's
-        self._own = {name: {id(p) for p in module.parameters()} for name, module in named.items()}
-        self._reached: dict[str, dict[int, torch.Tensor]] = {}  # by module: storages, kept alive
-        self._active: list[str] = []
-        self._calls: dict[str, list[FoundMlp]] = {name: [] for name in named}
-        self._widest: dict[str, int] = {}
-        self._refused: set[str] = set()
-
-    def found(self) -> dict[str, FoundMlp]:
-        """Return the modules that were called once, on tokens, and widen them inside."""
-        return {
-            name: calls[0]
-            for name, calls in self._calls.items()
-            if name not in self._refused
-            and len(calls) == 1
-            and self._widest.get(name, 0) > max(calls[0].x.shape[-1], calls[0].num_features)
-        }
-
-    def call(self, name: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Run a module and follow what it computes."""
-        own = cast("Any", type(module))
-        x = args[0] if len(args) == 1 and not kwargs else None
-        if not isinstance(x, torch.Tensor) or x.dim() < _MATRIX_DIM or name in self._active:
-            self._refused.add(name)
-            return own.forward(module, *args, **kwargs)
-        self._reached[name] = {x.untyped_storage()._cdata: x}
-        self._active.append(name)
-        try:
-            y = own.forward(module, x)
-        finally:
-            self._active.pop()
-            self._reached.pop(name)
-        if isinstance(y, torch.Tensor) and y.shape[:-1] == x.shape[:-1] and y.dtype == x.dtype:
-            one = FoundMlp(x=x.detach().clone(), num_features=y.shape[-1])
-            self._calls[name].append(one)
-        else:
-            self._refused.add(name)
-        return y
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        """Run an operation, and judge it for each module that it is a part of."""
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        if func is torch.ops.prim.device.default:  # asked of fake tensors
-            return out
-        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        results = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
-        for name in self._active:
-            reached = self._reached[name]
-            leaves = [t if t._base is None else t._base for t in given if t.requires_grad]
-            if any(leaf.is_leaf and id(leaf) not in self._own[name] for leaf in leaves):
-                self._refused.add(name)  # a gradient would be lost
-            if not any(_key(t) in reached for t in given):
-                if _DRAWS in func.tags:
-                    self._refused.add(name)
-                continue
-            if not _is_within_tokens(func, args, reached):
-                self._refused.add(name)
-            reached |= {_key(t): t for t in results}  # what is written to is returned too
-            width = max((t.shape[-1] for t in results if t.dim()), default=0)
-            self._widest[name] = max(self._widest.get(name, 0), width)
-        return out
-
-
-def _key(tensor: torch.Tensor) -> int:
-    return cast("int", tensor.untyped_storage()._cdata)
-
-
-def _is_within_tokens(func: Any, args: Sequence[Any], reached: dict[int, torch.Tensor]) -> bool:
-    """Return whether an operation keeps tokens, its rows, apart."""
-    if _DRAWS in func.tags:
-        return False
-    if func in _PRODUCTS:
-        factors = args[_PRODUCTS[func] : _PRODUCTS[func] + 2]
-        return _key(factors[0]) in reached and _key(factors[1]) not in reached
-    if func in _MEANS:
-        return list(args[1] or ()) in ([-1], [args[0].dim() - 1])
-    return func in _SHAPED or torch.Tag.pointwise in func.tags
 
 
 def names_left_out(layer: nn.Module, unread: Sequence[Unread]) -> frozenset[str]:
@@ -830,33 +619,6 @@ def given(recorded: Recorded) -> Iterator[Callable[[], bool]]:
         return
     with Giver(recorded) as giver:
         yield lambda: giver.is_as_recorded
-
-
-def sizes_of(
-    forward: Callable[[], torch.Tensor],
-    recompute: Callable[[Recorded], tuple[torch.Tensor, torch.Tensor]],
-) -> tuple[OutputSize, ...]:
-    """Return the sizes of a layer's recorded attention, in the order of its calls.
-
-    There are none unless output and gradient are the same to the bit with the record and without,
-    and the forward is the same whether it is recorded or not.
-
-    Args:
-        forward: Computes the layer without a graph.
-        recompute: Computes it with a graph, given a record; returns its output and its input.
-    """
-    with Recorder() as recorder:
-        with_BTD = forward()
-    recorded = recorder.recorded()
-    if not recorded.tensors or not torch.equal(with_BTD, forward()):
-        return ()
-    outputs: list[torch.Tensor] = []
-    gradients: list[torch.Tensor] = []
-    for one in (recorded, NOTHING):
-        output_BTD, input_BTD = recompute(one)
-        outputs.append(output_BTD.detach())
-        gradients += torch.autograd.grad(output_BTD, input_BTD, outputs[-1])
-    return recorded.sizes if torch.equal(*outputs) and torch.equal(*gradients) else ()
 
 
 class _Seen(TorchDispatchMode):

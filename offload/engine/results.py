@@ -11,9 +11,9 @@ from offload.engine.host.slab import Stash
 from offload.engine.host.store import Backing
 from offload.engine.host.weights import HostGradients, LateUpdates
 from offload.engine.memory_meter import Arena
-from offload.engine.model.hooks import Graph
 from offload.engine.model.layers import Front
 from offload.engine.model.router import Balance
+from offload.engine.model.visits import Graph
 from offload.engine.recompute import Recorded, SavedTensors
 from offload.engine.slots import Slots
 from offload.engine.streams import Device, Event

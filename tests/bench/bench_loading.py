@@ -42,7 +42,7 @@ from pathlib import Path
 import torch
 from finetune.env import quiet_libraries
 quiet_libraries()
-import bitsandbytes, offload.engine.model.hooks, offload.engine.host.store
+import bitsandbytes, offload.engine.model.capture, offload.engine.host.store
 from transformers import Qwen3MoeForCausalLM
 from finetune.model.load import load_model
 from finetune.recipe.sections import ModelSection

@@ -24,10 +24,10 @@ from finetune.recipe.adapters import LoraSection
 from finetune.training.compile import compile_layers
 from offload.engine.batch import Batch, shape_of
 from offload.engine.engine import Engine, EngineOptions
-from offload.engine.model.hooks import visit_with_graph
 from offload.engine.model.layers import LayeredModel
-from offload.engine.model.readers import TiledMlps
+from offload.engine.model.visits import visit_with_graph
 from offload.engine.recompute import TiledMlp, Unread
+from offload.engine.safety.parts import TiledMlps
 from offload.engine.tracing.tracer import LiveBytes, Tracer
 from offload.engine.tracing.visits import trace_visits
 from offload.errors import TransferError, UnsupportedModelError
@@ -662,7 +662,7 @@ def test_a_graph_larger_than_counted_on_is_computed_again_with_a_warning() -> No
     expected, _ = steps(model, OPTIONS)
     streamed = copy.deepcopy(model)
     engine = Engine(streamed, device=torch.device("cpu"), options=replace(ALL, stash="host"))
-    sizes = engine._bound.executor.found().graph_sizes
+    sizes = engine._bound.executor.graph_sizes()
 
     def too_small(_schedule: Any, inputs: Any, layers: Any) -> None:
         for layer in layers:
@@ -730,7 +730,7 @@ def test_a_sent_graph_takes_what_the_plan_says_within_a_tenth(
     engine = Engine(model, device=torch.device("cpu"), options=options)
     ids = torch.randint(0, 32, (1, T))
     engine.forward_backward([{"input_ids": ids, "labels": ids}])
-    found = engine._bound.executor.found().graph_sizes.of(0, shape_of(1, T, ()))
+    found = engine._bound.executor.graph_sizes().of(0, shape_of(1, T, ()))
     engine.detach()
     names = LoraSection(targets=targets).chosen_targets(linear_names(facts))
     spec = AdapterSpec(rank=4, targets=names, experts=False, is_in_base_dtype=True)
@@ -1225,7 +1225,7 @@ def step_tiled(
     engine = Engine(model, device=torch.device("cpu"), options=options)
     try:
         result = engine.forward_backward(padded_batches(), dropout_seed=0)
-        mlps = engine._bound.executor.found().mlps
+        mlps = engine._bound.executor.allowed().mlps
         return result.loss, dict(all_gradients(model)), [len(mlps[i]) for i in sorted(mlps)]
     finally:
         engine.detach()

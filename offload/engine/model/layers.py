@@ -13,23 +13,21 @@ logits of a whole batch never exist at once.
 This breaks if layers share anything besides the hidden state, or if the model does anything else
 with it between or after them: the loss is right and the gradients are wrong. No case is known by
 name. What can be detected while a model runs is checked here, at each visit; the rest is checked by
-`Inspection`, once, before any gradient is touched. Either refuses the model and names the finding.
+`offload.engine.safety`, once, before any gradient is touched. Either refuses the model and names
+the finding.
 """
 
-import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from itertools import chain
-from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 from torch import nn
 
-from offload.engine.batch import IGNORED, ROW_LENS, Batch, Shape, Vocabulary, shape_of
+from offload.engine.batch import ROW_LENS, Batch, Shape, Vocabulary, shape_of
 from offload.engine.closeness import are_close, are_equal
 from offload.engine.host.embedding import HostEmbedding
 from offload.engine.model.packed_rows import JoinedRows, PackedCall, packed_calls, rows_apart
@@ -54,97 +52,16 @@ from offload.engine.pointwise.layers import FusedLayers
 from offload.engine.pointwise.ops import cross_entropy
 from offload.engine.pointwise.recognise import DTYPES
 from offload.engine.randomness import same_randomness
+from offload.engine.verdict import Verdict
 from offload.engine.visit_cache import patched
-from offload.errors import OffloadError, UnsupportedModelError
+from offload.errors import UnsupportedModelError
+from offload.plan.facts.families import RESIDENT_HINT
 from offload.plan.facts.workload import FusedPart
 
 RESIDENT_HINT = "train this model resident, with another tool"
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
-
-
-# ---------------------------------------------------------------------------------------------
-# Whether a model's own loss is the cross-entropy that a step computes, by identity.
-#
-# Problem. A step computes the loss itself, chunk by chunk. That values agree on a few tokens does
-# not show that the model's own loss is the same: class weights, a token without a loss and a
-# schedule differ only on other tokens, or later.
-#
-# Idea. Transformers has one function for the loss of causal language models. The model's loss is
-# that one if the function is what the model calls, with the logits that it returns, the labels that
-# it was given and no option that changes the result, and if the loss is the very tensor that it
-# returned.
-
-_OFF = {"num_items_in_batch": None, "ignore_index": IGNORED, "shift_labels": None}
-_ATTRIBUTE = "_loss_function"  # what transformers' property returns, where it is set
-
-
-@dataclass(kw_only=True, slots=True)
-class OwnLoss:
-    """The function that a model calls for its loss, and its calls."""
-
-    function: Any  # the function
-    # The arguments by name and the result of each call.
-    calls: list[tuple[dict[str, Any], Any]] = field(default_factory=list)
-
-    def problem(
-        self, loss: torch.Tensor, logits_BTV: torch.Tensor, labels_BT: torch.Tensor
-    ) -> str | None:
-        """Return what shows that a loss is another than the cross-entropy of the next tokens.
-
-        Args:
-            loss: The loss that the model returned.
-            logits_BTV: The logits that it returned.
-            labels_BT: The labels that it was given.
-        """
-        if not _is_transformers_own(self.function):
-            return f"has a loss function of its own, `{_name_of(self.function)}`"
-        if not self.calls:
-            return "computes its loss by other code than its `loss_function`"
-        given, returned = self.calls[-1]
-        if loss is not returned or len(self.calls) > 1:
-            return "changes the loss that its `loss_function` returns"
-        changed = [name for name, off in _OFF.items() if given.get(name, off) != off]
-        if changed:
-            return f"passes `{changed[0]}` to its `loss_function`"
-        if given["labels"] is not labels_BT:
-            return "passes other labels to its `loss_function` than it is given"
-        if given["logits"] is not logits_BTV:
-            return "passes other logits to its `loss_function` than it returns"
-        return None
-
-
-def loss_function_of(model: "PreTrainedModel") -> Any:
-    """Return the function that a model calls for its loss."""
-    return model.loss_function
-
-
-@contextmanager
-def heard_loss(model: "PreTrainedModel") -> Iterator[OwnLoss]:
-    """Record the calls of a model's loss function meanwhile."""
-    heard = OwnLoss(function=loss_function_of(model))
-
-    def hear(*args: Any, **kwargs: Any) -> Any:
-        returned = heard.function(*args, **kwargs)
-        if _is_transformers_own(heard.function):
-            given = inspect.signature(heard.function).bind(*args, **kwargs).arguments
-            heard.calls.append((given, returned))
-        return returned
-
-    with patched((vars(model), {_ATTRIBUTE: hear})):
-        yield heard
-
-
-def _is_transformers_own(function: Any) -> bool:
-    from transformers.loss.loss_utils import ForCausalLMLoss  # a second, which a plan need not wait
-
-    return function is ForCausalLMLoss
-
-
-def _name_of(function: Any) -> str:
-    name = getattr(function, "__qualname__", type(function).__qualname__)
-    return str(name).rpartition("<locals>.")[2]
+    from transformers import PreTrainedModel
 
 
 # ---------------------------------------------------------------------------------------------
@@ -389,125 +306,6 @@ def find_unread_stores(layers: Sequence[nn.Module]) -> list[list[nn.Module]]:
     return [[module for module in found if vars(module)[_STORES]] for found in parts]
 
 
-# ---------------------------------------------------------------------------------------------
-# What a model consists of, so that changes after attaching are detected before a step.
-#
-# `attach` decides what trains, what is streamed and where each tensor is. Parameters that are
-# added, replaced, frozen or unfrozen later would have no gradient, or one that the next load
-# overwrites; a router loss that is enabled later would be missing from the loss. So each step
-# compares the model with the one that was attached, by identity. This takes 1 ms for 48 layers with
-# adapters.
-
-_TRAITS_OF = attrgetter("requires_grad", "dtype", "device")
-_Traits = tuple[bool, torch.dtype, torch.device]
-
-
-class Composition:
-    """A model's modules and parameters, and the traits that must not change."""
-
-    def __init__(self, model: nn.Module, config: "PreTrainedConfig") -> None:
-        """Record them.
-
-        Args:
-            model: The model as attached.
-            config: Of the model inside it; whether the loss has a router term is fixed too.
-        """
-        modules = list(model.modules())
-        self._model = model
-        self._children = [module._modules for module in modules]
-        self._owned = [module._parameters for module in modules]
-        self._modules = _flat(self._children)
-        self._parameters = _flat(self._owned)
-        self._traits = _traits(self._parameters)
-        self._named = _named(model)
-        self._config = config
-        self._asks = _router_logits(config)
-
-    def require_unchanged(self) -> None:
-        """Check that the model is unchanged since it was attached.
-
-        Raises:
-            OffloadError: It changed; the error names the changes.
-        """
-        with torch._C.DisableTorchFunctionSubclass():
-            modules, parameters = _flat(self._children), _flat(self._owned)
-            if (
-                are_same(modules, self._modules)
-                and are_same(parameters, self._parameters)
-                and _traits(parameters) == self._traits
-                and _router_logits(self._config) == self._asks
-            ):
-                return
-            changes = list(self._changes())
-            # peft's wrapper of a module's own parameters puts them back in another order
-            if not changes:
-                self._modules, self._parameters = modules, parameters
-                self._traits = _traits(parameters)
-                return
-        more = f" (and {len(changes) - 1} more)" if len(changes) > 1 else ""
-        raise OffloadError(
-            f"{changes[0]} since the model was attached{more}",
-            limit="what trains, what is streamed and what the loss is are settled by"
-            " `offload.attach`",
-            hint="undo the change; or `engine.detach()`, and `offload.attach(model, ...)` again",
-        )
-
-    def _changes(self) -> Iterator[str]:
-        now = _named(self._model)
-        for name, (thing, traits) in now.items():
-            if name not in self._named:
-                yield f"{name} was added"
-                continue
-            thing_before, before = self._named[name]
-            if thing is not thing_before:
-                yield f"{name} was replaced"
-            elif traits is not None and before is not None and traits != before:
-                yield f"{name} {_change(before, traits)}"
-        yield from (f"{name} was removed" for name in self._named if name not in now)
-        for name, asks in _router_logits(self._config).items():
-            if asks != self._asks.get(name):
-                yield f"`{name}` became {asks}"
-
-
-def _router_logits(config: "PreTrainedConfig") -> dict[str, bool]:
-    """Return by place whether a config requests router logits, and so their loss."""
-    places = {"config.output_router_logits": config}
-    if (text_config := config.get_text_config()) is not config:
-        places["config.get_text_config().output_router_logits"] = text_config
-    return {
-        name: bool(getattr(place, "output_router_logits", False)) for name, place in places.items()
-    }
-
-
-def _change(before: _Traits, now: _Traits) -> str:
-    if before[0] != now[0]:
-        return "was unfrozen" if now[0] else "was frozen"
-    return f"became {now[1]} on {now[2]} from {before[1]} on {before[2]}"
-
-
-def _flat(tables: list[dict[str, Any]]) -> list[Any]:
-    return list(chain.from_iterable(map(dict.values, tables)))
-
-
-def are_same(found: list[Any], expected: list[Any]) -> bool:
-    """Return whether two lists hold the same objects."""
-    return len(found) == len(expected) and all(map(is_, found, expected))
-
-
-def _traits(parameters: list[nn.Parameter | None]) -> list[_Traits]:
-    return [_TRAITS_OF(p) for p in parameters if p is not None]
-
-
-def _named(model: nn.Module) -> dict[str, tuple[object, _Traits | None]]:
-    """Return modules and parameters by name, the latter with their traits."""
-    named: dict[str, tuple[object, _Traits | None]] = {
-        name: (module, None) for name, module in model.named_modules(remove_duplicate=False)
-    }
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        named[name] = (parameter, _traits([parameter])[0])
-    return named
-
-
 Forms = tuple[Form, ...]
 FRONT_INPUTS = ("input_ids", "attention_mask", "position_ids")
 LayerCall = Call | PackedCall
@@ -592,14 +390,12 @@ class LayeredModel:
             for unread in find_unread_stores(list(self.layers))
         ]
         self.fused: FusedLayers | None = None
-        self.together: set[int] = set()
-        """Layers that compute packed rows together; all others compute one row after the other."""
+        self.verdict = Verdict()
+        """What checks have found out; see `offload.engine.safety.check`."""
         self.joins_rows = False
         """Whether attention of packed rows may be one call."""
-        self.unjoined: set[int] = set()
-        """Layers in which it is not: one call was not found to give what row by row does."""
         self.joined: set[int] = set()
-        """Layers in which it was, when they last computed rows together."""
+        """Layers in which it was one, when they last computed rows together."""
 
     def fuse(self, plain_parts: frozenset[FusedPart] = frozenset()) -> None:
         """Compute norms, rotations, gates and the loss by fused operators, but for these."""
@@ -688,19 +484,30 @@ class LayeredModel:
         """
         if not isinstance(call, PackedCall):
             return self.row_forward(layer, hidden_BTD, call)
-        compute = self.rows_together if self.is_together(layer, call) else self.rows_alone
-        return compute(layer, hidden_BTD, call)
+        if not self.is_together(layer, call):
+            return self.rows_alone(layer, hidden_BTD, call)
+        joins = layer not in self.verdict.unjoined
+        return self.rows_together(layer, hidden_BTD, call, joins=joins)
 
     def is_together(self, layer: int, call: LayerCall) -> bool:
         """Return whether a layer computes all rows of a call at once."""
         return not isinstance(call, PackedCall) or (
-            layer in self.together and call.together is not None
+            layer in self.verdict.together and call.together is not None
         )
 
-    def rows_together(self, layer: int, hidden_BTD: torch.Tensor, call: PackedCall) -> torch.Tensor:
-        """Run one layer on all tokens of packed rows, which its attention keeps apart."""
+    def rows_together(
+        self, layer: int, hidden_BTD: torch.Tensor, call: PackedCall, *, joins: bool
+    ) -> torch.Tensor:
+        """Run one layer on all tokens of packed rows, which its attention keeps apart.
+
+        Args:
+            layer: The layer, whose weights are in place.
+            hidden_BTD: Its input.
+            call: Its other arguments.
+            joins: Whether attention of all rows may be one call.
+        """
         assert call.together is not None
-        with rows_apart(self.layers[layer], call, joins=layer not in self.unjoined) as rows:
+        with rows_apart(self.layers[layer], call, joins=joins) as rows:
             output_BTD = self.row_forward(layer, hidden_BTD, call.together)
         (self.joined.add if rows.has_joined else self.joined.discard)(layer)
         return output_BTD

@@ -7,7 +7,7 @@ fused kernel sees a causal row without a mask, a window or a sink is the model's
 T x T exists but a row's own mask, where its model makes one.
 
 On CUDA one kernel computes all rows at once where it gives the same, as
-`offload.engine.model.packed_trial` says.
+`offload.engine.safety.packed_trial` says.
 """
 
 import inspect
@@ -206,7 +206,7 @@ def _has_kernel(
 # tokens is the one in which rows of different length differ. Masks between pairs of tokens are not
 # joined. They go to attention, which is computed row by row (`attention_by_rows`). The
 # rest of a layer gets all tokens at once. A layer for which this is not right, as
-# `offload.engine.model.packed_trial` finds, is called once for each row: a row is then computed to
+# `offload.engine.safety.packed_trial` finds, is called once for each row: a row is then computed to
 # the bit as it is alone.
 
 MASK = "attention_mask"

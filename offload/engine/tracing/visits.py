@@ -20,7 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from offload.engine.experts import fused
 from offload.engine.experts.launcher import Blocks, Launcher, blocks_for
 from offload.engine.experts.products import Gate, Loop, Routing, gate_of, goes_through_interface
-from offload.engine.model.hooks import Graph, visit_with_graph
 from offload.engine.model.layers import (
     Front,
     LayeredModel,
@@ -28,8 +27,9 @@ from offload.engine.model.layers import (
     is_classifier,
     kind_of,
 )
-from offload.engine.model.readers import candidates, is_hooked, unheld_products
-from offload.engine.recompute import TiledMlp, Unread, find_mlps
+from offload.engine.model.visits import Graph, visit_with_graph
+from offload.engine.recompute import TiledMlp, Unread
+from offload.engine.safety.parts import candidates, find_mlps, is_hooked, unheld_products
 from offload.engine.tracing.cuda_kernels import CUDA_WORKSPACES, Capability, CudaKernels
 from offload.engine.tracing.tracer import LiveBytes, Tracer, fake_copy, num_experts, rows_are_whole
 from offload.plan.facts.workload import FusedPart

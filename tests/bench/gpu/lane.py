@@ -32,10 +32,10 @@ from offload.engine.experts import fused
 from offload.engine.experts.autotune import use
 from offload.engine.experts.launcher import Blocks, blocks_for
 from offload.engine.experts.products import goes_through_interface
-from offload.engine.model.hooks import attempt, visit_with_graph, visit_without_graph
 from offload.engine.model.layers import LayeredModel
-from offload.engine.model.readers import candidates, unheld_products
+from offload.engine.model.visits import attempt, visit_with_graph, visit_without_graph
 from offload.engine.recompute import Unread
+from offload.engine.safety.parts import candidates, unheld_products
 from offload.engine.streams import release_cached, seconds_of
 from offload.engine.visit_cache import VISIT_CACHE
 from offload.plan.machine.machine import ExpertsImplementation

@@ -16,8 +16,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from finetune.adapter.linear_lora import Linear, compute_in_base_dtype
-from offload.engine.model.hooks import visit_with_graph, visit_without_graph
 from offload.engine.model.layers import LayeredModel
+from offload.engine.model.visits import visit_with_graph, visit_without_graph
 from offload.engine.visit_cache import VISIT_CACHE
 from tests.bench.gpu import models
 from tests.bench.gpu.journal import Journal

@@ -33,10 +33,9 @@ from finetune.model.facts import facts_from, facts_of
 from finetune.planning.request import adapter_spec
 from finetune.planning.request import facts_of as facts_of_config
 from finetune.planning.request import facts_of as facts_of_section
-from finetune.recipe.adapters import LoraSection
-from finetune.recipe.sections import ModelSection
+from finetune.recipe.sections import AdapterSection, ModelSection
+from offload.engine.model.inventory import inventory_of
 from offload.engine.model.layers import LayeredModel
-from offload.engine.model.readers import inventory_of
 from offload.errors import SluiceError, UnsupportedModelError
 from offload.plan.facts import facts as plan_facts
 from offload.plan.facts.facts import AdapterSpec, ModelFacts, TensorClass

@@ -60,7 +60,7 @@ from offload.engine.experts.autotune import find_experts
 from offload.engine.experts.lora import SUFFIX
 from offload.engine.experts.products import goes_through_interface
 from offload.engine.host.slab import Slab
-from offload.engine.model.hooks import CaptureWeights
+from offload.engine.model.capture import CaptureWeights
 from offload.errors import TransferError
 from offload.plan.machine.machine import ExpertsImplementation
 from tests.checkpoints import (
@@ -570,7 +570,7 @@ def test_models_dtypes_codecs_and_places_have_stores_of_their_own(
 LOAD = """
 import sys
 import torch
-import offload.engine.model.hooks, offload.engine.host.store
+import offload.engine.model.capture, offload.engine.host.store
 torch.set_num_threads(1)
 from finetune.env import quiet_libraries
 quiet_libraries()

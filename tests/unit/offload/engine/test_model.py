@@ -16,9 +16,10 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 import offload
 from offload.engine.codec import form_named
 from offload.engine.host.slab import Record, Slab
-from offload.engine.model.hooks import CaptureWeights, Graph
-from offload.engine.model.readers import candidates, unread_products
+from offload.engine.model.capture import CaptureWeights
+from offload.engine.model.visits import Graph
 from offload.engine.recompute import Unread, left_out
+from offload.engine.safety.parts import candidates, unread_products
 from offload.errors import UnsupportedModelError
 from offload.plan.facts.facts import WeightInventory
 from tests.parity.tiny_models import tiny_model

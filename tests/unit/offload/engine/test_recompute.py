@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from offload.engine.model.hooks import Graph
+from offload.engine.model.visits import Graph
 from offload.engine.recompute import (
     GraphSizes,
     Left,

@@ -26,9 +26,10 @@ from offload.engine.memory_meter import (
 )
 from offload.engine.passes.scoring import OTHERS, TOP, logits_gradient, top_scores
 from offload.engine.randomness import FRONT_LAYER, seed_of
+from offload.engine.safety.tail_trial import subsets_apart
 from offload.engine.streams import CpuDevice
 from offload.engine.tracing.tracer import LiveBytes, Tracer
-from offload.engine.trials import TrialSize, subsets_apart
+from offload.engine.verdict import TrialSize
 from offload.engine.visit_cache import VISIT_CACHE
 from offload.errors import TransferError
 from offload.plan.schedule.op import Lane

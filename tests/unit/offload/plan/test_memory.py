@@ -15,8 +15,8 @@ from finetune.adapter.linear_lora import compute_beside, compute_in_base_dtype
 from finetune.adapter.lora import add_lora
 from finetune.recipe.adapters import LoraSection
 from offload.engine.engine import EngineOptions
-from offload.engine.model.hooks import Graph, visit_with_graph
 from offload.engine.model.layers import LayeredModel
+from offload.engine.model.visits import Graph, visit_with_graph
 from offload.engine.tracing.visits import trace_visits
 from offload.errors import DoesNotFitError, OffloadError
 from offload.plan.facts.codec import CODECS

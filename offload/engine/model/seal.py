@@ -1,212 +1,39 @@
-"""Detects reads and writes of tensors that do not belong to a part of a model.
+"""A streamed parameter between passes: it can be inspected, but not read.
 
-Problem. A layer can leave a tensor in a global, an attribute or a closure, where another layer, or
-the part after the layers, can read it. No argument shows this. Layer by layer the value would be
-that of another micro-batch, and its gradient would be lost.
+Problem. The parameters of a layer are views of its slot, which holds that layer's weights during
+its visits only. Between passes a slot holds the layer that was loaded last. Code that reads a
+parameter then (a forward of the model, `state_dict`, a merge, `deepcopy`, a norm over
+`parameters()`) would silently use another layer's weights; a write would be overwritten.
 
-Idea. Every computation goes through torch's dispatcher. There a watch records which part allocated
-which memory. A part may read its arguments, tensors it made itself, and tensors that existed before
-all parts: constants and weights. Tensors it writes to must not outlive its call. Only memory that
-outlives a part is recorded, and only while it lives.
+Idea. Between passes these parameters, the same objects that modules, optimizers and users hold,
+have the class `Sealed`. Torch consults a tensor's class before any operation, so one function
+sees every use: queries (shape, type, device) are answered, the rest raises an `OffloadError` that
+names the parameter. `detach` is answered too, since `state_dict` uses it: with the true values if
+they are in host memory and not encoded, else with a tensor that is sealed as well. So an adapter
+can be saved, whatever its base.
+
+Cost. Changing an object's class takes 0.2 us, once before and once after a pass. Visits see
+ordinary parameters.
+
+Rejected: parameters on the meta device (torch does not let `.data` change the device type),
+storages without memory (reading one ends the process), NaN (a NaN loss does not name its cause),
+and guards around the methods of modules alone (anything that bypasses them is silent).
 """
 
 import functools
 import inspect
 import threading
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload.engine.host.slab import Field, Record
 from offload.engine.model.layers import COLLECTED, FRONT_INPUTS, LayeredModel
 from offload.errors import OffloadError
-
-_Key = int
-
-
-class Watch(TorchDispatchMode):
-    """Records reads and writes, part by part, while it is active.
-
-    Attributes:
-        problem: The first forbidden action of a part; empty if there was none.
-        culprit: The part that is at fault.
-    """
-
-    def __init__(self, homes: Mapping[int, int]) -> None:
-        """Watch nothing yet.
-
-        Args:
-            homes: Layer of each parameter, by id, that belongs to one layer alone.
-        """
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's
-        self._homes = homes
-        self._makers: dict[_Key, str] = {}
-        self._alive: dict[_Key, weakref.ref[Any]] = {}
-        self._written: dict[_Key, weakref.ref[Any]] = {}
-        self.problem = self.culprit = ""
-        self.begin("", layer=None, given=())
-
-    def begin(self, part: str, *, layer: int | None, given: Iterable[torch.Tensor]) -> None:
-        """Let another part begin.
-
-        Args:
-            part: Its description; two calls of one layer are two parts.
-            layer: The layer whose weights it may read.
-            given: Its arguments.
-        """
-        self._part, self._layer = part, layer
-        self._given = set(_keys(given))
-        self._written = {}
-
-    def made_by(self, part: str, tensors: Iterable[torch.Tensor]) -> None:
-        """Record tensors as made by a part."""
-        for tensor in tensors:
-            self._made(tensor, part)
-
-    def end(self, returned: Iterable[torch.Tensor] = ()) -> None:
-        """Let the current part end.
-
-        Args:
-            returned: What it returns, which may live on.
-        """
-        allowed = {*_keys(returned), *self._given}
-        if any(ref() is not None for key, ref in self._written.items() if key not in allowed):
-            self._object("writes to a tensor that it did not make and that outlives its call")
-        self._written = {}
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Skip the wrapper per operation that disables dynamo: watched code runs eagerly."""
-        return False
-
-    def mark(self) -> tuple[str, str, dict[_Key, weakref.ref[Any]]]:
-        """Return the state so far, for `return_to`."""
-        return self.problem, self.culprit, dict(self._written)
-
-    def return_to(self, mark: tuple[str, str, dict[_Key, weakref.ref[Any]]]) -> None:
-        """Restore the state of a mark, but keep which part made which memory."""
-        self.problem, self.culprit, self._written = mark
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        """Run an operation and record what it read, wrote and made."""
-        kwargs = kwargs or {}
-        read = _tensors_in(args) + _tensors_in(kwargs)
-        before = {self._read(tensor) for tensor in read}
-        is_mutable = func._schema.is_mutable
-        if is_mutable:
-            for tensor in _written_by(func, args, kwargs):
-                key, storage = _storage(tensor)
-                if self._makers.get(key) != self._part:
-                    self._written[key] = weakref.ref(storage)
-        out = func(*args, **kwargs)
-        if func in _LIFTS:
-            before = set()
-        elif is_mutable:
-            before = set(_keys(read))  # it may have given one of them other memory
-        for tensor in _tensors_in(out):
-            if _storage(tensor)[0] not in before:
-                self._made(tensor, self._part)
-        return out
-
-    def _read(self, tensor: torch.Tensor) -> _Key:
-        home = self._homes.get(id(tensor), self._layer)
-        if home != self._layer:
-            self._object(f"reads weights of layer {home}")
-        key = _storage(tensor)[0]
-        maker = self._makers.get(key, self._part)
-        if maker != self._part and key not in self._given:
-            self._object(f"reads a tensor that {maker} made, and that it was not handed")
-        return key
-
-    def _made(self, tensor: torch.Tensor, part: str) -> None:
-        key, storage = _storage(tensor)
-        self._makers[key] = part
-        if key not in self._alive:
-            self._alive[key] = weakref.ref(storage, partial(self._forget, key))
-
-    def _forget(self, key: _Key, _: object) -> None:
-        self._makers.pop(key, None)
-        self._alive.pop(key, None)
-
-    def _object(self, problem: str) -> None:
-        if not self.problem:
-            self.problem, self.culprit = problem, self._part
-
-
-# They register a tensor that Python has just made with the dispatcher.
-_LIFTS = {torch.ops.aten.lift_fresh.default, torch.ops.aten.lift.default}
-
-
-def _storage(tensor: torch.Tensor) -> tuple[_Key, Any]:
-    storage = tensor.untyped_storage()
-    return storage._cdata, storage
-
-
-def _keys(tensors: Iterable[torch.Tensor]) -> list[_Key]:
-    return [_storage(tensor)[0] for tensor in tensors]
-
-
-def _written_by(
-    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Iterator[torch.Tensor]:
-    """Yield the arguments that an operation writes to."""
-    if func is torch.ops.aten.set_.source_Tensor and args[0] is args[1]:
-        return  # as `nn.utils.parametrize` does; nothing is written
-    for i, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[i] if i < len(args) else kwargs.get(argument.name)
-        yield from _tensors_in(value)
-
-
-def _tensors_in(value: Any) -> list[torch.Tensor]:
-    """Return the tensors among an operation's arguments or results; they hold no other classes."""
-    found: list[torch.Tensor] = []
-    _add_tensors(value, found)
-    return found
-
-
-def _add_tensors(value: Any, found: list[torch.Tensor]) -> None:
-    if isinstance(value, torch.Tensor):
-        found.append(value)
-    elif isinstance(value, (list, tuple)):
-        for part in value:
-            _add_tensors(part, found)
-    elif isinstance(value, dict):
-        for part in value.values():
-            _add_tensors(part, found)
-
-
-# ---------------------------------------------------------------------------------------------
-# A streamed parameter between passes: it can be inspected, but not read.
-#
-# Problem. The parameters of a layer are views of its slot, which holds that layer's weights during
-# its visits only. Between passes a slot holds the layer that was loaded last. Code that reads a
-# parameter then (a forward of the model, `state_dict`, a merge, `deepcopy`, a norm over
-# `parameters()`) would silently use another layer's weights; a write would be overwritten.
-#
-# Idea. Between passes these parameters, the same objects that modules, optimizers and users hold,
-# have the class `Sealed`. Torch consults a tensor's class before any operation, so one function
-# sees every use: queries (shape, type, device) are answered, the rest raises an `OffloadError` that
-# names the parameter. `detach` is answered too, since `state_dict` uses it: with the true values if
-# they are in host memory and not encoded, else with a tensor that is sealed as well. So an adapter
-# can be saved, whatever its base.
-#
-# Cost. Changing an object's class takes 0.2 us, once before and once after a pass. Visits see
-# ordinary parameters.
-#
-# Rejected: parameters on the meta device (torch does not let `.data` change the device type),
-# storages without memory (reading one ends the process), NaN (a NaN loss does not name its cause),
-# and guards around the methods of modules alone (anything that bypasses them is silent).
 
 Show = Callable[[int, Field], torch.Tensor | None]
 """Returns the values of a layer's field on the host; None if encoded or not in memory."""
@@ -484,7 +311,7 @@ _LOOKS = {
             "shape",
         )
     ),
-    _TENSOR.requires_grad.__set__,  # a change is noticed by the next step; see `composition`
+    _TENSOR.requires_grad.__set__,  # a change is noticed by the next step; see `Composition`
     *(
         getattr(_TENSOR, name)
         for name in (

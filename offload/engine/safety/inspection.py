@@ -26,9 +26,11 @@ pass over the layers that is streamed like any other. No gradient is touched.
 Source of 3: the rules of IEEE 754, by which 0 * NaN is NaN.
 """
 
+import inspect
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
@@ -38,22 +40,18 @@ from torch import nn
 
 from offload.engine.batch import IGNORED, Batch
 from offload.engine.closeness import are_close, are_equal
-from offload.engine.model.hooks import Graph, JudgedHooks, visit_with_graph
-from offload.engine.model.kept import changed_in, kept_by
 from offload.engine.model.layers import (
     FORWARD_ERRORS,
     FRONT_INPUTS,
     ONE_STATE,
     LayeredModel,
     cross_entropy_sum,
-    heard_loss,
     homes_of,
     is_classifier,
     kind_of,
     unchanged,
     uncompiled,
 )
-from offload.engine.model.readers import TiledMlps, candidates, unread_products
 from offload.engine.model.recorders import (
     Call,
     Closed,
@@ -63,11 +61,15 @@ from offload.engine.model.recorders import (
     between,
     require_in_order,
 )
-from offload.engine.model.tail_trial import TailTrial
-from offload.engine.model.watch import Watch
+from offload.engine.model.visits import Graph, visit_with_graph
 from offload.engine.randomness import FRONT_LAYER, VisitRandomness, same_randomness
-from offload.engine.recompute import OutputSize, Path, TiledMlp, Unread, sizes_of
-from offload.engine.trials import TrialSize
+from offload.engine.recompute import NOTHING, OutputSize, Path, Recorded, Recorder, TiledMlp, Unread
+from offload.engine.safety.kept import changed_in, kept_by
+from offload.engine.safety.parts import TiledMlps, candidates, unread_products
+from offload.engine.safety.tail_trial import TailTrial
+from offload.engine.safety.watch import JudgedHooks, Watch
+from offload.engine.verdict import TrialSize
+from offload.engine.visit_cache import patched
 
 T = TypeVar("T")
 
@@ -579,3 +581,108 @@ def _gradient(
 def _numpy_state() -> tuple[bytes, int]:
     state: Any = np.random.get_state(legacy=False)
     return state["state"]["key"].tobytes(), state["state"]["pos"]
+
+
+def sizes_of(
+    forward: Callable[[], torch.Tensor],
+    recompute: Callable[[Recorded], tuple[torch.Tensor, torch.Tensor]],
+) -> tuple[OutputSize, ...]:
+    """Return the sizes of a layer's recorded attention, in the order of its calls.
+
+    There are none unless output and gradient are the same to the bit with the record and without,
+    and the forward is the same whether it is recorded or not.
+
+    Args:
+        forward: Computes the layer without a graph.
+        recompute: Computes it with a graph, given a record; returns its output and its input.
+    """
+    with Recorder() as recorder:
+        with_BTD = forward()
+    recorded = recorder.recorded()
+    if not recorded.tensors or not torch.equal(with_BTD, forward()):
+        return ()
+    outputs: list[torch.Tensor] = []
+    gradients: list[torch.Tensor] = []
+    for one in (recorded, NOTHING):
+        output_BTD, input_BTD = recompute(one)
+        outputs.append(output_BTD.detach())
+        gradients += torch.autograd.grad(output_BTD, input_BTD, outputs[-1])
+    return recorded.sizes if torch.equal(*outputs) and torch.equal(*gradients) else ()
+
+
+# ---------------------------------------------------------------------------------------------
+# Whether a model's own loss is the cross-entropy that a step computes, by identity.
+#
+# Problem. A step computes the loss itself, chunk by chunk. That values agree on a few tokens does
+# not show that the model's own loss is the same: class weights, a token without a loss and a
+# schedule differ only on other tokens, or later.
+#
+# Idea. Transformers has one function for the loss of causal language models. The model's loss is
+# that one if the function is what the model calls, with the logits that it returns, the labels that
+# it was given and no option that changes the result, and if the loss is the very tensor that it
+# returned.
+
+_OFF = {"num_items_in_batch": None, "ignore_index": IGNORED, "shift_labels": None}
+_ATTRIBUTE = "_loss_function"  # what transformers' property returns, where it is set
+
+
+@dataclass(kw_only=True, slots=True)
+class OwnLoss:
+    """The function that a model calls for its loss, and its calls."""
+
+    function: Any  # the function
+    # The arguments by name and the result of each call.
+    calls: list[tuple[dict[str, Any], Any]] = field(default_factory=list)
+
+    def problem(
+        self, loss: torch.Tensor, logits_BTV: torch.Tensor, labels_BT: torch.Tensor
+    ) -> str | None:
+        """Return what shows that a loss is another than the cross-entropy of the next tokens.
+
+        Args:
+            loss: The loss that the model returned.
+            logits_BTV: The logits that it returned.
+            labels_BT: The labels that it was given.
+        """
+        if not _is_transformers_own(self.function):
+            return f"has a loss function of its own, `{_name_of(self.function)}`"
+        if not self.calls:
+            return "computes its loss by other code than its `loss_function`"
+        given, returned = self.calls[-1]
+        if loss is not returned or len(self.calls) > 1:
+            return "changes the loss that its `loss_function` returns"
+        changed = [name for name, off in _OFF.items() if given.get(name, off) != off]
+        if changed:
+            return f"passes `{changed[0]}` to its `loss_function`"
+        if given["labels"] is not labels_BT:
+            return "passes other labels to its `loss_function` than it is given"
+        if given["logits"] is not logits_BTV:
+            return "passes other logits to its `loss_function` than it returns"
+        return None
+
+
+@contextmanager
+def heard_loss(model: Any) -> Iterator[OwnLoss]:
+    """Record the calls of a model's loss function meanwhile."""
+    heard = OwnLoss(function=model.loss_function)
+
+    def hear(*args: Any, **kwargs: Any) -> Any:
+        returned = heard.function(*args, **kwargs)
+        if _is_transformers_own(heard.function):
+            given = inspect.signature(heard.function).bind(*args, **kwargs).arguments
+            heard.calls.append((given, returned))
+        return returned
+
+    with patched((vars(model), {_ATTRIBUTE: hear})):
+        yield heard
+
+
+def _is_transformers_own(function: Any) -> bool:
+    from transformers.loss.loss_utils import ForCausalLMLoss  # a second, which a plan need not wait
+
+    return function is ForCausalLMLoss
+
+
+def _name_of(function: Any) -> str:
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    return str(name).rpartition("<locals>.")[2]

@@ -19,7 +19,7 @@ near: in 16 bits a router that is undecided sends a few to other experts.
 Any other layer is called once for each row, where each of these holds by construction.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from warnings import warn
@@ -28,9 +28,9 @@ import torch
 from torch import nn
 
 from offload.engine.closeness import is_near, rounding_of
-from offload.engine.model.layers import Front, LayeredModel
+from offload.engine.model.layers import LayeredModel
 from offload.engine.model.packed_rows import PackedCall
-from offload.engine.trials import TrialSize, subsets_apart
+from offload.engine.safety.tail_trial import subsets_apart
 from offload.engine.visit_cache import patched
 
 LENS = (5, 3, 7, 2)  # tokens of the rows that are tried
@@ -42,20 +42,37 @@ FLOAT32_BYTES, EXPERTS = 4, "_experts_implementation_internal"
 _ERRORS = (TypeError, ValueError, LookupError, AttributeError, RuntimeError)
 
 
-class PackedTrial:
-    """A few packed rows on their way through the layers of a model."""
+class _Rows:
+    """Some packed rows on their way through the layers of a model."""
 
-    def __init__(self, model: LayeredModel, input_ids_BT: torch.Tensor) -> None:
+    def __init__(
+        self,
+        model: LayeredModel,
+        input_ids_BT: torch.Tensor,
+        lens: Sequence[int],
+        together: Set[int],
+        unjoined: set[int],
+    ) -> None:
         """Run the part before the layers.
 
         Args:
             model: The model.
-            input_ids_BT: Tokens to take some of.
+            input_ids_BT: Tokens to take some of, over and over if they are few.
+            lens: Tokens of each row.
+            together: Layers that may compute rows together, as far as is known at their visit.
+            unjoined: Layers in which attention of all rows may not be one call, likewise.
         """
-        front = _packed_front(model, input_ids_BT, LENS)
+        ids_N = input_ids_BT.flatten()
+        some_N = ids_N[torch.arange(sum(lens), device=ids_N.device) % ids_N.numel()]
+        front = model.front({"input_ids": some_N.unsqueeze(0), "row_lens": torch.tensor(lens)})
         self._model, self._calls = model, front.packed
         self._hidden_BTD = front.hidden_BTD.detach()
+        self._together, self._unjoined = together, unjoined
         self._kinds: dict[object, bool] = {}
+
+
+class PackedTrial(_Rows):
+    """A few rows, which find out whether a layer may compute them together, and in one call."""
 
     def visit(self, layer: int) -> bool:
         """Try a layer, whose weights are in place; return whether it may compute rows together.
@@ -66,12 +83,14 @@ class PackedTrial:
         hidden_BTD = self._hidden_BTD
         with _without_dropout(model.layers[layer]):
             self._hidden_BTD = model.rows_alone(layer, hidden_BTD, call)
-            model.unjoined.discard(layer)
+            self._unjoined.discard(layer)
             is_exact_for = partial(_is_exact, model, layer, hidden_BTD, call)
-            is_exact = call.joined is not None and is_exact_for(roundings=JOINED_ROUNDINGS)
+            is_exact = call.joined is not None and is_exact_for(
+                roundings=JOINED_ROUNDINGS, joins=True
+            )
             if not (is_exact and layer in model.joined):
-                model.unjoined.add(layer)
-                is_exact = is_exact_for(roundings=ROUNDINGS)
+                self._unjoined.add(layer)
+                is_exact = is_exact_for(roundings=ROUNDINGS, joins=False)
             is_joined = layer in model.joined
             is_exact = is_exact and self._is_exact_in_float32(layer, hidden_BTD)
             (model.joined.add if is_exact and is_joined else model.joined.discard)(layer)
@@ -87,7 +106,13 @@ class PackedTrial:
         if kind not in self._kinds:
             try:
                 with _widened(model, layer, call, torch.float32) as wide_call:
-                    self._kinds[kind] = _is_exact_wide(model, layer, hidden_BTD.float(), wide_call)
+                    self._kinds[kind] = _is_exact_wide(
+                        model,
+                        layer,
+                        hidden_BTD.float(),
+                        wide_call,
+                        joins=layer not in self._unjoined,
+                    )
             except _ERRORS as error:  # torch's lack of memory is one
                 self._kinds[kind] = True
                 warn(
@@ -98,27 +123,15 @@ class PackedTrial:
         return self._kinds[kind]
 
 
-class LongTrial:
-    """As many packed tokens as a micro-batch has, on their way through the layers of a model."""
-
-    def __init__(self, model: LayeredModel, input_ids_BT: torch.Tensor, size: TrialSize) -> None:
-        """Run the part before the layers.
-
-        Args:
-            model: The model.
-            input_ids_BT: Tokens to take some of.
-            size: How many tokens, and of the longest row.
-        """
-        front = _packed_front(model, input_ids_BT, size.row_lens)
-        self._model, self._calls = model, front.packed
-        self._hidden_BTD = front.hidden_BTD.detach()
+class LongTrial(_Rows):
+    """As many tokens as a micro-batch has."""
 
     def visit(self, layer: int) -> bool:
         """Try a layer, whose weights are in place; return whether it may compute rows together."""
         model, call, hidden_BTD = self._model, self._calls[layer], self._hidden_BTD
         with _without_dropout(model.layers[layer]):
             self._hidden_BTD = model.rows_alone(layer, hidden_BTD, call)
-            if layer not in model.together:
+            if layer not in self._together:
                 return False
             try:
                 return self._is_apart(layer, hidden_BTD, self._hidden_BTD)
@@ -138,18 +151,13 @@ class LongTrial:
                 torch.full_like(row, torch.nan) if is_nan else row
                 for row, is_nan in zip(call.split(hidden_BTD), is_poisoned, strict=True)
             ]
-            found_BTD = self._model.rows_together(layer, torch.cat(given, dim=1), call)
+            found_BTD = self._model.rows_together(
+                layer, torch.cat(given, dim=1), call, joins=layer not in self._unjoined
+            )
             both = zip(rows, call.split(found_BTD), is_poisoned, strict=True)
             if not all(is_nan or _is_mostly_near(*pair) for *pair, is_nan in both):
                 return False
         return True
-
-
-def _packed_front(model: LayeredModel, input_ids_BT: torch.Tensor, lens: Sequence[int]) -> Front:
-    """Run the part before the layers on packed rows of some tokens, over and over if few."""
-    ids_N = input_ids_BT.flatten()
-    some_N = ids_N[torch.arange(sum(lens), device=ids_N.device) % ids_N.numel()]
-    return model.front({"input_ids": some_N.unsqueeze(0), "row_lens": torch.tensor(lens)})
 
 
 def _is_exact(
@@ -159,12 +167,13 @@ def _is_exact(
     call: PackedCall,
     *,
     roundings: int,
+    joins: bool,
 ) -> bool:
     """Return whether rows may be computed together; not if the layer cannot take several."""
     try:
         if hidden_BTD.dtype.itemsize >= FLOAT32_BYTES:
-            return _is_exact_wide(model, layer, hidden_BTD, call)
-        return is_exact_together(model, layer, hidden_BTD, call, roundings=roundings)
+            return _is_exact_wide(model, layer, hidden_BTD, call, joins=joins)
+        return is_exact_together(model, layer, hidden_BTD, call, roundings=roundings, joins=joins)
     except torch.OutOfMemoryError:
         raise
     except _ERRORS:
@@ -172,18 +181,17 @@ def _is_exact(
 
 
 def _is_exact_wide(
-    model: LayeredModel, layer: int, hidden_BTD: torch.Tensor, call: PackedCall
+    model: LayeredModel, layer: int, hidden_BTD: torch.Tensor, call: PackedCall, *, joins: bool
 ) -> bool:
     """Return whether rows may be computed together, by float32, and by float64 where in doubt."""
-    if is_exact_together(model, layer, hidden_BTD, call, roundings=ROUNDINGS_FP32):
+    is_exact = partial(is_exact_together, model, layer, joins=joins)
+    if is_exact(hidden_BTD, call, roundings=ROUNDINGS_FP32):
         return True
-    if not is_exact_together(model, layer, hidden_BTD, call, roundings=DOUBTFUL_FP32):
+    if not is_exact(hidden_BTD, call, roundings=DOUBTFUL_FP32):
         return False
     try:
         with _widened(model, layer, call, torch.float64) as wide_call:
-            return is_exact_together(
-                model, layer, hidden_BTD.double(), wide_call, roundings=ROUNDINGS_FP32
-            )
+            return is_exact(hidden_BTD.double(), wide_call, roundings=ROUNDINGS_FP32)
     except _ERRORS:  # no memory for it, or no kernel
         return False
 
@@ -234,6 +242,7 @@ def is_exact_together(
     call: PackedCall,
     *,
     roundings: int,
+    joins: bool,
 ) -> bool:
     """Return whether a layer computes packed rows together as it does each alone.
 
@@ -243,10 +252,12 @@ def is_exact_together(
         hidden_BTD: The layer's input, of all rows.
         call: Its other arguments.
         roundings: How many of them results may be apart, of a norm.
+        joins: Whether attention of all rows may be one call.
     """
     if call.together is None:
         return False
-    alone, together = (partial(f, layer) for f in (model.rows_alone, model.rows_together))
+    alone = partial(model.rows_alone, layer)
+    together = partial(model.rows_together, layer, joins=joins)
     expected_BTD = alone(hidden_BTD, call)
     rows = zip(call.split(expected_BTD), call.split(together(hidden_BTD, call)), strict=True)
     if not all(_is_near(*row, roundings=roundings) for row in rows):

@@ -1,4 +1,4 @@
-"""Finds the products of a layer whose values nothing reads in a recompute.
+"""Finds the products of a layer that nothing reads in a recompute, and the MLPs that can be cut.
 
 Problem. `offload.engine.recompute` may leave a value out only if no gradient depends on it,
 nor does anything else: a norm after it, a gate, a hook, a statistic. The list of readers has no
@@ -19,10 +19,11 @@ What cannot be judged is computed: layers with hooks, compiled layers, code that
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
 from functools import partial, reduce
 from operator import or_
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -31,11 +32,9 @@ from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from offload.engine.closeness import are_close
 from offload.engine.decisions import Proven, takes_decisions
-from offload.engine.host.slab import Record
-from offload.engine.model.hooks import Graph, attempt
-from offload.engine.model.layers import LayeredModel
-from offload.engine.model.placement import modules_on_device
+from offload.engine.model.visits import Graph, attempt
 from offload.engine.recompute import (
     Path,
     TiledMlp,
@@ -43,140 +42,10 @@ from offload.engine.recompute import (
     WithoutValue,
     can_leave_out,
     compute,
-    find_mlps,
     left_out,
-    problem_of,
 )
 from offload.engine.visit_cache import patched
-from offload.plan.facts.facts import InventoryRow, TensorClass, WeightInventory
-
-# ---------------------------------------------------------------------------------------------
-# Takes inventory of a model: the class of each parameter, and the form in which it is stored.
-#
-# A parameter's class follows from the module that owns it and the modules around it, as
-# transformers builds its models. Norms, attentions and MLPs are recognised by their class names.
-# Experts are a module named so, or a block's attribute `experts`; their block has a router, with
-# one output per expert, and everything else in the block is shared by all tokens. Parameters that
-# match none of these are "other", and are listed too: nothing is left out.
-
-_ATTENTIONS = ("Attention", "Attn", "MLA", "Mixer", "DeltaNet", "Mamba")
-_MLPS = ("MLP", "Mlp", "FeedForward", "FFN")
-_ROUTERS = ("Router", "Gate", "Gating")
-_Kinds = dict[nn.Module, TensorClass]
-
-
-def inventory_of(layered: LayeredModel, records: Sequence[Record]) -> WeightInventory:
-    """Count a model's parameters by class and form; those of towers are left out.
-
-    Args:
-        layered: The model, as it runs.
-        records: Its layers' layouts.
-    """
-    forms: dict[int, tuple[str, int]] = {
-        id(field.parameter): (field.codec.name, field.num_bytes)
-        for record in records
-        for field in record.fields
-    }
-    in_layers = {id(parameter) for parameter in layered.layers.parameters()}
-    totals: dict[tuple[TensorClass, str, bool], list[int]] = {}
-    for parameter, found in _classes(layered):
-        is_trained_there = parameter.requires_grad and id(parameter) not in forms
-        kind: TensorClass = "adapters and other trained" if is_trained_there else found
-        codec, num_bytes = forms.get(id(parameter), ("native", parameter.nbytes))
-        is_in_layers = id(parameter) in in_layers and not is_trained_there
-        total = totals.setdefault((kind, codec, is_in_layers), [0, 0, 0])
-        for i, count in enumerate((parameter.numel(), parameter.nbytes, num_bytes)):
-            total[i] += count
-    order = get_args(TensorClass)
-    return WeightInventory(
-        rows=tuple(
-            InventoryRow(
-                kind=key[0],
-                codec=key[1],
-                is_in_layers=key[2],
-                num_parameters=totals[key][0],
-                decoded_bytes=totals[key][1],
-                encoded_bytes=totals[key][2],
-            )
-            for key in sorted(totals, key=lambda key: (order.index(key[0]), key[1:]))
-        )
-    )
-
-
-def _classes(layered: LayeredModel) -> Iterator[tuple[nn.Parameter, TensorClass]]:
-    """Return each parameter once, with its class; a tied head is embeddings."""
-    model = layered.model
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    kinds: _Kinds = {}
-    for layer in layered.layers:
-        kinds |= parts_of(layer)
-    if head is not None:
-        kinds[head] = "head"
-    kinds[embedding] = "embeddings"
-    seen: set[int] = set()
-    for module in [embedding, *modules_on_device(layered)]:
-        for name, parameter in module.named_parameters(recurse=False):
-            if id(parameter) not in seen:
-                seen.add(id(parameter))
-                yield parameter, _class_of(module, name, kinds.get(module, "other"))
-
-
-def _class_of(module: nn.Module, name: str, around: TensorClass) -> TensorClass:
-    if name == "bias" or name.endswith("_bias"):
-        return "biases"
-    if "norm" in type(module).__name__.lower():
-        return "norms"
-    return "embeddings" if isinstance(module, nn.Embedding) else around
-
-
-def parts_of(layer: nn.Module) -> dict[nn.Module, TensorClass]:
-    """Return the class of each module of a layer."""
-    kinds: _Kinds = {}
-    _mark(layer, "other in layers", kinds, name="")  # its own name may match a part's
-    return kinds
-
-
-def _mark(
-    module: nn.Module, around: TensorClass, kinds: _Kinds, *, name: str | None = None
-) -> None:
-    """Set the class of a module of a layer, and of all modules inside it."""
-    name = type(module).__name__ if name is None else name
-    if around == "other in layers" and any(part in name for part in _ATTENTIONS):
-        around = "attention"
-    experts = [child for key, child in module.named_children() if _are_experts(key, child)]
-    if around == "other in layers" and not experts and any(part in name for part in _MLPS):
-        around = "dense MLP"
-    kinds[module] = around
-    is_layer = any(
-        any(p in type(child).__name__ for p in _ATTENTIONS) for child in module.children()
-    )
-    is_block = bool(experts) and not is_layer and around != "attention"
-    for child in module.children():
-        if child in experts:
-            _mark_all(child, "experts", kinds)
-        elif experts and _is_router(child, experts[0]):
-            _mark_all(child, "router", kinds)
-        else:
-            _mark(child, "shared experts" if is_block else around, kinds)
-
-
-def _mark_all(module: nn.Module, kind: TensorClass, kinds: _Kinds) -> None:
-    kinds.update(dict.fromkeys(module.modules(), kind))
-
-
-def _are_experts(name: str, module: nn.Module) -> bool:
-    kind = type(module).__name__
-    return name == "experts" or ("Experts" in kind and "Shared" not in kind)
-
-
-def _is_router(module: nn.Module, experts: nn.Module) -> bool:
-    """Return whether a sibling of experts is a router: by name, or by one output per expert."""
-    if type(module).__name__.endswith(_ROUTERS):
-        return True
-    fused = next((len(p) for p in experts.parameters() if p.dim() == 3), 0)
-    sizes = {1, len(experts) if isinstance(experts, nn.ModuleList) else fused}
-    return isinstance(module, nn.Linear) and module.out_features in sizes
-
+from offload.errors import UnsupportedModelError
 
 Visit = Callable[[Sequence[Unread]], Graph]
 """Computes a layer with its graph, always the same, leaving these products out."""
@@ -187,8 +56,9 @@ _GLOBAL_TABLES = tuple(f"_global{table}" for table in _TABLES)
 _READS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 _NONE: Mapping[str, TiledMlp] = {}
 _MAX_PATH = 12  # nodes between a layer's output and a product that is only added to it
-_FEW = 4  # tokens of a tile while a layer is inspected
-_STEPS = 64  # roundings by which kernels that add up in no fixed order differ
+_STEPS = (
+    64  # roundings by which kernels differ that are of other shapes, or add up in no fixed order
+)
 
 
 def candidates(
@@ -410,24 +280,239 @@ def _is_same(expected: Gradients, visit: Visit, unread: Unread, by: Sequence[tor
         return False
     if found is None:
         return False
-    if all(map(_are_equal, expected, found)):
+    if _are_all(torch.equal, expected, found):
         return True
     again = _gradients(visit(()), by)
-    is_fixed = all(map(_are_equal, expected, again))
-    return not is_fixed and all(map(_are_close, expected, found))
+    is_fixed = _are_all(torch.equal, expected, again)
+    return not is_fixed and _are_all(_are_close, expected, found)
 
 
-def _are_equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    return torch.equal(one, other)
+def _are_all(
+    alike: Callable[[torch.Tensor, torch.Tensor], bool], expected: Gradients, found: Gradients
+) -> bool:
+    """Return whether gradients are alike in pairs, and none where there is none."""
+    pairs = zip(expected, found, strict=True)
+    return all(a is b if a is None or b is None else alike(a, b) for a, b in pairs)
 
 
-def _are_close(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-    if one is None or other is None:
-        return one is other
+def _are_close(one: torch.Tensor, other: torch.Tensor) -> bool:
     slack = _STEPS * torch.finfo(one.dtype).eps * float(one.abs().max())
     return torch.allclose(one, other, rtol=0, atol=slack)
+
+
+# ---------------------------------------------------------------------------------------------
+# Finds the parts of layers that may be computed some tokens at a time.
+#
+# They are modules whose operations all act within a token (`find_mlps`), whose values show it
+# (`problem_of`), and that take no decision by the number or the values of tokens.
+
+_aten = torch.ops.aten
+_MIN_LINEARS, _MATRIX_DIM = 2, 2
+_FEW = 4  # tokens of a tile while a layer is inspected
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class FoundMlp:
+    """A module whose operations all act within a token."""
+
+    x: torch.Tensor  # an input that it was given, (..., K)
+    num_features: int  # features of its output
+
+
+def find_mlps(layer: nn.Module, run: Callable[[], object]) -> dict[str, FoundMlp]:
+    """Return the outermost modules of a layer that can be computed tile by tile, by name.
+
+    Args:
+        layer: A decoder layer without hooks, perhaps without values.
+        run: Computes it once, without a graph.
+    """
+    named = {
+        name: module
+        for name, module in layer.named_modules()
+        if name and "forward" not in vars(module) and _has_linears(module)
+    }
+    within = _WithinTokens(named)
+    with ExitStack() as stack:
+        for name, module in named.items():
+            vars(module)["forward"] = partial(within.call, name, module)
+            stack.callback(vars(module).pop, "forward", None)
+        stack.enter_context(within)
+        run()
+    found = within.found()
+    return {
+        name: one
+        for name, one in found.items()
+        if not any(name.startswith(f"{outer}.") for outer in found)
+    }
+
+
+def require_tiles(
+    model_name: str, chunk_tokens: int | None, mlps: Iterable[Sequence[TiledMlp]]
+) -> None:
+    """Check that some MLP can be computed in tiles, where that is asked for.
+
+    Args:
+        model_name: Of the model, for the message.
+        chunk_tokens: Tokens of a tile; None if nothing is asked for.
+        mlps: What was found, by layer.
+
+    Raises:
+        UnsupportedModelError: None can.
+    """
+    if chunk_tokens is not None and not any(mlps):
+        raise UnsupportedModelError(
+            f"mlp_chunk_tokens is {chunk_tokens}, but no MLP of {model_name} can be computed in"
+            " tiles",
+            limit="its parts must compute each token by itself, draw no random numbers (a"
+            " dropout) and have no hooks; routed experts are computed whole",
+            hint="`mlp_chunk_tokens=None`",
+        )
+
+
+def problem_of(mlp: TiledMlp, x: torch.Tensor) -> str | None:
+    """Return what shows that an MLP does not compute each token by itself, from values.
+
+    A token that is NaN makes what depends on it NaN, forward and backward.
+
+    Args:
+        mlp: With tiles that cut `x`.
+        x: An input of several tokens.
+    """
+    leaf = x.detach().clone().requires_grad_()
+    with torch.enable_grad():
+        whole = compute(mlp.module, leaf)
+    parts = mlp.value(leaf.detach())
+    if not are_close(whole, parts, steps=_STEPS):
+        return "gives other values in parts"
+    for token in (0, x[..., 0].numel() - 1):
+        marked = x.detach().clone()
+        marked.view(-1, x.shape[-1])[token] = torch.nan
+        if _others_are_nan(compute(mlp.module, marked), token):
+            return "computes a token from another"
+        ones = torch.ones_like(whole)
+        ones.view(-1, ones.shape[-1])[token] = torch.nan
+        (of_x,) = torch.autograd.grad(whole, [leaf], ones, retain_graph=True)
+        if _others_are_nan(of_x, token):
+            return "takes a token's gradient from another"
+    return None
+
+
+def _others_are_nan(y: torch.Tensor, token: int) -> bool:
+    is_nan = y.detach().reshape(-1, y.shape[-1]).isnan().any(dim=-1)
+    is_nan[token] = False
+    return bool(is_nan.any())
+
+
+def _has_linears(module: nn.Module) -> bool:
+    """Return whether a module has several matrices, and no stack of them."""
+    dims = [p.dim() for p in module.parameters()]
+    return dims.count(_MATRIX_DIM) >= _MIN_LINEARS and max(dims) <= _MATRIX_DIM
+
+
+_SHAPED = {
+    *(_aten.view.default, _aten._unsafe_view.default, _aten.t.default, _aten.detach.default),
+    *(_aten.transpose.int, _aten.unsqueeze.default, _aten.squeeze.dim, _aten.alias.default),
+    *(_aten.split.Tensor, _aten.split_with_sizes.default, _aten.slice.Tensor),
+    *(_aten.clone.default, _aten._to_copy.default, _aten.copy_.default, _aten.cat.default),
+    *(_aten.new_empty.default, _aten.empty_like.default, _aten.zeros_like.default),
+    *(_aten.expand.default, _aten.native_layer_norm.default),
+}
+# Products, and which argument holds the tokens.
+_PRODUCTS = {
+    _aten.mm.default: 0,
+    _aten.mm.out: 0,
+    _aten.addmm.default: 1,
+    _aten.addmm.out: 1,
+    _aten.addmm_.default: 1,
+}
+_MEANS = {_aten.mean.dim, _aten.sum.dim_IntList}
+_DRAWS = torch.Tag.nondeterministic_seeded
+
+
+class _WithinTokens(TorchDispatchMode):
+    """Follows what modules compute from their inputs, and notes those that leave a token."""
+
+    def __init__(self, named: dict[str, nn.Module]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self._own = {name: {id(p) for p in module.parameters()} for name, module in named.items()}
+        self._reached: dict[str, dict[int, torch.Tensor]] = {}  # by module: storages, kept alive
+        self._active: list[str] = []
+        self._calls: dict[str, list[FoundMlp]] = {name: [] for name in named}
+        self._widest: dict[str, int] = {}
+        self._refused: set[str] = set()
+
+    def found(self) -> dict[str, FoundMlp]:
+        """Return the modules that were called once, on tokens, and widen them inside."""
+        return {
+            name: calls[0]
+            for name, calls in self._calls.items()
+            if name not in self._refused
+            and len(calls) == 1
+            and self._widest.get(name, 0) > max(calls[0].x.shape[-1], calls[0].num_features)
+        }
+
+    def call(self, name: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Run a module and follow what it computes."""
+        own = cast("Any", type(module))
+        x = args[0] if len(args) == 1 and not kwargs else None
+        if not isinstance(x, torch.Tensor) or x.dim() < _MATRIX_DIM or name in self._active:
+            self._refused.add(name)
+            return own.forward(module, *args, **kwargs)
+        self._reached[name] = {x.untyped_storage()._cdata: x}
+        self._active.append(name)
+        try:
+            y = own.forward(module, x)
+        finally:
+            self._active.pop()
+            self._reached.pop(name)
+        if isinstance(y, torch.Tensor) and y.shape[:-1] == x.shape[:-1] and y.dtype == x.dtype:
+            one = FoundMlp(x=x.detach().clone(), num_features=y.shape[-1])
+            self._calls[name].append(one)
+        else:
+            self._refused.add(name)
+        return y
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operation, and judge it for each module that it is a part of."""
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if func is torch.ops.prim.device.default:  # asked of fake tensors
+            return out
+        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        results = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
+        for name in self._active:
+            reached = self._reached[name]
+            leaves = [t if t._base is None else t._base for t in given if t.requires_grad]
+            if any(leaf.is_leaf and id(leaf) not in self._own[name] for leaf in leaves):
+                self._refused.add(name)  # a gradient would be lost
+            if not any(_key(t) in reached for t in given):
+                if _DRAWS in func.tags:
+                    self._refused.add(name)
+                continue
+            if not _is_within_tokens(func, args, reached):
+                self._refused.add(name)
+            reached |= {_key(t): t for t in results}  # what is written to is returned too
+            width = max((t.shape[-1] for t in results if t.dim()), default=0)
+            self._widest[name] = max(self._widest.get(name, 0), width)
+        return out
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return cast("int", tensor.untyped_storage()._cdata)
+
+
+def _is_within_tokens(func: Any, args: Sequence[Any], reached: dict[int, torch.Tensor]) -> bool:
+    """Return whether an operation keeps tokens, its rows, apart."""
+    if _DRAWS in func.tags:
+        return False
+    if func in _PRODUCTS:
+        factors = args[_PRODUCTS[func] : _PRODUCTS[func] + 2]
+        return _key(factors[0]) in reached and _key(factors[1]) not in reached
+    if func in _MEANS:
+        return list(args[1] or ()) in ([-1], [args[0].dim() - 1])
+    return func in _SHAPED or torch.Tag.pointwise in func.tags
 
 
 class TiledMlps:

@@ -10,8 +10,10 @@ of them: no other token may become NaN, neither in the rows of the model's own f
 chunks of a step. The values of both must be the same, also of chunks of fewer tokens.
 """
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from itertools import combinations, count, islice
 from typing import Any, NoReturn
 
 import torch
@@ -23,7 +25,6 @@ from offload.engine.model.layers import (
     is_classifier,
     require_outputs_of_last_token,
 )
-from offload.engine.trials import subsets_apart
 from offload.engine.visit_cache import patched
 
 _BY_TOKEN = "what follows the layers must work token by token"
@@ -110,3 +111,18 @@ class TailTrial:
 def _weighted_sum(x: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
     weights_D = torch.linspace(-1, 1, x.shape[-1], dtype=x.dtype, device=x.device)
     return (x * weights_D).sum(-1, keepdim=True)
+
+
+def subsets_apart(num: int) -> torch.Tensor:
+    """Return subsets of some things: of any two, one subset has the first and not the second.
+
+    So if code is run once for each subset, with its members made NaN, and no other becomes NaN,
+    then none depends on any other. Each thing is in half of the subsets, and no two are in the same
+    ones: n subsets are enough for n choose n/2 things, so 15 for 4,096.
+
+    Returns:
+        A row for each subset, True for its members: (subsets, num).
+    """
+    size = next(n for n in count(2) if math.comb(n, n // 2) >= num)
+    members = torch.tensor(list(islice(combinations(range(size), size // 2), num)))
+    return torch.zeros(size, num, dtype=torch.bool).scatter_(0, members.T, value=True)
