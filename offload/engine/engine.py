@@ -48,7 +48,7 @@ from offload.engine.results import (
     StepResult,
     measured,
 )
-from offload.engine.safety.attached import Composition, GradientHooks
+from offload.engine.safety.attached import Attached
 from offload.engine.safety.check import check
 from offload.engine.slots import Slots
 from offload.engine.streams import Device, open_device
@@ -448,9 +448,8 @@ class Engine:
         self.slot_bytes = self._bound.places.slots.num_bytes
         self._ring = cold_ring(options.num_slots)
         self._num_writes = self._host.num_writes
-        self._composition = Composition(model, self._layered.model.config)
         self._masters = self._bound.places.host_gradients.parameters
-        self._hooks = GradientHooks(model, self._layered, self._masters)
+        self._attached = Attached(model, self._layered, self._masters)
         self._seal = Seal(
             self._host.records,
             names={id(parameter): name for name, parameter in model.named_parameters()},
@@ -467,7 +466,7 @@ class Engine:
             OffloadError: The model changed since it was attached.
         """
         if self._state is _State.ATTACHED:
-            self._composition.require_unchanged()
+            self._attached.require_unchanged()
             self.updates.flush()
         return {
             name: self._masters.get(name, parameter)
@@ -929,8 +928,8 @@ class Engine:
         """Check that a step would give all gradients of the model as attached."""
         self._require_usable()
         require_gradients()
-        self._composition.require_unchanged()
-        self._hooks.require_exact()
+        self._attached.require_unchanged()
+        self._attached.require_exact()
         self._bound.places.host_gradients.require_clear()
 
     def _require_usable(self) -> None:

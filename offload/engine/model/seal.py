@@ -311,7 +311,7 @@ _LOOKS = {
             "shape",
         )
     ),
-    _TENSOR.requires_grad.__set__,  # a change is noticed by the next step; see `Composition`
+    _TENSOR.requires_grad.__set__,  # a change is noticed by the next step; see `Attached`
     *(
         getattr(_TENSOR, name)
         for name in (

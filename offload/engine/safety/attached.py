@@ -5,6 +5,12 @@ added, replaced, frozen or unfrozen later would have no gradient, or one that th
 overwrites; a router loss that is enabled later would be missing from the loss. So each step
 compares the model with the one that was attached, by identity. This takes 1 ms for 48 layers with
 adapters.
+
+A parameter inside one layer has one backward per micro-batch, as in a plain model. Parameters
+outside of the layers have several: the head is computed in chunks, and a tied weight gets one
+part from the tail and one from the front. Also, all micro-batches pass through one layer before
+the next layer's gradients exist, so the gradients of the whole model are complete only after the
+step. So each step looks for hooks on parameters that would receive partial gradients.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,19 +24,23 @@ from torch import nn
 from offload.engine.model.layers import LayeredModel, homes_of
 from offload.errors import OffloadError
 
+_HINT = "apply it to `.grad` after `forward_backward` returns"
 _TRAITS_OF = attrgetter("requires_grad", "dtype", "device")
 _Traits = tuple[bool, torch.dtype, torch.device]
 
 
-class Composition:
-    """A model's modules and parameters, and the traits that must not change."""
+class Attached:
+    """A model's modules and parameters, their traits that must not change, and their hooks."""
 
-    def __init__(self, model: nn.Module, config: Any) -> None:
+    def __init__(
+        self, model: nn.Module, layered: LayeredModel, masters: Mapping[str, nn.Parameter]
+    ) -> None:
         """Record them.
 
         Args:
             model: The model as attached.
-            config: Of the model inside it; whether the loss has a router term is fixed too.
+            layered: The model inside it; whether its loss has a router term is fixed too.
+            masters: Parameters that the optimizer updates in place of the layers', by name.
         """
         modules = list(model.modules())
         self._model = model
@@ -40,8 +50,10 @@ class Composition:
         self._parameters = _flat(self._owned)
         self._traits = _traits(self._parameters)
         self._named = _named(model)
-        self._config = config
-        self._asks = _router_logits(config)
+        self._config = layered.model.config
+        self._asks = _router_logits(self._config)
+        self._inside = homes_of(layered.layers, layered.around)
+        self._masters = masters
 
     def require_unchanged(self) -> None:
         """Check that the model is unchanged since it was attached.
@@ -88,6 +100,42 @@ class Composition:
             if asks != self._asks.get(name):
                 yield f"`{name}` became {asks}"
 
+    def require_exact(self) -> None:
+        """Check that no hook would receive partial gradients, or would never run.
+
+        A post-accumulate hook that only accumulates its gradients may declare this by a true
+        attribute `takes_partial_gradients`.
+
+        Raises:
+            OffloadError: One would.
+        """
+        with torch._C.DisableTorchFunctionSubclass():  # parameters are sealed between passes
+            problem = next(self._problems(), None)
+        if problem is not None:
+            what, limit = problem
+            raise OffloadError(what, limit=limit, hint=_HINT)
+
+    def _problems(self) -> Iterator[tuple[str, str]]:
+        trained = ((name, p) for name, (p, traits) in self._named.items() if traits and traits[0])
+        for name, parameter in trained:
+            after = parameter._post_accumulate_grad_hooks or {}
+            if not all(getattr(hook, "takes_partial_gradients", False) for hook in after.values()):
+                yield (
+                    f"{name} has a hook of `register_post_accumulate_grad_hook`",
+                    "a step adds to `.grad` in parts, layer by layer, and the hook runs at each",
+                )
+            if parameter._backward_hooks and id(parameter) not in self._inside:
+                yield (
+                    f"{name} has a hook of `register_hook` and is not in exactly one layer",
+                    "its gradient arrives in parts, and the hook runs at each",
+                )
+        for name, master in self._masters.items():
+            if master._backward_hooks or master._post_accumulate_grad_hooks:
+                yield (
+                    f"{name}, as `engine.trained_parameters` lists it, has a hook",
+                    "its gradient is copied from the device, where no hook of it runs",
+                )
+
 
 def _router_logits(config: Any) -> dict[str, bool]:
     """Return by place whether a config requests router logits, and so their loss."""
@@ -118,80 +166,11 @@ def _traits(parameters: list[nn.Parameter | None]) -> list[_Traits]:
     return [_TRAITS_OF(p) for p in parameters if p is not None]
 
 
-def _named(model: nn.Module) -> dict[str, tuple[object, _Traits | None]]:
+def _named(model: nn.Module) -> dict[str, tuple[Any, _Traits | None]]:
     """Return modules and parameters by name, the latter with their traits."""
-    named: dict[str, tuple[object, _Traits | None]] = {
+    named: dict[str, tuple[Any, _Traits | None]] = {
         name: (module, None) for name, module in model.named_modules(remove_duplicate=False)
     }
     for name, parameter in model.named_parameters(remove_duplicate=False):
         named[name] = (parameter, _traits([parameter])[0])
     return named
-
-
-# ---------------------------------------------------------------------------------------------
-# Hooks on trained parameters: finds those that would receive partial gradients, before a step.
-#
-# A parameter inside one layer has one backward per micro-batch, as in a plain model. Parameters
-# outside of the layers have several: the head is computed in chunks, and a tied weight gets one
-# part from the tail and one from the front. Also, all micro-batches pass through one layer before
-# the next layer's gradients exist, so the gradients of the whole model are complete only after the
-# step.
-
-_HINT = "apply it to `.grad` after `forward_backward` returns"
-
-
-class GradientHooks:
-    """The trained parameters, and which of their hooks a step runs like a plain model."""
-
-    def __init__(
-        self, model: nn.Module, layered: LayeredModel, masters: Mapping[str, nn.Parameter]
-    ) -> None:
-        """Record them.
-
-        Args:
-            model: The model as attached.
-            layered: The model inside it.
-            masters: Parameters that the optimizer updates in place of the layers', by name.
-        """
-        inside = homes_of(layered.layers, layered.around)
-        self._masters = masters
-        self._trained = [
-            (name, parameter, id(parameter) in inside)
-            for name, parameter in model.named_parameters()
-            if parameter.requires_grad
-        ]
-
-    def require_exact(self) -> None:
-        """Check that no hook would receive partial gradients, or would never run.
-
-        A post-accumulate hook that only accumulates its gradients may declare this by a true
-        attribute `takes_partial_gradients`.
-
-        Raises:
-            OffloadError: One would.
-        """
-        with torch._C.DisableTorchFunctionSubclass():  # parameters are sealed between passes
-            problem = next(self._problems(), None)
-        if problem is not None:
-            what, limit = problem
-            raise OffloadError(what, limit=limit, hint=_HINT)
-
-    def _problems(self) -> Iterator[tuple[str, str]]:
-        for name, parameter, is_inside in self._trained:
-            after = parameter._post_accumulate_grad_hooks or {}
-            if not all(getattr(hook, "takes_partial_gradients", False) for hook in after.values()):
-                yield (
-                    f"{name} has a hook of `register_post_accumulate_grad_hook`",
-                    "a step adds to `.grad` in parts, layer by layer, and the hook runs at each",
-                )
-            if parameter._backward_hooks and not is_inside:
-                yield (
-                    f"{name} has a hook of `register_hook` and is not in exactly one layer",
-                    "its gradient arrives in parts, and the hook runs at each",
-                )
-        for name, master in self._masters.items():
-            if master._backward_hooks or master._post_accumulate_grad_hooks:
-                yield (
-                    f"{name}, as `engine.trained_parameters` lists it, has a hook",
-                    "its gradient is copied from the device, where no hook of it runs",
-                )

@@ -1,17 +1,17 @@
 """The entry: whether a model may be computed layer by layer, and what a step may do with it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
 from offload.engine.batch import ROW_LENS, Batch
 from offload.engine.model.layers import LayeredModel
 from offload.engine.passes.part import Table
+from offload.engine.recompute import TiledMlp
 from offload.engine.results import Computing
 from offload.engine.safety.attached import are_same
 from offload.engine.safety.inspection import Inspection
 from offload.engine.safety.packed_trial import LENS, LongTrial, PackedTrial
-from offload.engine.safety.parts import require_tiles
 from offload.engine.safety.watch import all_hooks
 from offload.engine.verdict import Allowed, Case, TrialSize, Verdict
 from offload.errors import UnsupportedModelError
@@ -131,7 +131,7 @@ def _passed(
         are_inspected.append(inspections[0].around(size))
 
     walk({Kind.FRONT: front, Kind.FORWARD: inspect_layer, Kind.TAIL: around})
-    require_tiles(model.name, computing.mlp_chunk_tokens, mlps.values())
+    _require_tiles(model, computing, mlps)
     allowed = Allowed(unread=unread, attention=attention, mlps=mlps)
     return replace(
         verdict,
@@ -140,3 +140,17 @@ def _passed(
         together=frozenset(together),
         unjoined=frozenset(unjoined),
     )
+
+
+def _require_tiles(
+    model: LayeredModel, computing: Computing, mlps: Mapping[int, Sequence[TiledMlp]]
+) -> None:
+    """Refuse a model of which no MLP can be computed in tiles, where that is asked for."""
+    if computing.mlp_chunk_tokens is not None and not any(mlps.values()):
+        raise UnsupportedModelError(
+            f"mlp_chunk_tokens is {computing.mlp_chunk_tokens}, but no MLP of {model.name} can be"
+            " computed in tiles",
+            limit="its parts must compute each token by itself, draw no random numbers (a"
+            " dropout) and have no hooks; routed experts are computed whole",
+            hint="`mlp_chunk_tokens=None`",
+        )

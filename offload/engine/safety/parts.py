@@ -17,7 +17,6 @@ What cannot be judged is computed: layers with hooks, compiled layers, code that
 """
 
 import sys
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -44,8 +43,8 @@ from offload.engine.recompute import (
     compute,
     left_out,
 )
+from offload.engine.safety.watch import FollowsMemory
 from offload.engine.visit_cache import patched
-from offload.errors import UnsupportedModelError
 
 Visit = Callable[[Sequence[Unread]], Graph]
 """Computes a layer with its graph, always the same, leaving these products out."""
@@ -184,7 +183,7 @@ def _marked(
     )
 
 
-class Taint(TorchDispatchMode):
+class Taint(FollowsMemory):
     """Follows which memory holds something that was computed from marked tensors.
 
     Attributes:
@@ -193,39 +192,24 @@ class Taint(TorchDispatchMode):
 
     def __init__(self) -> None:
         """Follow nothing yet."""
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's
-        self._marks: dict[int, int] = {}
-        self._alive: dict[int, weakref.ref[Any]] = {}
+        super().__init__()
         self.read = 0
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Skip the wrapper per operation that disables dynamo: what is followed runs eagerly."""
-        return False
 
     @property
     def held(self) -> int:
         """Marks of memory that is still held."""
-        return _union(self._marks.values())
+        return _union(self._known.values())
 
     def mark(self, tensor: torch.Tensor, marks: int) -> None:
         """Follow a tensor's memory."""
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        self._marks[key] = self._marks.get(key, 0) | marks
-        if key not in self._alive:
-            self._alive[key] = weakref.ref(storage, partial(self._forget, key))
-
-    def _forget(self, key: int, _: object) -> None:
-        self._alive.pop(key, None)
-        self._marks.pop(key, None)
+        self._know(tensor, self._known.get(_key(tensor), 0) | marks)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         """Run an operation; what it makes of marked memory, or writes to, is marked."""
         given = _tensors((args, kwargs))
-        marks = _union(self._marks.get(t.untyped_storage()._cdata, 0) for t in given)
+        marks = _union(self._known.get(_key(t), 0) for t in given)
         out = func(*args, **(kwargs or {}))
         if not marks:
             return out
@@ -344,29 +328,6 @@ def find_mlps(layer: nn.Module, run: Callable[[], object]) -> dict[str, FoundMlp
         for name, one in found.items()
         if not any(name.startswith(f"{outer}.") for outer in found)
     }
-
-
-def require_tiles(
-    model_name: str, chunk_tokens: int | None, mlps: Iterable[Sequence[TiledMlp]]
-) -> None:
-    """Check that some MLP can be computed in tiles, where that is asked for.
-
-    Args:
-        model_name: Of the model, for the message.
-        chunk_tokens: Tokens of a tile; None if nothing is asked for.
-        mlps: What was found, by layer.
-
-    Raises:
-        UnsupportedModelError: None can.
-    """
-    if chunk_tokens is not None and not any(mlps):
-        raise UnsupportedModelError(
-            f"mlp_chunk_tokens is {chunk_tokens}, but no MLP of {model_name} can be computed in"
-            " tiles",
-            limit="its parts must compute each token by itself, draw no random numbers (a"
-            " dropout) and have no hooks; routed experts are computed whole",
-            hint="`mlp_chunk_tokens=None`",
-        )
 
 
 def problem_of(mlp: TiledMlp, x: torch.Tensor) -> str | None:

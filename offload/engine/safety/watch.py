@@ -28,7 +28,32 @@ from offload.engine.model.recorders import look_of
 _Key = int
 
 
-class Watch(TorchDispatchMode):
+class FollowsMemory(TorchDispatchMode):
+    """Knows something of memory, while it lives."""
+
+    def __init__(self) -> None:
+        """Know nothing yet."""
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self._known: dict[_Key, Any] = {}
+        self._alive: dict[_Key, weakref.ref[Any]] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Skip the wrapper per operation that disables dynamo: what is followed runs eagerly."""
+        return False
+
+    def _know(self, tensor: torch.Tensor, known: Any) -> None:
+        key, storage = _storage(tensor)
+        self._known[key] = known
+        if key not in self._alive:
+            self._alive[key] = weakref.ref(storage, partial(self._forget, key))
+
+    def _forget(self, key: _Key, _: object) -> None:
+        self._known.pop(key, None)
+        self._alive.pop(key, None)
+
+
+class Watch(FollowsMemory):
     """Records reads and writes, part by part, while it is active.
 
     Attributes:
@@ -42,10 +67,8 @@ class Watch(TorchDispatchMode):
         Args:
             homes: Layer of each parameter, by id, that belongs to one layer alone.
         """
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        super().__init__()
         self._homes = homes
-        self._makers: dict[_Key, str] = {}
-        self._alive: dict[_Key, weakref.ref[Any]] = {}
         self._written: dict[_Key, weakref.ref[Any]] = {}
         self.problem = self.culprit = ""
         self.begin("", layer=None, given=())
@@ -65,7 +88,7 @@ class Watch(TorchDispatchMode):
     def made_by(self, part: str, tensors: Iterable[torch.Tensor]) -> None:
         """Record tensors as made by a part."""
         for tensor in tensors:
-            self._made(tensor, part)
+            self._know(tensor, part)
 
     def end(self, returned: Iterable[torch.Tensor] = ()) -> None:
         """Let the current part end.
@@ -77,11 +100,6 @@ class Watch(TorchDispatchMode):
         if any(ref() is not None for key, ref in self._written.items() if key not in allowed):
             self._object("writes to a tensor that it did not make and that outlives its call")
         self._written = {}
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Skip the wrapper per operation that disables dynamo: watched code runs eagerly."""
-        return False
 
     def mark(self) -> tuple[str, str, dict[_Key, weakref.ref[Any]]]:
         """Return the state so far, for `return_to`."""
@@ -102,7 +120,7 @@ class Watch(TorchDispatchMode):
         if is_mutable:
             for tensor in _written_by(func, args, kwargs):
                 key, storage = _storage(tensor)
-                if self._makers.get(key) != self._part:
+                if self._known.get(key) != self._part:
                     self._written[key] = weakref.ref(storage)
         out = func(*args, **kwargs)
         if func in _LIFTS:
@@ -111,7 +129,7 @@ class Watch(TorchDispatchMode):
             before = set(_keys(read))  # it may have given one of them other memory
         for tensor in _tensors_in(out):
             if _storage(tensor)[0] not in before:
-                self._made(tensor, self._part)
+                self._know(tensor, self._part)
         return out
 
     def _read(self, tensor: torch.Tensor) -> _Key:
@@ -119,20 +137,10 @@ class Watch(TorchDispatchMode):
         if home != self._layer:
             self._object(f"reads weights of layer {home}")
         key = _storage(tensor)[0]
-        maker = self._makers.get(key, self._part)
+        maker = self._known.get(key, self._part)
         if maker != self._part and key not in self._given:
             self._object(f"reads a tensor that {maker} made, and that it was not handed")
         return key
-
-    def _made(self, tensor: torch.Tensor, part: str) -> None:
-        key, storage = _storage(tensor)
-        self._makers[key] = part
-        if key not in self._alive:
-            self._alive[key] = weakref.ref(storage, partial(self._forget, key))
-
-    def _forget(self, key: _Key, _: object) -> None:
-        self._makers.pop(key, None)
-        self._alive.pop(key, None)
 
     def _object(self, problem: str) -> None:
         if not self.problem:
