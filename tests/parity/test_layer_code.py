@@ -13,6 +13,7 @@ import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -2031,3 +2032,11 @@ def test_attention_without_dropout_draws_nothing(generators: dict[str, torch.Gen
     with _OwnGenerators(generators) as mode:
         nn.functional.scaled_dot_product_attention(x, x, x)
     assert not mode.has_drawn
+
+
+@pytest.mark.slow
+def test_the_page_of_what_catches_what_is_current(tmp_path: Path) -> None:
+    root, found = Path(__file__).parents[2], tmp_path / "page.md"
+    command = [sys.executable, "-m", "tests.parity.caught", "--write", str(found)]
+    subprocess.run(command, cwd=root, check=True, capture_output=True)
+    assert found.read_text() == (root / "docs" / "development" / "refusals.md").read_text()
