@@ -13,6 +13,8 @@ from typing import Any
 from torch import nn
 
 from offload.engine.model.inventory import parts_of
+from offload.engine.pointwise import recognise
+from offload.engine.pointwise.layers import FusedModule
 from offload.errors import UnsupportedModelError
 from offload.plan.facts.facts import LayerFacts, TensorClass
 from offload.plan.facts.linears import (

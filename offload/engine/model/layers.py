@@ -55,7 +55,6 @@ from offload.engine.randomness import same_randomness
 from offload.engine.verdict import Verdict
 from offload.engine.visit_cache import patched
 from offload.errors import UnsupportedModelError
-from offload.plan.facts.families import RESIDENT_HINT
 from offload.plan.facts.workload import FusedPart
 
 RESIDENT_HINT = "train this model resident, with another tool"

@@ -33,7 +33,8 @@ from finetune.model.facts import facts_from, facts_of
 from finetune.planning.request import adapter_spec
 from finetune.planning.request import facts_of as facts_of_config
 from finetune.planning.request import facts_of as facts_of_section
-from finetune.recipe.sections import AdapterSection, ModelSection
+from finetune.recipe.adapters import LoraSection
+from finetune.recipe.sections import ModelSection
 from offload.engine.model.inventory import inventory_of
 from offload.engine.model.layers import LayeredModel
 from offload.errors import SluiceError, UnsupportedModelError
