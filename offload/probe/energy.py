@@ -16,8 +16,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
-from offload.engine.host.nvml import energy_meter
-
 Part = Literal["GPU", "CPU"]
 RAPL = Path("/sys/class/powercap")
 POLL_S = 30.0
@@ -155,6 +153,8 @@ def find_counters(bus_id: str | None, *, host: str) -> Counters:
         ("CPU", lambda: processor_counters(RAPL, host=host))
     ]
     if bus_id is not None:
+        from offload.engine.host.nvml import energy_meter  # not where plans alone are made
+
         looks.insert(0, ("GPU", lambda: [gpu_counter(f"{host} {bus_id}", energy_meter(bus_id))]))
     for part, look in looks:
         try:

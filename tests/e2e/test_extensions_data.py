@@ -97,7 +97,7 @@ strict = far_apart.judged:STRICT
 WITHOUT_TORCH = """
 import sys
 
-sys.modules["torch"] = None
+sys.modules |= dict.fromkeys(("torch", "pynvml"))
 from finetune.app import main
 from finetune.recipe.adapters import ADAPTERS
 from finetune.data.rows import RowForm
