@@ -50,9 +50,11 @@ class Split:
             (self._sending_graphs, WORTH_FRAC, needs.chooses_sent_graphs),
         )
         for spend, least_gain, is_open in further:
-            if is_open:
-                found = self._polished(self._with_any_slots(cache(spend)))
-                best = found if self._is_faster(found, best, least_gain) else best
+            ways = (self._with_any_slots(cache(spend)), spend(best.num_slots)) if is_open else ()
+            plainer = best
+            for found in map(self._polished, ways):
+                if self._is_faster(found, plainer, least_gain) and self._is_faster(found, best):
+                    best = found
         return best
 
     def _with_best_slots(self, spend: _Spend) -> Residency:
@@ -113,7 +115,7 @@ class Split:
 
     def _climbed(self, start: int, spend: _Spend, within: range) -> Residency:
         """Return the best way by simulation, from a number on as long as steps are faster."""
-        best, number, strides = spend(start), start, [1, -1, 2, -2]
+        best, number, strides = spend(start), start, [1, -1, 2, -2, 4, -4]
         while strides:
             near = number + strides[0]
             if near in within and self._is_faster(found := spend(near), best):
@@ -163,9 +165,9 @@ class Split:
 
     def _sending(self, num_slots: int, num_graphs: int = 0) -> Residency:
         """Send so many graphs, and outputs of layers that are left, with room for their buffers."""
-        kept = self._kept(num_slots, num_graphs=num_graphs, num_outputs=0 if num_graphs else 1)
         if not self.needs.chooses_outputs:
-            return kept[0]
+            return self._keeping(num_slots, num_graphs)
+        kept = self._kept(num_slots, num_graphs=num_graphs, num_outputs=0 if num_graphs else 1)
         return min(map(self._with_sent_outputs, kept), key=self.bound_s)
 
     def _with_sent_outputs(self, kept: Residency) -> Residency:

@@ -334,7 +334,8 @@ def test_attention_is_kept_and_more_is_sent_only_where_a_step_is_then_faster(
     assert chosen.bound_s <= chosen.step_s * (1 + 1e-9)
     assert chosen.peak_bytes <= machine.vram_bytes
     assert chosen.host_bytes <= machine.ram_bytes
-    assert chosen.schedule.is_staged == without.schedule.is_staged
+    if without.schedule.num_loads:
+        assert chosen.schedule.is_staged == without.schedule.is_staged
     host = {term.name: term.num_bytes for term in chosen.host_memory}
     if SENT in host:
         loaded = "staging" if "staging" in host else "slab"
