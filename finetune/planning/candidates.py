@@ -228,13 +228,21 @@ def choose_sharded(facts: ModelFacts, machine: Machine, requests: Sequence[PlanR
     return sharded_choice(facts, machine, list(dict.fromkeys(map(as_sharded, requests))))
 
 
+def found_choice(
+    facts: ModelFacts, machine: Machine, requests: Sequence[PlanRequest]
+) -> Choice | None:
+    """Return what `choose` picks, for tables of many plans; None if nothing fits."""
+    if not fits(facts, machine, requests):
+        return None
+    return search(facts, machine, _resort(facts, machine, requests), rounding=())
+
+
 def chosen_plan(
     facts: ModelFacts, machine: Machine, requests: Sequence[PlanRequest]
 ) -> Plan | None:
-    """Return the plan that `choose` picks, for tables of many plans; None if nothing fits."""
-    if not fits(facts, machine, requests):
-        return None
-    return search(facts, machine, _resort(facts, machine, requests), rounding=()).plan
+    """Return its plan."""
+    found = found_choice(facts, machine, requests)
+    return None if found is None else found.plan
 
 
 def fits(facts: ModelFacts, machine: Machine, requests: Sequence[PlanRequest]) -> bool:

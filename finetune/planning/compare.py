@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from finetune.errors import ConfigError
-from finetune.planning.candidates import chosen_plan, fits, nearest_request
+from finetune.planning.candidates import fits, found_choice, nearest_request
 from finetune.planning.request import with_backend
 from finetune.planning.subject import Subject
 from finetune.recipe.capabilities import broken_rules
@@ -189,9 +189,11 @@ def _comparison(subject: Subject, machine: Machine, recipe: Recipe) -> Compariso
     short: tuple[str, ...] = ()
     here = with_backend(recipe, facts, machine)
     requests = subject.requests(recipe)
-    made = chosen_plan(facts, here, requests)
-    if made is None:
+    choice = found_choice(facts, here, requests)
+    if choice is None:
         made, short = plan_anyway(facts, here, nearest_request(facts, here, requests))
+    else:
+        made = choice.plan
     request = made.request
     return Comparison(
         model=subject.name,
@@ -205,7 +207,7 @@ def _comparison(subject: Subject, machine: Machine, recipe: Recipe) -> Compariso
         num_slots=made.num_slots,
         seq_len=request.typical.seq_len,
         tokens_per_step=made.tokens_per_step,
-        tokens_per_s=None if short else made.tokens_per_step / made.step_s,
+        tokens_per_s=None if short or choice is None else choice.chosen.tokens_per_s,
         vram_bytes=made.peak_bytes,
         ram_bytes=made.host_bytes,
         break_even_tokens=made.break_even_tokens,

@@ -124,7 +124,7 @@ def priced(
         how=how,
         source=source,
         figures=figures,
-        fits=not _short(figures, plan.machine, plan.request),
+        fits=not _short(figures.vram_bytes, figures.ram_bytes, plan.machine, plan.request),
     )
 
 
@@ -172,17 +172,17 @@ def plan_anyway(
         made = plan(facts, vast, freely)  # the limit of page-locked memory is unchanged
     except DoesNotFitError:
         made = plan(facts, replace(vast, pinned_bytes=VAST_BYTES), freely)
-    short = _short(figures_of(made), machine, request)
+    short = _short(made.peak_bytes, made.host_bytes, machine, request)
     made = replace(made, machine=machine, request=replace(request, num_slots=num_slots))
     return made, tuple(short or ["page-locked RAM"])
 
 
-def _short(figures: Figures, machine: Machine, request: PlanRequest) -> list[str]:
+def _short(vram_bytes: int, ram_bytes: int, machine: Machine, request: PlanRequest) -> list[str]:
     """Name the memories that are too small; on a CPU there is only one."""
-    ram_bytes = figures.ram_bytes + (figures.vram_bytes if machine.device == "cpu" else 0)
+    ram_bytes += vram_bytes if machine.device == "cpu" else 0
     limit_bytes = min(machine.vram_bytes, request.vram_budget_bytes or machine.vram_bytes)
     return [
-        *(["VRAM"] if figures.vram_bytes > limit_bytes else []),
+        *(["VRAM"] if vram_bytes > limit_bytes else []),
         *(["RAM"] if ram_bytes > machine.ram_bytes else []),
     ]
 
