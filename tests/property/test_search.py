@@ -556,7 +556,7 @@ def steps(
     )
 
 
-@settings(max_examples=60)
+@settings(max_examples=200)
 @given(steps())
 def test_no_step_is_simulated_below_r3(step: Step) -> None:
     assert step.simulated_s() >= step.bound_s() * (1 - 1e-9)

@@ -11,6 +11,7 @@ from math import ceil
 from offload.plan.schedule.schedule import (
     NOTHING_SAVED,
     NUM_CARRIED,
+    NUM_FETCHED,
     NUM_STAGING,
     PIECE_BYTES,
     Saved,
@@ -71,19 +72,22 @@ def r3_bound_s(
     loads_s = _loads_s(costs, reloaded, is_staged=is_staged)
     ends_s = [turn_s + tails_s + sum(back_s)]
     one_s = (back_s[0] - decodes_s[0]) / num  # the visit after the last copy
+    free_s = turn_s + tails_s  # when the first copy downwards may begin
     if reloaded:
-        free_s = turn_s + tails_s + (0.0 if covered else back_s[last])
+        free_s += 0.0 if covered else back_s[last]
         if decodes_s[last] and not covered:
             free_s = turn_s - forth_s[last] + decodes_s[last]
         closing_s = sum(back_s[: reloaded[0] + 1])
         ends_s.append(free_s + loads_s + (one_s if coming_s else closing_s))
-    if coming_s:
-        # buffers for so many visits are filled before the turn; the last to leave is the first back
-        later_s = sum(sorted(coming_s.values())[: -NUM_CARRIED or None])
+    if coming_s:  # reads of layers do not delay them
+        loads_s = _loads_s(costs, reloaded, is_staged=False)
+        # before the turn inputs of so many visits may be back, and graphs or outputs of as many;
+        # the last to leave is the first back
+        later_s = sum(sorted(coming_s.values())[: -NUM_FETCHED - NUM_CARRIED])
         left_s = sum(leaving_s.values()) - leaving_s[max(leaving_s)]
         ends_s += (
             loaded_s + loads_s + num * sum(coming_s.values()) + one_s,
-            turn_s + tails_s + loads_s + num * later_s + one_s,
+            min(free_s, turn_s + tails_s) + loads_s + num * later_s + one_s,
             costs.front_s + num * (left_s + sum(coming_s.values())) + one_s,
         )
     return max(ends_s) + num * costs.front_backward_s
