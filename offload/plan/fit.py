@@ -64,7 +64,10 @@ class MemoryNeeds:
     def of(cls, facts: ModelFacts, machine: Machine, request: PlanRequest) -> "MemoryNeeds":
         """Add up the memory of a request; there are at most as many slots as layers."""
         request = request.within(facts.num_layers)
-        on_device = shared_needs([_run_needs(facts, machine, run) for run in request.runs])
+        scored = any(run.objective is not None for run in request.runs)
+        on_device = shared_needs(
+            [_run_needs(facts, machine, run, are_others_scored=scored) for run in request.runs]
+        )
         return cls(facts=facts, machine=machine, request=request, on_device=on_device)
 
     def device(self, residency: Residency) -> tuple[MemoryTerm, ...]:
@@ -388,7 +391,9 @@ def fits(facts: ModelFacts, machine: Machine, request: PlanRequest) -> bool:
     return MemoryNeeds.of(facts, machine, request).most_slots is not None
 
 
-def _run_needs(facts: ModelFacts, machine: Machine, run: PlanRequest) -> DeviceNeeds:
+def _run_needs(
+    facts: ModelFacts, machine: Machine, run: PlanRequest, *, are_others_scored: bool
+) -> DeviceNeeds:
     objective, scoring = run.objective, None
     if objective is not None:
         scoring = Scoring(extra_passes=run.extra_passes, num_top=objective.num_top)
@@ -402,4 +407,5 @@ def _run_needs(facts: ModelFacts, machine: Machine, run: PlanRequest) -> DeviceN
         is_stashed=run.is_stashed,
         traced=run.traced,
         scoring=scoring,
+        are_others_scored=are_others_scored,
     )

@@ -419,10 +419,12 @@ def device_needs(  # noqa: PLR0913 - everything that uses memory
     is_stashed: bool,
     traced: TracedBytes | None,
     scoring: Scoring | None = None,
+    are_others_scored: bool = False,
 ) -> DeviceNeeds:
     """Add up the memory of a step on each device; for the arguments see `device_terms`.
 
-    With `scoring` the loss is taken over all rows of the step.
+    With `scoring` the loss is taken over all rows of the step. Where only those of other runs are
+    scored, this run's visits without a graph may be while they wait.
     """
     num_layers, is_cuda = facts.num_layers, machine.device == "cuda"
     # of stashed ones: those that come back, and the last layer's, which do not leave
@@ -470,6 +472,7 @@ def device_needs(  # noqa: PLR0913 - everything that uses memory
             num_micro_batches * workload.label_tokens,
             num_micro_batches * input_bytes(facts, workload) + int(num_micro_batches * recorded),
         )
+    if scoring or are_others_scored:
         without = [replace(x, gradients=0) for x in visits.values()]
         forward = _visit_rows(without, Instant.SCORED_VISIT)
         if most:

@@ -15,7 +15,7 @@ from offload.plan.facts.facts import AdapterSpec
 from offload.plan.facts.trainable import adapter_parameters, all_weights, trained_parameters
 from offload.plan.fit import MemoryNeeds
 from offload.plan.machine.machine import GIB, MEASURED, Machine, Network, Rate, named_machine
-from offload.plan.memory.memory import FRAGMENTATION, MemoryTerm
+from offload.plan.memory.memory import FRAGMENTATION, Instant, MemoryTerm
 from offload.plan.plan import Plan, calibrate, costs_of, laid_out, plan, with_costs
 from offload.plan.request import (
     ETHERNET,
@@ -659,3 +659,14 @@ def test_the_network_is_the_measured_one_or_assumed_by_where_the_ranks_are() -> 
     for span in made.predict().spans:
         if span.kind is Kind.REDUCE:
             assert span.duration_s == pytest.approx(0.25 + span.num_bytes / 5e6)
+
+
+def test_a_plain_run_may_visit_layers_while_rows_of_another_wait_for_their_loss() -> None:
+    at = {Instant.SCORED_VISIT}
+    load = replace(REQUEST.typical, seq_len=4 * REQUEST.typical.seq_len)
+    plain = replace(REQUEST, objective=None, typical=load, largest=load)
+    short = replace(REQUEST, objective=DPO)
+    long = MemoryNeeds.of(FACTS, CARD, replace(plain, objective=DPO)).on_device
+    shared = MemoryNeeds.of(FACTS, CARD, sharing([plain, short])).on_device
+    assert shared.live(at) == long.live(at) != ()
+    assert MemoryNeeds.of(FACTS, CARD, plain).on_device.live(at) == ()
