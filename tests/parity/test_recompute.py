@@ -1175,7 +1175,8 @@ def test_a_recompute_saves_the_bytes_and_operations_that_the_plan_says(
         return count
 
     whole, recompute = counted(), counted(unread)
-    facts = model_facts({**base.config.to_dict(), "num_hidden_layers": 1})
+    one = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
+    facts = model_facts(base.config.to_dict() | one)
     names = tuple(linear.name for linear in facts.layers[0].linears)
     spec = AdapterSpec(
         rank=16,
