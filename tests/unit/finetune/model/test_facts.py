@@ -59,7 +59,6 @@ NOT_BY_DEFAULT = {"gemma4_assistant", "nougat"}  # transformers refuses its own 
 # Of each form of layer one type, in the default run.
 FORMS = (
     "bamba",
-    "bart",
     "bert",
     "cohere2_moe",
     "dbrx",
