@@ -384,7 +384,8 @@ def _normed(name: str, num_weights: int, attention: Attention, hidden: int) -> i
             return attention.num_kv_heads * attention.qk_dim
         is_of_heads = re.search(r"(^|[._])qk?_norm", name)
         return attention.num_heads * attention.qk_dim if is_of_heads else hidden
-    if num_weights != hidden and isinstance(attention, SoftmaxAttention):
+    has_heads = num_weights != hidden  # but for latents, which are of no head
+    if has_heads and isinstance(attention, SoftmaxAttention) and not attention.is_latent:
         if num_weights == attention.qk_dim and re.search(r"(^|[._])k(ey)?_", name):
             return attention.num_kv_heads * num_weights
         if num_weights == attention.qk_dim:
