@@ -40,7 +40,7 @@ def method_config(
     MLP, and what it returns elsewhere.
 
     Args:
-        adapter: Of a method that peft computes.
+        adapter: An adapter whose method peft computes.
         targets: The last names of the linear layers.
         excluded: Full names of modules that have such a name and get no adapter.
         modules_to_save: Of modules trained whole.
@@ -121,7 +121,7 @@ def counted(
     the tokens by the difference; those of the layer without an adapter are subtracted.
 
     Args:
-        adapter: Of a method that peft computes.
+        adapter: An adapter whose method peft computes.
         linears: The last name, d_in and d_out of each kind of adapted layer, and their number.
         model_type: Of the model's config.
         dtype_bytes: Of an element of the weights.

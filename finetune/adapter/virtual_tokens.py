@@ -44,7 +44,7 @@ def add_virtual_tokens(model: PreTrainedModel, adapter: AdapterSection, *, seed:
 
     Args:
         model: Without adapters.
-        adapter: Of virtual tokens of rows.
+        adapter: An adapter of virtual tokens in the rows.
         seed: Of the encoder's weights.
 
     Raises:
@@ -113,7 +113,7 @@ def add_prefix(model: PreTrainedModel, adapter: AdapterSection, *, seed: int) ->
 
     Args:
         model: Without adapters.
-        adapter: Of keys and values of virtual tokens.
+        adapter: An adapter of virtual tokens' keys and values.
         seed: Of the encoder's weights.
 
     Raises:

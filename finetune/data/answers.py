@@ -146,7 +146,7 @@ def with_prompt(
     """Return a row with its prompt in the format's column, and the turns after it.
 
     Args:
-        row: As it was read; the same is returned if it has no prompt elsewhere.
+        row: The row as it was read; it is returned itself if its prompt is nowhere else.
         column: Gives the file's name of a column.
         num_answers: Turns of a conversation, from the last, that are no prompt.
     """

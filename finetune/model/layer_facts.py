@@ -87,7 +87,7 @@ class Reader:
             number: Which.
             unread: The names of its linears, and of the modules of all experts, whose products
                 nothing reads in a recompute.
-            fused: What of it one operator each can compute.
+            fused: Parts of the layer that one operator each can compute.
         """
         kinds = parts_of(layer)
         linears, counted = self._linears(layer, kinds)

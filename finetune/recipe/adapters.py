@@ -37,7 +37,7 @@ class AdapterSection(Choice):
 
     @property
     def as_lora(self) -> "LoraSection":
-        """Its settings as LoRA's, whose defaults stand for those that its method does not have."""
+        """The settings in LoRA's form, with LoRA's defaults for those that the method lacks."""
         own = {name: value for name, value in self if name in LoraSection.model_fields}
         return LoraSection.model_construct(**own | {"method": "lora"})
 
@@ -199,7 +199,7 @@ def by_peft(
     Of its settings, those with the name of one of LoRA's have the meaning that it has there.
 
     Args:
-        name: Of a recipe.
+        name: Value of `adapter.method`.
         summary: What it is, in a sentence of the reference.
         config: `module:class` of peft's settings.
         fields: Setting -> its name in that class; with its name here, where it is `rank`, `alpha`

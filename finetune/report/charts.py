@@ -128,7 +128,7 @@ def metric_charts(
 
     Args:
         runs: Rows of metrics by the run's name, which has one colour in all charts.
-        names: Of the charts.
+        names: Names of the charts.
     """
     found = []
     for name in names:

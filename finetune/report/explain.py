@@ -444,7 +444,7 @@ def rows_of(run: Explanation, recipe: Recipe) -> list[Row]:
 
     Args:
         run: What its files say.
-        recipe: For the price of its energy.
+        recipe: The run's recipe, which has the price of energy.
     """
     lines = {"steps of the run": f"{run.num_done:,} of {run.num_steps:,} done"}
     if run.features is not None:

@@ -125,7 +125,7 @@ def rows_of(
     Args:
         plan: It.
         faster: What would make the step faster, the best first.
-        prices: Of its energy; None for none.
+        prices: What the step's energy costs; None if that is not known.
         num_steps: Optimizer steps of the run, where they are known.
     """
     figures = dict(_flat(_figures(plan), ""))

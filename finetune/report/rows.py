@@ -51,7 +51,7 @@ class Row(NamedTuple):
     label: str  # its name for people; empty where they are not shown it
     value: Any  # a figure in the unit, a text, or what JSON can hold
     unit: str = ""  # how the figure is written
-    note: str = ""  # what people read behind it
+    note: str = ""  # a remark that is shown after the value
     level: Level = "verbose"  # whether it is always shown, or where details are asked for
 
 
@@ -59,7 +59,7 @@ class Table(NamedTuple):
     """Facts side by side."""
 
     title: str  # what they are
-    # The name of each, and behind a bar the unit of its figures; without names the table has no
+    # The name of each, and after a bar the unit of its figures; without names the table has no
     # header.
     columns: Sequence[str]
     lines: Sequence[Sequence[Any]]  # the cells of each line
@@ -115,7 +115,7 @@ def tables(title: str, rows: Iterable[Row], level: Level = "verbose") -> list[Ta
     """Return rows as tables of two columns, one after each heading.
 
     Args:
-        title: Of the first table.
+        title: Heading of the first table.
         rows: Facts and headings.
         level: Whether details are among them.
     """

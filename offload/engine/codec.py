@@ -51,7 +51,7 @@ class Form:
         """Decode a tensor in place, on the current stream; the host does not wait.
 
         Args:
-            encoded: As `encode` left it, on the device of `values`.
+            encoded: Bytes that `encode` left, on the device of `values`.
             values: Contiguous, of the shape and dtype that were encoded.
         """
         self._codec.read(self.parts(encoded, values.numel(), values.dtype), values.view(-1))

@@ -146,7 +146,7 @@ class Executor:
         """Run a forward schedule that scores labels under several adapters, without gradients.
 
         Args:
-            schedule: From `forward_schedule`, with an op of each layer for each pass.
+            schedule: A schedule of `forward_schedule`, with an op of each layer for each pass.
             passes: What is scored; it gets the scores.
         """
         state, alone = PassState(), self._alone(0)
@@ -168,7 +168,7 @@ class Executor:
         """Run a forward schedule of one micro-batch without gradients.
 
         Args:
-            schedule: From `forward_schedule`.
+            schedule: A schedule of `forward_schedule`.
             inputs: The micro-batch.
             labels: The same with labels, for the loss; None to call `read` instead.
             read: Computes the output from that of the last layer (B, T, D).
@@ -199,7 +199,7 @@ class Executor:
         """Run a forward schedule without gradients, on inputs of layers that the caller makes.
 
         Args:
-            schedule: From `forward_schedule`.
+            schedule: A schedule of `forward_schedule`.
             front: Computes what enters the layers, by micro-batch.
             read: Computes a micro-batch's output from that of its last layer (B, T, D).
 
@@ -251,7 +251,7 @@ class Executor:
         """Pass over the layers once without gradients, and call a function at each visit.
 
         Args:
-            schedule: From `forward_schedule`, for one micro-batch.
+            schedule: A schedule of `forward_schedule`, for one micro-batch.
             visits: The functions, by the kind of op.
         """
         self._issue_without_gradients(schedule, PassState(), visits)
@@ -260,7 +260,7 @@ class Executor:
         """Find the size of graphs that are to be sent.
 
         Args:
-            schedule: From `forward_schedule`, for one micro-batch.
+            schedule: A schedule of `forward_schedule`, for one micro-batch.
             inputs: The micro-batch.
             layers: The layers to measure.
         """

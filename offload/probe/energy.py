@@ -168,7 +168,7 @@ def gpu_counter(name: str, read_j: Callable[[], float]) -> Counter:
     """Return the counter of a GPU.
 
     Args:
-        name: Of the machine and the GPU.
+        name: Name of the machine and the GPU.
         read_j: Reads it.
 
     Raises:

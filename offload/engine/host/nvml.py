@@ -72,7 +72,7 @@ def find_driver(nvml: Any = pynvml) -> Driver | None:
     """Return the driver and its GPUs; None if there is none, or it does not respond.
 
     Args:
-        nvml: As for `nearest_node`.
+        nvml: The bindings, as `nearest_node` takes them.
     """
     try:
         with _opened(nvml):
@@ -91,8 +91,8 @@ def energy_meter(bus_id: str, nvml: Any = pynvml) -> Callable[[], float]:
     """Return what reads the joules of a GPU since its driver was loaded; NVML stays open for it.
 
     Args:
-        bus_id: As for `nearest_node`.
-        nvml: As for `nearest_node`.
+        bus_id: The GPU's PCI address, as `nearest_node` takes it.
+        nvml: The bindings, as `nearest_node` takes them.
 
     Raises:
         OSError: There is no driver, or the GPU has no counter, which only reading it shows.

@@ -383,7 +383,7 @@ def between(hidden: torch.Tensor, what: str = _HIDDEN) -> Between:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Note:
-    """A stand-in's arguments, and the hidden state it returned."""
+    """The arguments that a stand-in was given, and the hidden state that it returned."""
 
     layer: int  # index of the layer it replaces
     hidden: torch.Tensor  # the hidden state that it received

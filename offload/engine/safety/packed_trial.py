@@ -60,7 +60,7 @@ class _Rows:
             input_ids_BT: Tokens to take some of, over and over if they are few.
             lens: Tokens of each row.
             together: Layers that may compute rows together, as far as is known at their visit.
-            unjoined: Layers in which attention of all rows may not be one call, likewise.
+            unjoined: Layers in which the attention of all rows may not be one call, as known then.
         """
         ids_N = input_ids_BT.flatten()
         some_N = ids_N[torch.arange(sum(lens), device=ids_N.device) % ids_N.numel()]

@@ -357,7 +357,7 @@ class Scoring:
         """List the memory of a step.
 
         Args:
-            num_labels: Of the step.
+            num_labels: Label tokens of the step.
             scored_bytes: Hidden states of all its micro-batches, and what their layers are passed.
         """
         scores = num_labels * (LABEL_BYTES + (1 + self.extra_passes) * SCORE_BYTES)

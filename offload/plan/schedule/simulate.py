@@ -73,7 +73,7 @@ def merged_s(
 
     Args:
         schedule: The step of one micro-batch; a load is one op, without its read.
-        durations_s: Of each line for one micro-batch, or of the pieces of a staged load.
+        durations_s: Seconds of each line for one micro-batch, or of a staged load's pieces.
         num_micro_batches: Equal micro-batches of the step.
     """
     lane_free_s = dict.fromkeys(Lane, 0.0)
@@ -122,7 +122,7 @@ def _staged_s(
     """Return when the host has read a load's pieces, and when the last is copied.
 
     Args:
-        pieces: Of the load.
+        pieces: Seconds of the load's pieces.
         host_s: When the host is free.
         link_s: When the link and the slot are.
         buffers_s: When each staging buffer is, the next one first; moved on.

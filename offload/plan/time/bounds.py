@@ -39,7 +39,7 @@ def r3_bound_s(
         num_micro_batches: Micro-batches of the step.
         num_kept_graphs: How many layers, the last ones, are not checkpointed.
         saved: What the other layers keep or send.
-        stashed_bytes: Of one micro-batch's layer input, if inputs are stashed in host memory.
+        stashed_bytes: Size of one micro-batch's layer input, if inputs wait in host memory.
         is_staged: Whether loads pass through staging buffers, filled from memory or from disk.
     """
     num, layers, last = num_micro_batches, costs.layers, len(costs.layers) - 1
