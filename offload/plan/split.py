@@ -2,8 +2,8 @@
 
 One more slot saves two loads in every step; one more kept graph saves the recompute of its layer,
 and one more output its attention's. Slots pay while loads bound the step, the others while compute
-does. An output is small, and the longer the sequences, the more it saves per byte: what saves most
-per byte is kept first. What the device has no room for may be sent, as much as the host's memory
+does. An output is small, and the longer the sequences, the more it saves per byte; either outputs
+or graphs are kept first. What the device has no room for may be sent, as much as the host's memory
 and the link hold.
 
 The bound R3 shows about where the best step is, in a fraction of a millisecond. From there on the
@@ -82,13 +82,7 @@ class Split:
         at which the step stops being load-bound; beyond it, memory is better spent on layers that
         skip recomputation.
         """
-        low, high = self._slots[0], self._slots[-1]
-        while low < high:
-            middle = (low + high) // 2
-            if self._is_less(spend(middle + 1), spend(middle), self._slots_bound_s):
-                low = middle + 1
-            else:
-                high = middle
+        low = self._last_faster(spend, self._slots, self._slots_bound_s)
         return self._climbed(low, spend, self._slots)
 
     @cached_property
@@ -131,11 +125,6 @@ class Split:
             return False
         return self.step_s(found) < most_s
 
-    def _is_less(
-        self, one: Residency, other: Residency, seconds: Callable[[Residency], float]
-    ) -> bool:
-        return seconds(one) < seconds(other) * (1 - SAME_FRAC)
-
     # ---------------------------------------------------------------------------------------------
     # Ways to spend what slots leave
 
@@ -172,24 +161,32 @@ class Split:
 
     def _with_sent_outputs(self, kept: Residency) -> Residency:
         """Return the same with the number of sent outputs at which the link delays the step."""
-        most = self.needs.most_sent(kept)
-        return self._last_faster(lambda num: kept._replace(num_sent_outputs=num), most)
+        return self._with_most(
+            lambda num: kept._replace(num_sent_outputs=num), self.needs.most_sent(kept)
+        )
 
     def _with_sent_graphs(self, kept: Residency) -> Residency:
         """Return the same with the number of sent graphs at which the link delays the step."""
-        most = self.needs.most_sent_graphs(kept)
-        return self._last_faster(lambda num: kept._replace(num_sent_graphs=num), most)
+        return self._with_most(
+            lambda num: kept._replace(num_sent_graphs=num), self.needs.most_sent_graphs(kept)
+        )
 
-    def _last_faster(self, sending: _Spend, most: int) -> Residency:
-        """Return the residency of the last number that is faster than one less."""
-        low, high = min(1, most), most
+    def _with_most(self, sending: _Spend, most: int) -> Residency:
+        numbers = range(min(1, most), most + 1)
+        return sending(self._last_faster(sending, numbers, self.bound_s))
+
+    def _last_faster(
+        self, spend: _Spend, numbers: range, seconds: Callable[[Residency], float]
+    ) -> int:
+        """Return the last of some numbers with which a step is faster than with one less."""
+        low, high = numbers[0], numbers[-1]
         while low < high:
             middle = (low + high) // 2
-            if self._is_less(sending(middle + 1), sending(middle), self.bound_s):
+            if seconds(spend(middle + 1)) < seconds(spend(middle)) * (1 - SAME_FRAC):
                 low = middle + 1
             else:
                 high = middle
-        return sending(low)
+        return low
 
     # ---------------------------------------------------------------------------------------------
     # Times
