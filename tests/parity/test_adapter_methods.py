@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig, get_peft_model
@@ -22,7 +23,7 @@ from finetune.adapter.linear_lora import compute_in_base_dtype
 from finetune.adapter.lora import add_lora, save_adapter, trained
 from finetune.adapter.virtual_tokens import add_prefix, add_virtual_tokens
 from finetune.errors import ConfigError
-from finetune.recipe.adapters import AdapterSection, LoraSection
+from finetune.recipe.adapters import METHODS, Adapter, AdapterSection, LoraSection
 from offload import attach
 from offload.engine.experts.lora import SUFFIX
 from tests.builders import adapter, of_method
@@ -383,10 +384,36 @@ SHAPE = Qwen3Config(
 IGNORED = -100
 
 
+# What a recipe with rank 5, alpha 7, dropout 0.25 and 9 virtual tokens is in peft.
+WRITTEN: dict[str, tuple[Any, dict[str, object]]] = {
+    "loha": (peft.LoHaConfig, {"r": 5, "alpha": 7.0}),
+    "lokr": (peft.LoKrConfig, {"r": 5, "alpha": 7.0}),
+    "ia3": (peft.IA3Config, {}),
+    "vera": (peft.VeraConfig, {"r": 5, "vera_dropout": 0.25}),
+    "oft": (peft.OFTConfig, {"r": 5, "oft_block_size": 0}),
+    "miss": (peft.MissConfig, {"r": 5, "miss_dropout": 0.25}),
+    "hira": (peft.HiraConfig, {"r": 5, "hira_dropout": 0.25}),
+    "prompt": (peft.PromptTuningConfig, {"num_virtual_tokens": 9}),
+    "p_tuning": (peft.PromptEncoderConfig, {"num_virtual_tokens": 9}),
+    "prefix": (peft.PrefixTuningConfig, {"num_virtual_tokens": 9, "prefix_projection": False}),
+    "prefix_mlp": (peft.PrefixTuningConfig, {"num_virtual_tokens": 9, "prefix_projection": True}),
+}
+
+
+@pytest.mark.parametrize("stated", METHODS[1:], ids=lambda stated: stated.title)
+def test_settings_of_a_recipe_reach_peft_and_all_others_are_its_defaults(stated: Adapter) -> None:
+    kind, fields = WRITTEN[stated.title]
+    section = of_method(stated.title, rank=5, alpha=7.0, dropout=0.25, num_virtual_tokens=9)
+    found, plain = section.peft_config(task_type="CAUSAL_LM"), kind(task_type="CAUSAL_LM", **fields)
+    assert type(found) is kind
+    assert found.to_dict() == plain.to_dict()
+
+
+MODULES = [one.title for one in METHODS if one.kind == "modules"]
+
+
 @pytest.mark.parametrize("dtype", mostly_slow([torch.float32, torch.bfloat16], torch.float32))
-@pytest.mark.parametrize(
-    "method", mostly_slow(["loha", "lokr", "ia3", "vera", "oft", "miss", "hira"], "ia3", "vera")
-)
+@pytest.mark.parametrize("method", mostly_slow(MODULES, "ia3", "vera"))
 def test_gradients_are_those_of_plain_peft(method: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     section = of_method(method, rank=4)
