@@ -19,7 +19,7 @@ from finetune.adapter.lora import linear_names as linear_names_of_lora
 from finetune.model.empty import compute_exactly
 from finetune.model.facts import MEMORY_TESTED
 from finetune.recipe.adapters import LoraSection
-from finetune.recipe.load import load_shape, shipped_facts, shipped_shapes
+from finetune.recipe.load import load_shape, shape_of, shipped_facts, shipped_shapes
 from offload.engine.model.layers import LayeredModel
 from offload.errors import UnsupportedModelError
 from offload.plan.facts.facts import (
@@ -115,6 +115,28 @@ def test_counts_per_tensor_class_equal_the_built_model(config: dict[str, Any]) -
 @pytest.mark.parametrize("name", shipped_shapes())
 def test_shipped_facts_have_the_counts_of_the_built_model(name: str) -> None:
     assert_equal_to_built(ModelFacts.from_json(shipped_facts()[name]), load_shape(name))
+
+
+# Fields that size nothing, that no model is built without, or that stand for their default if null.
+SIZES_NOTHING = {
+    *("transformers_version", "return_dict", "id2label", "label2id", "initializer_range"),
+    *("use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "pretraining_tp"),
+    *("router_aux_loss_coef", "max_window_layers", "num_local_experts", "swiglu_alpha"),
+    *("swiglu_limit", "hidden_act", "hidden_activation", "rope_parameters", "layer_types"),
+    "_sliding_window_pattern",
+}
+
+
+@pytest.mark.parametrize("name", shipped_shapes())
+def test_a_config_is_a_shipped_shape_only_if_its_other_fields_size_nothing(name: str) -> None:
+    shape = load_shape(name)
+    assert shape_of(shape) == name
+    assert shape_of(shape | {"use_cache": True, "attention_bias": shape.get("attention_bias")})
+    for key, value in AutoConfig.for_model(**shape).to_dict().items():
+        if value and key not in shape and key not in SIZES_NOTHING:
+            assert shape_of(shape | {key: False}) is None, key  # where transformers has it on
+    for other in ({"hidden_size": 8}, {"mlp_bias": True}, {"sliding_window": 7}):
+        assert shape_of(shape | other) is None
 
 
 @pytest.mark.thorough
