@@ -17,6 +17,7 @@ from offload.plan.feature_pass import feature_pass
 from offload.plan.machine.machine import Implementation, Machine, Rate
 from offload.plan.place_cost import PlaceCost
 from offload.plan.plan import Plan
+from offload.plan.schedule.op import Route
 from offload.plan.schedule.schedule import NUM_STAGING, Residency
 from offload.plan.time.costs import Grade
 from offload.plan.time.roofline import Bound, Count, layer_flops
@@ -374,7 +375,9 @@ def _lines(plan: Plan, prices: ReportSection | None) -> Iterator[tuple[str, str]
         free = free_streaming(plan.break_even_tokens, is_in_rounds=is_in_rounds)
         yield "streaming", f"in micro-batches of this size it {free}"
     if request.num_ranks > 1 and plan.machine.device == "cuda" and schedule.num_loads:
-        all_of_them = f"{request.local_ranks * plan.costs.h2d_bytes_per_s / 1e9:,.0f} GB/s"
+        all_of_them = (
+            f"{request.local_ranks * plan.costs.speed(Route.LOAD).bytes_per_s / 1e9:,.0f} GB/s"
+        )
         yield "assumed", f"a link for each GPU, and {all_of_them} for all of them at once"
     if plan.facts.has_experts:
         rate = plan.machine.expert_gemm_flops_per_s

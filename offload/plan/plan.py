@@ -17,7 +17,7 @@ from offload.plan.memory.memory import MemoryGrade, MemoryTerm, total_bytes
 from offload.plan.memory.visit import visit_bytes
 from offload.plan.refusal import refusal
 from offload.plan.request import PlanRequest, network_of, with_network
-from offload.plan.schedule.op import OVER_NETWORK, Kind
+from offload.plan.schedule.op import OVER_NETWORK, Kind, Route
 from offload.plan.schedule.schedule import NOTHING_SAVED, Residency, Saved, Schedule, numbered
 from offload.plan.schedule.simulate import simulate, times_s
 from offload.plan.schedule.timeline import Timeline
@@ -32,9 +32,11 @@ from offload.plan.step import (
 )
 from offload.plan.time.bounds import r3_bound_s
 from offload.plan.time.costs import (
+    AT_ONCE,
     Costs,
     LayerCost,
     RunCosts,
+    Speed,
     head_step_s,
     price,
     shared_costs,
@@ -56,9 +58,10 @@ def needed_bytes_per_s(schedule: Schedule, costs: Costs) -> float:
 
     It is searched for, to a hundredth.
     """
+    network = costs.speed(Route.NETWORK)
 
     def step_s(bytes_per_s: float) -> float:
-        at_rate = replace(costs, network_bytes_per_s=bytes_per_s)
+        at_rate = costs.at({Route.NETWORK: network._replace(bytes_per_s=bytes_per_s)})
         return max(times_s(schedule, duration_of(at_rate))[1], default=0.0)
 
     allowed_s = (1 + FREE_FRAC) * step_s(math.inf)
@@ -86,7 +89,7 @@ def arrivals_of(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
 
     Nothing but later sums waits for a sum, so these times depend on no other rank.
     """
-    free = replace(costs, network_latency_s=0.0, network_bytes_per_s=math.inf)
+    free = costs.at({Route.NETWORK: AT_ONCE})
     timeline = simulate(schedule, duration_of(free))
     return tuple(span.start_s for span in timeline.spans if span.kind is Kind.REDUCE)
 
@@ -367,7 +370,6 @@ def calibrate(
             ]
         )
     first_graph = len(costs.layers) - num_kept_graphs
-    load_s = measured.busy_s(Kind.LOAD)
     layers = tuple(
         _measured(layer, measured, number, saved, is_kept=number >= first_graph)
         for number, layer in enumerate(costs.layers)
@@ -384,15 +386,7 @@ def calibrate(
         score_s=_mean_s(measured, Kind.SCORE, None) if costs.score_s else 0.0,
         objective_s=_mean_s(measured, Kind.OBJECTIVE, None) if costs.score_s else 0.0,
         optimizer_s=optimizer_s,
-        h2d_bytes_per_s=_rate(measured, Kind.LOAD, costs.h2d_bytes_per_s),
-        h2d_latency_s=0.0 if load_s else costs.h2d_latency_s,
-        fetch_bytes_per_s=_rate(
-            measured,
-            Kind.FETCH,
-            _rate(measured, Kind.RETURN, _rate(measured, Kind.HEAD, costs.fetch_bytes_per_s)),
-        ),
-        read_bytes_per_s=_rate(measured, Kind.READ, costs.read_bytes_per_s),
-        look_up_bytes_per_s=_rate(measured, Kind.LOOK_UP, costs.look_up_bytes_per_s),
+        speeds={route: _speed(measured, route, speed) for route, speed in costs.speeds.items()},
     )
 
 
@@ -454,10 +448,13 @@ def with_costs(plan: Plan, costs: Costs) -> Plan:
     return replace(plan, costs=costs)
 
 
-def _rate(timeline: Timeline, kind: Kind, priced_bytes_per_s: float) -> float:
-    num_bytes = sum(span.num_bytes for span in timeline.spans if span.kind is kind)
-    busy_s = timeline.busy_s(kind)
-    return num_bytes / busy_s if busy_s else priced_bytes_per_s
+def _speed(timeline: Timeline, route: Route, priced: Speed) -> Speed:
+    """Return the measured speed of a route; the priced one of what did not run, or has waits."""
+    spans = [span for span in timeline.spans if span.kind.route is route]
+    busy_s = sum(span.duration_s for span in spans)
+    if not busy_s or route is Route.NETWORK:
+        return priced
+    return Speed(sum(span.num_bytes for span in spans) / busy_s)
 
 
 def _mean_s(timeline: Timeline, kind: Kind, layer: int | None) -> float:

@@ -12,8 +12,9 @@ from offload.plan.facts.trainable import layer_parameters, trained_parameters
 from offload.plan.facts.workload import Workload
 from offload.plan.machine.machine import Machine, Network, Rate
 from offload.plan.memory.memory import TracedBytes
+from offload.plan.schedule.op import Route
 from offload.plan.schedule.schedule import Order, Passes, Reduced
-from offload.plan.time.costs import Costs
+from offload.plan.time.costs import Costs, Speed
 
 HEAD_CHUNK_TOKENS = 1024  # logits of a 151,936 vocabulary in fp32: 0.6 GB at a time
 MLP_CHUNKS = (8192, 2048, 512)  # tokens of an MLP's tile, where a whole micro-batch does not fit
@@ -450,9 +451,7 @@ def with_network(costs: Costs, facts: ModelFacts, machine: Machine, request: Pla
     network = network_of(machine, request)
     latency_s, bytes_per_s = network.latency_s.value, network.bytes_per_s.value
     return replace(
-        costs,
-        network_latency_s=latency_s,
-        network_bytes_per_s=bytes_per_s,
+        costs.at({Route.NETWORK: Speed(bytes_per_s, latency_s)}),
         optimizer_s=costs.optimizer_s
         + (latency_s + update_bytes(facts, request) / bytes_per_s) * sends_update,
     )

@@ -36,6 +36,7 @@ from offload.plan.request import (
     with_micro_batches,
     with_workload,
 )
+from offload.plan.schedule.op import LINK
 from offload.plan.schedule.schedule import Residency
 from offload.plan.split import SAME_FRAC, Split
 from offload.plan.time.costs import Costs
@@ -327,11 +328,5 @@ def _with_more_memory(candidate: Candidate) -> Candidate:
 
 def _with_faster_link(candidate: Candidate) -> Candidate:
     """Evaluate the same request with both directions of the link at twice their rate."""
-    costs = candidate.costs
-    faster = replace(
-        costs,
-        h2d_bytes_per_s=2 * costs.h2d_bytes_per_s,
-        d2h_bytes_per_s=2 * costs.d2h_bytes_per_s,
-        fetch_bytes_per_s=2 * costs.fetch_bytes_per_s,
-    )
+    faster = candidate.costs.faster(2, *LINK)
     return Candidate.weighed(Split(needs=candidate.needs, costs=faster))

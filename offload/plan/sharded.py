@@ -50,6 +50,7 @@ from offload.plan.memory.memory import (
 )
 from offload.plan.plan import Plan, costs_of
 from offload.plan.request import PlanRequest, network_of
+from offload.plan.schedule.op import Route
 from offload.plan.schedule.schedule import Residency
 from offload.plan.schedule.sharded import ShardedSizes, sharded_schedule
 from offload.plan.search import Candidate, Choice
@@ -193,11 +194,9 @@ def _costs(facts: ModelFacts, machine: Machine, request: PlanRequest) -> Costs:
         num_bytes = OPTIMIZERS[request.typical.optimizer].update_bytes * spec.whole.num_parameters
         update_s = num_bytes / machine.memory_bytes_per_s.value
     latency = network_of(machine, request).latency_s
-    return replace(
-        costs,
-        optimizer_s=update_s / request.num_ranks,
-        network_latency_s=latency.value if latency.source == MEASURED else COLLECTIVE_LATENCY_S,
-    )
+    latency_s = latency.value if latency.source == MEASURED else COLLECTIVE_LATENCY_S
+    network = costs.speed(Route.NETWORK)._replace(latency_s=latency_s)
+    return replace(costs.at({Route.NETWORK: network}), optimizer_s=update_s / request.num_ranks)
 
 
 def _device_terms(

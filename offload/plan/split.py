@@ -11,10 +11,11 @@ step is simulated with more and with fewer slots, until none is faster.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, cached_property, partial
 
 from offload.plan.fit import MemoryNeeds
+from offload.plan.schedule.op import Route
 from offload.plan.schedule.schedule import Residency, Saved
 from offload.plan.step import Drafts, stashed_bytes
 from offload.plan.time.bounds import r3_bound_s
@@ -208,10 +209,10 @@ class Split:
     @cached_property
     def _slots_bound_s(self) -> Callable[[Residency], float]:
         """The bound by which slots are chosen: staged bytes are read first."""
-        rate = self.costs.h2d_bytes_per_s
+        speed, read = self.costs.speed(Route.LOAD), self.costs.speed(Route.READ)
         if self.needs.is_staged:
-            rate = min(rate, self.costs.read_bytes_per_s)
-        return self._bound(replace(self.costs, h2d_bytes_per_s=rate))
+            speed = speed._replace(bytes_per_s=min(speed.bytes_per_s, read.bytes_per_s))
+        return self._bound(self.costs.at({Route.LOAD: speed}))
 
     def _bound(self, costs: Costs) -> Callable[[Residency], float]:
         needs, request = self.needs, self.needs.request

@@ -14,7 +14,7 @@ from offload.plan.facts.workload import (
 )
 from offload.plan.memory.memory import input_bytes, layer_weight_bytes
 from offload.plan.request import PlanRequest, reduced_of
-from offload.plan.schedule.op import Kind, Lane, Line, Op
+from offload.plan.schedule.op import Kind, Lane, Line, Op, Route
 from offload.plan.schedule.schedule import (
     NUM_STAGING,
     PIECE_BYTES,
@@ -181,19 +181,8 @@ def _duration_of(costs: Costs) -> Callable[[Op], float]:
     }
 
     def duration_s(op: Op) -> float:
-        if op.kind is Kind.UPDATE:
-            return costs.layers[op.layer_index].update_s
-        if op.kind in (Kind.HEAD, Kind.FETCH, Kind.RETURN):
-            return costs.h2d_latency_s + op.num_bytes / costs.fetch_bytes_per_s
-        if op.lane is Lane.H2D:
-            return costs.h2d_latency_s + op.num_bytes / costs.h2d_bytes_per_s
-        if op.lane is Lane.NETWORK:
-            return costs.network_latency_s + op.num_bytes / costs.network_bytes_per_s
-        if op.lane is Lane.HOST:
-            is_row = op.kind is Kind.LOOK_UP
-            return op.num_bytes / (costs.look_up_bytes_per_s if is_row else costs.read_bytes_per_s)
-        if op.lane is Lane.D2H:
-            return costs.h2d_latency_s + op.num_bytes / costs.d2h_bytes_per_s
+        if op.kind.route is not None:
+            return costs.speed(op.kind.route).seconds(op.num_bytes)
         if op.layer is None:
             return outside_s[op.kind]
         return _of_layer_s(costs.layers[op.layer_index], op)
@@ -202,6 +191,8 @@ def _duration_of(costs: Costs) -> Callable[[Op], float]:
 
 
 def _of_layer_s(layer: LayerCost, op: Op) -> float:
+    if op.kind is Kind.UPDATE:
+        return layer.update_s
     if op.kind is Kind.DECODE:
         return layer.decode_s
     if op.kind is Kind.REFERENCE:
@@ -300,10 +291,10 @@ class _Durations:
         op, costs = line.ops[0], self.costs
         if op.kind is Kind.LOAD:
             pieces = [one.num_bytes for one in op.pieces(op.num_bytes, PIECE_BYTES)]
-            copies = [costs.h2d_latency_s + size / costs.h2d_bytes_per_s for size in pieces]
+            copies = list(map(costs.speed(Route.LOAD).seconds, pieces))
             if not self.is_staged:
                 return sum(copies)
-            reads = [size / costs.read_bytes_per_s for size in pieces]
+            reads = map(costs.speed(Route.READ).seconds, pieces)
             return tuple(zip(reads, copies, strict=True))
         seconds, objective = sum(map(self.duration_s, line.ops)), self.request.objective
         if objective is None or not objective.scored_frac or op.micro_batch is None:

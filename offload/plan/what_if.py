@@ -46,6 +46,7 @@ from offload.plan.memory.memory import (
 )
 from offload.plan.plan import Plan, plan, with_costs
 from offload.plan.request import PlanRequest, over_cards, with_workload
+from offload.plan.schedule.op import LINK, Route
 from offload.plan.schedule.schedule import MIN_SLOTS
 from offload.plan.sharded import as_sharded, sharded_plan, shortages
 from offload.plan.time.costs import LayerCost, frozen_products, recomputed_products
@@ -576,10 +577,7 @@ def _split(cards: _Cards) -> Option:
     exchange_s = 3 * moved_s * plan.facts.num_layers
     loading_frac = compute_s / (compute_s + exchange_s)
     costs = replace(
-        plan.costs,
-        h2d_bytes_per_s=plan.costs.h2d_bytes_per_s * cards.num * loading_frac,
-        d2h_bytes_per_s=plan.costs.d2h_bytes_per_s * cards.num * loading_frac,
-        fetch_bytes_per_s=plan.costs.fetch_bytes_per_s * cards.num * loading_frac,
+        plan.costs.faster(cards.num * loading_frac, *LINK),
         tail_s=plan.costs.tail_s / cards.num,
         score_s=plan.costs.score_s / cards.num,
         optimizer_s=plan.costs.optimizer_s / cards.num,
@@ -664,7 +662,7 @@ def _spread_experts(cards: _Cards) -> Option:
     total = sum(layer.num_parameters for layer in facts.layers)
     experts = sum(layer.weights("experts") for layer in facts.layers)
     own_frac = 1 - cards.arriving_frac * experts / total
-    costs = replace(made.costs, h2d_bytes_per_s=made.costs.h2d_bytes_per_s / own_frac)
+    costs = made.costs.faster(1 / own_frac, Route.LOAD)
     exchange_bytes = 3 * cards.num_micro_batches * sum(moved[layer] for layer in facts.layers)
     figures = figures_of(made)
     return cards.option(

@@ -29,11 +29,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from offload.engine.engine import Engine, EngineOptions
 from offload.engine.streams import CpuDevice
-from offload.plan.schedule.op import Kind
+from offload.plan.schedule.op import Kind, Route
 from offload.plan.schedule.schedule import Order
 from offload.plan.schedule.timeline import Timeline
 from offload.plan.time.bounds import r3_bound_s
-from offload.plan.time.costs import Costs, LayerCost
+from offload.plan.time.costs import Costs, LayerCost, Speed
 from tests.bench.record import git, median
 
 NUM_LAYERS, NUM_SLOTS = 8, 3
@@ -148,11 +148,9 @@ class Bench:
             front_s=mean_s(Kind.FRONT),
             tail_s=mean_s(Kind.TAIL),
             optimizer_s=0.0,
-            h2d_bytes_per_s=sum(span.num_bytes for span in loads) / load_s if load_s else 1e30,
-            h2d_latency_s=0.0,
-            d2h_bytes_per_s=1e30,
-            fetch_bytes_per_s=1e30,
-            read_bytes_per_s=1e30,
+            speeds={Route.LOAD: Speed(sum(span.num_bytes for span in loads) / load_s)}
+            if load_s
+            else {},
         )
 
     def close(self) -> None:

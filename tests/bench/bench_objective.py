@@ -11,7 +11,7 @@ and measured in the latter. The last arm is the usual way: the reference in a pa
 import argparse
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from statistics import fmean, median
 
 import torch
@@ -23,7 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from offload.engine.engine import Engine, EngineOptions
 from offload.engine.objective import Reference, Scores, StepLoss
-from offload.plan.schedule.op import Kind
+from offload.plan.schedule.op import Kind, Route
 from offload.plan.schedule.schedule import (
     Order,
     Passes,
@@ -35,7 +35,7 @@ from offload.plan.schedule.schedule import (
 from offload.plan.schedule.simulate import simulate
 from offload.plan.schedule.timeline import Timeline
 from offload.plan.step import duration_of
-from offload.plan.time.costs import Costs, LayerCost
+from offload.plan.time.costs import Costs, LayerCost, Speed
 from tests.bench.bench_engine import SlowLink
 from tests.schedules import training_schedule
 
@@ -130,11 +130,7 @@ def costs_of(timelines: Mapping[str, list[Timeline]], layer_bytes: int) -> Costs
         front_s=mean_s(SFT, Kind.FRONT),
         tail_s=mean_s(SFT, Kind.TAIL),
         optimizer_s=0.0,
-        h2d_bytes_per_s=NO_LINK,
-        h2d_latency_s=0.0,
-        d2h_bytes_per_s=NO_LINK,
-        fetch_bytes_per_s=NO_LINK,
-        read_bytes_per_s=NO_LINK,
+        speeds={},
         score_s=mean_s(DPO, Kind.SCORE),
         objective_s=mean_s(DPO, Kind.OBJECTIVE),
         num_references=1.0,
@@ -204,7 +200,7 @@ def main() -> None:
                 bench.link.bytes_per_s = rate
                 seconds, loads[arm], _timeline = bench.step(arm)
                 measured[arm].append(seconds)
-        at = replace(costs_of(free, bench.layer_bytes[0]), h2d_bytes_per_s=rate)
+        at = costs_of(free, bench.layer_bytes[0]).at({Route.LOAD: Speed(rate)})
         for arm in arms:
             table.add_row(
                 f"{rate / 1e6:.0f} MB/s",

@@ -17,7 +17,7 @@ from offload.plan.machine.machine import GIB, Machine, Rate, named_machine
 from offload.plan.memory.memory import SENT, STASH
 from offload.plan.plan import Plan, costs_of, laid_out, plan
 from offload.plan.request import ObjectiveCost, PlanRequest, sharing, with_workload
-from offload.plan.schedule.op import Kind, Lane, Op
+from offload.plan.schedule.op import LINK, Kind, Lane, Op, Route
 from offload.plan.schedule.schedule import (
     NUM_STAGING,
     PIECE_BYTES,
@@ -51,7 +51,7 @@ from offload.plan.search import Choice, fastest, search
 from offload.plan.split import SAME_FRAC, WORTH_FRAC, Split
 from offload.plan.step import MOST_TOKENS, Drafts, duration_of
 from offload.plan.time.bounds import r3_bound_s
-from offload.plan.time.costs import Costs, LayerCost
+from offload.plan.time.costs import Costs, LayerCost, Speed
 from tests import builders
 from tests.builders import llama_7b, lora, qwen3_8b, qwen3_30b, request, slow_link, workload
 from tests.schedules import training_schedule
@@ -528,17 +528,19 @@ def steps(
     num_slots = min(num_layers, draw(st.integers(2, 9)))
     is_encoded = draw(st.booleans()) if is_encoded is None else is_encoded
     layers = [draw(layer_costs(is_encoded=is_encoded)) for _ in range(num_layers)]
+    latency_s = draw(st.sampled_from([0.0, 0.2]))
     costs = Costs(
         grade="spec",
         layers=tuple(layers[:1] * num_layers if are_alike else layers),
         front_s=draw(seconds),
         tail_s=draw(seconds),
         optimizer_s=0.0,
-        h2d_bytes_per_s=draw(st.sampled_from([1.0, 10.0, 100.0, 1e8])),
-        h2d_latency_s=draw(st.sampled_from([0.0, 0.2])),
-        d2h_bytes_per_s=draw(st.sampled_from([1.0, 100.0])),
-        fetch_bytes_per_s=draw(st.sampled_from([1.0, 10.0, 100.0])),
-        read_bytes_per_s=draw(st.sampled_from([1.0, 10.0, 1e8])),
+        speeds={
+            Route.LOAD: Speed(draw(st.sampled_from([1.0, 10.0, 100.0, 1e8])), latency_s),
+            Route.LEAVE: Speed(draw(st.sampled_from([1.0, 100.0])), latency_s),
+            Route.FETCH: Speed(draw(st.sampled_from([1.0, 10.0, 100.0])), latency_s),
+            Route.READ: Speed(draw(st.sampled_from([1.0, 10.0, 1e8]))),
+        },
         front_backward_s=draw(st.sampled_from([0.0, 0.3])),
         head_bytes=draw(st.sampled_from([0, 0, 1, 25, 90, 2 * PIECE_BYTES])),
     )
@@ -588,13 +590,7 @@ def test_one_more_slot_never_makes_a_step_slower(step: Step) -> None:
 @settings(max_examples=60)
 @given(steps())
 def test_a_faster_link_never_makes_a_step_slower(step: Step) -> None:
-    costs = replace(
-        step.costs,
-        h2d_bytes_per_s=2 * step.costs.h2d_bytes_per_s,
-        d2h_bytes_per_s=2 * step.costs.d2h_bytes_per_s,
-        fetch_bytes_per_s=2 * step.costs.fetch_bytes_per_s,
-        read_bytes_per_s=2 * step.costs.read_bytes_per_s,
-    )
+    costs = step.costs.faster(2, *LINK, Route.READ)
     assert replace(step, costs=costs).simulated_s() <= step.simulated_s() * (1 + 1e-9)
 
 
@@ -946,7 +942,7 @@ def walked_s(alone: Sequence[Plan]) -> float:
         slot, num_bytes = layer % NUM_SLOTS, costs.layers[layer].weight_bytes
         if held[slot] != layer:
             num_pieces = -(-num_bytes // 2**26)
-            load_s = num_pieces * costs.h2d_latency_s + num_bytes / costs.h2d_bytes_per_s
+            load_s = costs.speed(Route.LOAD).seconds(num_bytes, num_copies=num_pieces)
             link_s = max(link_s, done_s[slot]) + load_s
             held[slot] = layer
             now_s = max(now_s, link_s)

@@ -59,7 +59,7 @@ from offload.plan.facts.trainable import SCORE
 from offload.plan.feature_pass import FeaturePass, feature_pass
 from offload.plan.plan import Plan, calibrate, with_costs
 from offload.plan.request import PlanRequest
-from offload.plan.schedule.op import Kind, Lane
+from offload.plan.schedule.op import Kind
 from offload.plan.schedule.timeline import Span, Timeline
 
 if TYPE_CHECKING:
@@ -217,7 +217,6 @@ class HeadAlone:
         metrics = {name: float(value) for name, value in found.metrics.items()}
         took_s = time.perf_counter() - start_s
         span = Span(
-            lane=Lane.COMPUTE,
             kind=Kind.TAIL,
             layer=None,
             micro_batch=0,

@@ -31,7 +31,7 @@ from offload.engine.model.placement import switch_off_checkpointing
 from offload.engine.passes.part import RunStep
 from offload.engine.randomness import FRONT_LAYER, VisitRandomness, seed_of
 from offload.engine.results import ForwardResult
-from offload.plan.schedule.op import Kind, Lane
+from offload.plan.schedule.op import Kind
 from offload.plan.schedule.timeline import Span, Timeline
 
 if TYPE_CHECKING:
@@ -272,7 +272,6 @@ class _Clock:
         return Timeline(
             spans=tuple(
                 Span(
-                    lane=Lane.NETWORK if kind is Kind.GATHER else Lane.COMPUTE,
                     kind=kind,
                     layer=layer,
                     micro_batch=m,

@@ -16,69 +16,119 @@ class Lane(StrEnum):
     NETWORK = "network"
 
 
+class Route(StrEnum):
+    """Where a copy comes from and goes to, by which it has a speed of its own."""
+
+    LOOK_UP = "look up"  # from rows of a table in host memory to a page-locked buffer
+    READ = "read"  # from disk or pageable memory to a page-locked buffer
+    LOAD = "load"  # of weights, from host memory to the device
+    FETCH = "fetch"  # of all else, from host memory to the device
+    LEAVE = "leave"  # from the device to host memory
+    NETWORK = "network"  # between ranks
+
+
+LINK = (Route.LOAD, Route.FETCH, Route.LEAVE)
+"""The routes over the link between host and device."""
+
+
+class Phase(StrEnum):
+    """A line of the report on a step, and the term of a comparison that its time belongs to."""
+
+    term: str  # the term
+
+    def __new__(cls, value: str, term: str) -> "Phase":
+        """Return the member of a row."""
+        phase = str.__new__(cls, value)
+        phase._value_, phase.term = value, term
+        return phase
+
+    FORWARD = "forward", "compute"
+    DECODE = "decode", "decode"
+    HEAD_AND_LOSS = "head and loss", "head and loss"
+    BACKWARD = "backward", "compute"
+    H2D = "h2d", "copy"
+    D2H = "d2h", "copy"
+    READS = "reads", "copy"
+    UPDATES = "updates", "optimizer"
+    NETWORK = "network", "network"
+    OPTIMIZER = "optimizer", "optimizer"
+
+
 class Kind(StrEnum):
-    """What an op does.
+    """What an op does: a row with its lane, its phase, and the route of a copy."""
 
-    LOOK_UP: gather the rows of a micro-batch's tokens from the input embedding in host memory, into
-        a page-locked buffer (host).
-    ROWS: copy these rows to the device (h2d).
-    FRONT: run the modules before the layers, for one micro-batch.
-    UPDATE: update a layer's trained weights by the gradients of the step before, ahead of their
-        load (host).
-    READ: read a piece of a layer from disk or pageable memory into a staging buffer (host).
-    LOAD: copy a piece of a layer into its slot (h2d).
-    DECODE: decode a layer from its slot into the buffer that it computes from, once per visit.
-    FORWARD: run a layer, without a graph unless the layer is not checkpointed.
-    STASH: copy a layer's input to host memory (d2h).
-    SEND: copy a layer's graph, or the output of its attention, to host memory (d2h).
-    REFERENCE: run a layer as the reference of an objective computes it, without a graph.
-    HEAD: copy a piece of the output head from host memory over the slots of layers (h2d).
-    SCORE: run norm, head and the log-probabilities of the labels, without a graph.
-    OBJECTIVE: compute the loss of the whole step and its gradient by each log-probability.
-    TAIL: run norm, head and loss, and compute the gradient of their input.
-    FETCH: copy a layer's input back to the device (h2d).
-    RETURN: copy a layer's graph, or the output of its attention, back to the device (h2d).
-    BACKWARD: compute a layer's gradients, after a recompute unless its graph was kept or sent.
-    GRADIENT: copy a piece of the gradients of a layer's own weights to host memory (d2h).
-    FRONT_BACKWARD: compute the gradients of the modules before the layers.
-    GATHER: collect a layer, or all else, from the ranks that each hold a part of it (network).
-    REDUCE: add up the gradients of a layer, or of all else that trains, over the ranks (network).
-    OPTIMIZER: the update after the pass. Appears in timelines, never in a schedule.
-    """
+    lane: Lane  # where it runs
+    phase: Phase  # what its time counts as
+    route: Route | None  # whose speed it has; None if it computes
 
-    LOOK_UP = "look_up"
-    ROWS = "rows"
-    FRONT = "front"
-    UPDATE = "update"
-    READ = "read"
-    LOAD = "load"
-    DECODE = "decode"
-    FORWARD = "forward"
-    STASH = "stash"
-    SEND = "send"
-    REFERENCE = "reference"
-    HEAD = "head"
-    SCORE = "score"
-    OBJECTIVE = "objective"
-    TAIL = "tail"
-    FETCH = "fetch"
-    RETURN = "return"
-    BACKWARD = "backward"
-    GRADIENT = "gradient"
-    FRONT_BACKWARD = "front_backward"
-    GATHER = "gather"
-    REDUCE = "reduce"
-    OPTIMIZER = "optimizer"
+    def __new__(
+        cls,
+        value: str,
+        lane: Lane = Lane.COMPUTE,
+        phase: Phase = Phase.FORWARD,
+        route: Route | None = None,
+    ) -> "Kind":
+        """Return the member of a row, which of a lookup by value is given the value alone."""
+        kind = str.__new__(cls, value)
+        kind._value_, kind.lane, kind.phase, kind.route = value, lane, phase, route
+        return kind
+
+    # Gather the rows of a micro-batch's tokens from the input embedding in host memory, into a
+    # page-locked buffer.
+    LOOK_UP = "look_up", Lane.HOST, Phase.READS, Route.LOOK_UP
+    # Copy these rows to the device.
+    ROWS = "rows", Lane.H2D, Phase.H2D, Route.FETCH
+    # Run the modules before the layers, for one micro-batch.
+    FRONT = "front", Lane.COMPUTE, Phase.FORWARD
+    # Update a layer's trained weights by the gradients of the step before, ahead of their load.
+    UPDATE = "update", Lane.HOST, Phase.UPDATES
+    # Read a piece of a layer from disk or pageable memory into a staging buffer.
+    READ = "read", Lane.HOST, Phase.READS, Route.READ
+    # Copy a piece of a layer into its slot.
+    LOAD = "load", Lane.H2D, Phase.H2D, Route.LOAD
+    # Decode a layer from its slot into the buffer that it computes from, once per visit.
+    DECODE = "decode", Lane.COMPUTE, Phase.DECODE
+    # Run a layer, without a graph unless the layer is not checkpointed.
+    FORWARD = "forward", Lane.COMPUTE, Phase.FORWARD
+    # Copy a layer's input to host memory.
+    STASH = "stash", Lane.D2H, Phase.D2H, Route.LEAVE
+    # Copy a layer's graph, or the output of its attention, to host memory.
+    SEND = "send", Lane.D2H, Phase.D2H, Route.LEAVE
+    # Run a layer as the reference of an objective computes it, without a graph.
+    REFERENCE = "reference", Lane.COMPUTE, Phase.FORWARD
+    # Copy a piece of the output head from host memory over the slots of layers.
+    HEAD = "head", Lane.H2D, Phase.H2D, Route.FETCH
+    # Run norm, head and the log-probabilities of the labels, without a graph.
+    SCORE = "score", Lane.COMPUTE, Phase.HEAD_AND_LOSS
+    # Compute the loss of the whole step and its gradient by each log-probability.
+    OBJECTIVE = "objective", Lane.COMPUTE, Phase.HEAD_AND_LOSS
+    # Run norm, head and loss, and compute the gradient of their input.
+    TAIL = "tail", Lane.COMPUTE, Phase.HEAD_AND_LOSS
+    # Copy a layer's input back to the device.
+    FETCH = "fetch", Lane.H2D, Phase.H2D, Route.FETCH
+    # Copy a layer's graph, or the output of its attention, back to the device.
+    RETURN = "return", Lane.H2D, Phase.H2D, Route.FETCH
+    # Compute a layer's gradients, after a recompute unless its graph was kept or sent.
+    BACKWARD = "backward", Lane.COMPUTE, Phase.BACKWARD
+    # Copy a piece of the gradients of a layer's own weights to host memory.
+    GRADIENT = "gradient", Lane.D2H, Phase.D2H, Route.LEAVE
+    # Compute the gradients of the modules before the layers.
+    FRONT_BACKWARD = "front_backward", Lane.COMPUTE, Phase.BACKWARD
+    # Collect a layer, or all else, from the ranks that each hold a part of it.
+    GATHER = "gather", Lane.NETWORK, Phase.NETWORK, Route.NETWORK
+    # Add up the gradients of a layer, or of all else that trains, over the ranks.
+    REDUCE = "reduce", Lane.NETWORK, Phase.NETWORK, Route.NETWORK
+    # The update after the pass: in timelines, never in a schedule.
+    OPTIMIZER = "optimizer", Lane.COMPUTE, Phase.OPTIMIZER
 
 
-OVER_NETWORK = (Kind.GATHER, Kind.REDUCE)
+OVER_NETWORK = tuple([kind for kind in Kind if kind.lane is Lane.NETWORK])
 
 
 class Op(NamedTuple):
     """One piece of work on one lane; a tuple, since a search makes tens of thousands."""
 
-    lane: Lane  # where it runs, after the lane's earlier ops
-    kind: Kind  # what it does
+    kind: Kind  # what it does, and on which lane, after the lane's earlier ops
     # The layer, counted from 0; for GATHER and REDUCE none if it is of what no layer has alone.
     layer: int | None = None
     # The micro-batch of the step; with an objective, one of its passes.
@@ -105,6 +155,11 @@ class Op(NamedTuple):
     # The run whose loss or gradients an OBJECTIVE or REDUCE has, counted from 0.
     run: int | None = None
     waits: tuple[int, ...] = ()  # positions in the op list, always smaller than the op's own
+
+    @property
+    def lane(self) -> Lane:
+        """The lane of its kind."""
+        return self.kind.lane
 
     def pieces(self, total: int, piece_bytes: int) -> tuple["Op", ...]:
         """Split a copy of so many bytes into pieces; an empty copy is one piece."""
@@ -191,7 +246,7 @@ def parallel(program: Sequence[Line]) -> tuple[Op, ...]:
     with the order of the lanes, keep any two lines that contend for a resource in order.
     """
     index = {lane: number for number, lane in enumerate(Lane)}
-    lanes = [index[line.ops[0].lane] for line in program]
+    lanes = [index[line.ops[0].kind.lane] for line in program]
     hazards = _hazards(program, lanes)
     clocks: dict[int, Clock] = {}
     lane_clocks: list[Clock] = [[0] * len(index)] * len(index)

@@ -90,8 +90,8 @@ def looked_up(front: Line, num_bytes: int) -> tuple[Line, Line, Line]:
     buffer = op.micro_batch_index % NUM_ROW_BUFFERS
     gathered: Resource = ("gathered rows", buffer, 0)
     arrived: Resource = ("rows", buffer, 0)
-    look_up = op._replace(lane=Lane.HOST, kind=Kind.LOOK_UP, buffer=buffer, num_bytes=num_bytes)
-    rows = look_up._replace(lane=Lane.H2D, kind=Kind.ROWS)
+    look_up = op._replace(kind=Kind.LOOK_UP, buffer=buffer, num_bytes=num_bytes)
+    rows = look_up._replace(kind=Kind.ROWS)
     return (
         Line(ops=(look_up,), writes=(gathered,)),
         Line(ops=(rows,), reads=(gathered,), writes=(arrived,)),
@@ -198,7 +198,7 @@ def head_copies(slots: range, sizes: "TransferSizes") -> Iterator[Line]:
     for number, slot in enumerate(slots):
         start = number * slot_bytes
         end = sizes.head_bytes if slot == slots[-1] else start + slot_bytes
-        copy = Op(lane=Lane.H2D, kind=Kind.HEAD, slot=slot)
+        copy = Op(kind=Kind.HEAD, slot=slot)
         pieces = copy.pieces(end - start, sizes.head_piece_bytes)
         ops = tuple(piece._replace(offset=start + piece.offset) for piece in pieces)
         yield Line(ops=ops, writes=(slot_of(slot),))
@@ -515,22 +515,22 @@ class Schedule:
     @property
     def h2d_bytes(self) -> int:
         """Bytes copied from host to device."""
-        return sum(op.num_bytes for op in self.ops if op.lane is Lane.H2D)
+        return sum(op.num_bytes for op in self.ops if op.kind.lane is Lane.H2D)
 
     @property
     def d2h_bytes(self) -> int:
         """Bytes copied from device to host."""
-        return sum(op.num_bytes for op in self.ops if op.lane is Lane.D2H)
+        return sum(op.num_bytes for op in self.ops if op.kind.lane is Lane.D2H)
 
     @property
     def network_bytes(self) -> int:
         """Bytes that this rank sends to others."""
-        return sum(op.num_bytes for op in self.ops if op.lane is Lane.NETWORK)
+        return sum(op.num_bytes for op in self.ops if op.kind.lane is Lane.NETWORK)
 
 
 def head_schedule(ring: Ring) -> Schedule:
     """Return the one op of a step of a head on features, which moves and visits no layer."""
-    head = Op(lane=Lane.COMPUTE, kind=Kind.TAIL, micro_batch=0)
+    head = Op(kind=Kind.TAIL, micro_batch=0)
     return Schedule(lines=(Line(ops=(head,)),), ring_before=ring, ring_after=ring)
 
 
@@ -668,7 +668,7 @@ class _Program:
         """Write the ops before the first layer or after the last."""
         num_layers = len(self.sizes.layer_bytes)
         for m in group:
-            op = Op(lane=Lane.COMPUTE, kind=kind, micro_batch=m)
+            op = Op(kind=kind, micro_batch=m)
             is_tail = kind in (Kind.SCORE, Kind.TAIL)
             reads = (*self._head(), *self._kept(num_layers, m)) if is_tail else ()
             writes = self._kept(0, m) if kind is Kind.FRONT else ()
@@ -680,7 +680,7 @@ class _Program:
         """Write ops that touch no memory of other lanes, but for the head."""
         for m in group:
             reads = self._head() if kind is Kind.SCORE else ()
-            self._add(Line(ops=(Op(lane=Lane.COMPUTE, kind=kind, micro_batch=m),), reads=reads))
+            self._add(Line(ops=(Op(kind=kind, micro_batch=m),), reads=reads))
 
     def _head(self) -> tuple[Resource, ...]:
         """Write the copy of the head over its slots, unless it is there; return what reads it."""
@@ -705,7 +705,7 @@ class _Program:
         if run.has_objective:
             self.outside(Kind.SCORE, group)
             self.apart(Kind.SCORE, [*run.scored, *run.reference])
-            self.lines.append(Line(ops=(Op(lane=Lane.COMPUTE, kind=Kind.OBJECTIVE, run=number),)))
+            self.lines.append(Line(ops=(Op(kind=Kind.OBJECTIVE, run=number),)))
         self.outside(Kind.TAIL, group)
 
     def scored(self, layer: int, passes: Passes) -> None:
@@ -713,7 +713,7 @@ class _Program:
         slot, weights = self.load(layer)
         for kind, group in (Kind.FORWARD, passes.scored), (Kind.REFERENCE, passes.reference):
             for number in group:
-                op = Op(lane=Lane.COMPUTE, kind=kind, layer=layer, micro_batch=number, slot=slot)
+                op = Op(kind=kind, layer=layer, micro_batch=number, slot=slot)
                 self.lines.append(Line(ops=(op,), reads=(weights,)))
 
     def forward(self, layer: int, group: Sequence[int], *, is_kept: bool) -> None:
@@ -725,7 +725,6 @@ class _Program:
         for m in group:
             carrier, carried = self._carrier(group) if is_sent else (None, ())
             op = Op(
-                lane=Lane.COMPUTE,
                 kind=Kind.FORWARD,
                 layer=layer,
                 micro_batch=m,
@@ -760,7 +759,6 @@ class _Program:
             if carrier is not None:
                 self._moved(Kind.RETURN, layer, m, carried, carrier=carrier)
             op = Op(
-                lane=Lane.COMPUTE,
                 kind=Kind.BACKWARD,
                 layer=layer,
                 micro_batch=m,
@@ -778,9 +776,7 @@ class _Program:
         for run, sizes in enumerate(self.sizes.reduced):
             num_bytes = sizes.rest if layer is None else sizes.layers[layer]
             if num_bytes:
-                op = Op(
-                    lane=Lane.NETWORK, kind=Kind.REDUCE, layer=layer, run=run, num_bytes=num_bytes
-                )
+                op = Op(kind=Kind.REDUCE, layer=layer, run=run, num_bytes=num_bytes)
                 own = (rank_gradients(layer, run),)
                 layers = range(len(sizes.layers)) if layer is None else ()
                 read = (*own, *(rank_gradients(i, run) for i in layers))
@@ -789,7 +785,7 @@ class _Program:
     def gradients(self, layer: int) -> None:
         """Write the copy of the gradients of a layer's own weights to the host."""
         buffered = gradients_of(layer, self.sizes)
-        op = Op(lane=Lane.D2H, kind=Kind.GRADIENT, layer=layer, buffer=buffered[0][1])
+        op = Op(kind=Kind.GRADIENT, layer=layer, buffer=buffered[0][1])
         pieces = op.pieces(self.sizes.gradient_bytes[layer], self.sizes.piece_bytes)
         self.lines.append(Line(ops=pieces, reads=buffered, writes=(gradients_on_host(layer),)))
 
@@ -814,7 +810,7 @@ class _Program:
             is_due = layer in self.sizes.updated and layer not in self.are_updated
             if is_due:
                 num_bytes = self.sizes.gradient_bytes[layer]
-                op = Op(lane=Lane.HOST, kind=Kind.UPDATE, layer=layer, num_bytes=num_bytes)
+                op = Op(kind=Kind.UPDATE, layer=layer, num_bytes=num_bytes)
                 gradients, weights = (gradients_on_host(layer),), (weights_on_host(layer),)
                 self.lines.append(Line(ops=(op,), reads=gradients, writes=weights))
             self._copy(layer, slot, held)
@@ -823,7 +819,6 @@ class _Program:
             return slot, held
         self.decoded = layer
         op = Op(
-            lane=Lane.COMPUTE,
             kind=Kind.DECODE,
             layer=layer,
             slot=slot,
@@ -837,7 +832,7 @@ class _Program:
         sizes = self.sizes
         total = sizes.layer_bytes[layer]
         weights = (weights_on_host(layer),) if layer in sizes.updated else ()
-        load = Op(Lane.H2D, Kind.LOAD, layer=layer, slot=slot, num_bytes=total)
+        load = Op(Kind.LOAD, layer=layer, slot=slot, num_bytes=total)
         loads = (load,) if total <= sizes.piece_bytes else load.pieces(total, sizes.piece_bytes)
         if not sizes.num_staging:
             self.lines.append(Line(loads, weights, (held,)))
@@ -846,7 +841,7 @@ class _Program:
             buffer = self.num_pieces % sizes.num_staging
             staged: tuple[Resource, ...] = (("staging", buffer, 0),)
             self.num_pieces += 1
-            read = piece._replace(lane=Lane.HOST, kind=Kind.READ, slot=None, buffer=buffer)
+            read = piece._replace(kind=Kind.READ, slot=None, buffer=buffer)
             self.lines.append(Line((read,), weights, staged))
             self.lines.append(Line((piece._replace(buffer=buffer),), staged, (held,)))
 
@@ -869,7 +864,6 @@ class _Program:
         """Write the copy of a layer's input, graph or attention output to the host, or back."""
         is_input, is_leaving = kind in (Kind.STASH, Kind.FETCH), kind in (Kind.STASH, Kind.SEND)
         op = Op(
-            lane=Lane.D2H if is_leaving else Lane.H2D,
             kind=kind,
             layer=layer,
             micro_batch=m,

@@ -14,7 +14,7 @@ the one before are sent, as torch's `fully_shard` does.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from offload.plan.schedule.op import Kind, Lane, Line, Op
+from offload.plan.schedule.op import Kind, Line, Op
 from offload.plan.schedule.schedule import Schedule
 
 
@@ -93,13 +93,13 @@ class _Program:
         if not num_bytes:
             return ()
         run = 0 if kind is Kind.REDUCE else None
-        op = Op(lane=Lane.NETWORK, kind=kind, layer=layer, num_bytes=num_bytes, run=run)
+        op = Op(kind=kind, layer=layer, num_bytes=num_bytes, run=run)
         return (self._add(op, after),)
 
     def _compute(
         self, kind: Kind, m: int, layer: int | None = None, *, after: Sequence[int] = ()
     ) -> None:
-        op = Op(lane=Lane.COMPUTE, kind=kind, layer=layer, micro_batch=m)
+        op = Op(kind=kind, layer=layer, micro_batch=m)
         self.visits.append(self._add(op, after))
 
     def _add(self, op: Op, after: Sequence[int]) -> int:

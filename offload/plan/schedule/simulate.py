@@ -35,14 +35,14 @@ def times_s(
     starts_s: list[float] = []
     ends_s: list[float] = []
     for op in schedule.ops:
-        start_s = lane_free_s[op.lane]
+        start_s = lane_free_s[op.kind.lane]
         for other in op.waits:
             if ends_s[other] > start_s:
                 start_s = ends_s[other]
         end_s = start_s + duration_s(op)
         if op.kind is Kind.REDUCE:
             end_s = max(end_s, next(arrivals, 0.0) + duration_s(op))
-        lane_free_s[op.lane] = end_s
+        lane_free_s[op.kind.lane] = end_s
         starts_s.append(start_s)
         ends_s.append(end_s)
     return starts_s, ends_s
@@ -86,7 +86,7 @@ def merged_s(
     for number, ((ops, reads, writes), one_s) in enumerate(
         zip(schedule.lines, durations_s, strict=True)
     ):
-        lane, is_group = ops[0].lane, ops[0].micro_batch is not None
+        lane, is_group = ops[0].kind.lane, ops[0].micro_batch is not None
         first_s = last_s = lane_free_s[lane]
         busy = [
             *map(written_s.get, (*reads, *writes), repeat(_AT_ONCE)),

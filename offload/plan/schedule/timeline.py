@@ -7,7 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from offload.plan.schedule.op import OVER_NETWORK, Kind, Lane, Op
+from offload.plan.schedule.op import OVER_NETWORK, Kind, Lane, Op, Phase
+
+_OF_ALL = [phase for phase in Phase if phase not in (Phase.NETWORK, Phase.OPTIMIZER)]
+"""The phases that every report has."""
 
 
 class Span(NamedTuple):
@@ -16,7 +19,6 @@ class Span(NamedTuple):
     `waits` are the positions in the timeline of the ops that had to end before it could start.
     """
 
-    lane: Lane
     kind: Kind
     layer: int | None
     micro_batch: int | None
@@ -28,8 +30,13 @@ class Span(NamedTuple):
     @classmethod
     def of(cls, op: Op, start_s: float, end_s: float) -> "Span":
         """Return the span of an op; by place, as names take twice as long."""
-        lane, kind, layer, micro_batch = op[:4]
-        return cls(lane, kind, layer, micro_batch, op.num_bytes, start_s, end_s, op.waits)
+        kind, layer, micro_batch = op[:3]
+        return cls(kind, layer, micro_batch, op.num_bytes, start_s, end_s, op.waits)
+
+    @property
+    def lane(self) -> Lane:
+        """The lane of its kind."""
+        return self.kind.lane
 
     @property
     def duration_s(self) -> float:
@@ -88,7 +95,6 @@ class Timeline:
             return self
         end_s = self.step_s
         update = Span(
-            lane=Lane.COMPUTE,
             kind=Kind.OPTIMIZER,
             layer=None,
             micro_batch=None,
@@ -106,23 +112,17 @@ class Timeline:
         With several ranks there are `network`, what they gather and their sums of gradients, with
         the waits for other ranks, and `exposed network`.
         """
+        spent_s = dict.fromkeys(Phase, 0.0)
+        for span in self.spans:
+            spent_s[span.kind.phase] += span.duration_s
         phases = {
             "step": self.step_s,
-            "forward": self.busy_s(Kind.FRONT, Kind.FORWARD, Kind.REFERENCE),
-            "decode": self.busy_s(Kind.DECODE),
-            "head and loss": self.busy_s(Kind.SCORE, Kind.OBJECTIVE, Kind.TAIL),
-            "backward": self.busy_s(Kind.BACKWARD, Kind.FRONT_BACKWARD),
-            "h2d": self.busy_s(*(Kind.ROWS, Kind.LOAD, Kind.HEAD, Kind.FETCH, Kind.RETURN)),
-            "d2h": self.busy_s(
-                *(Kind.STASH, Kind.SEND, Kind.GRADIENT),
-            ),
-            "reads": self.busy_s(Kind.LOOK_UP, Kind.READ),
-            "updates": self.busy_s(Kind.UPDATE),
+            **{phase.value: spent_s[phase] for phase in _OF_ALL},
             "exposed updates": self.exposed_s(Kind.UPDATE),
             "stall": self.stall_s,
         }
         if any(span.lane is Lane.NETWORK for span in self.spans):
-            phases["network"] = self.busy_s(*OVER_NETWORK)
+            phases["network"] = spent_s[Phase.NETWORK]
             phases["exposed network"] = self.exposed_s(*OVER_NETWORK)
         return phases
 
@@ -150,12 +150,8 @@ class Timeline:
         return cls(
             spans=tuple(
                 Span(
-                    **row
-                    | {
-                        "lane": Lane(row["lane"]),
-                        "kind": Kind(row["kind"]),
-                        "waits": tuple(row["waits"]),
-                    }
+                    **{name: row[name] for name in Span._fields}
+                    | {"kind": Kind(row["kind"]), "waits": tuple(row["waits"])}
                 )
                 for row in json.loads(text)
             )
@@ -181,33 +177,24 @@ WAIT, IDLE, OUTSIDE, DATA_WAIT = "wait for ", "idle", "outside the pass", "data 
 OPTIMIZER = Kind.OPTIMIZER.value
 
 _TERMS = {
-    Kind.FRONT.value: "compute",
-    Kind.FORWARD.value: "compute",
-    Kind.REFERENCE.value: "compute",
-    Kind.BACKWARD.value: "compute",
-    Kind.FRONT_BACKWARD.value: "compute",
-    Kind.DECODE.value: "decode",
-    Kind.SCORE.value: "head and loss",
-    Kind.OBJECTIVE.value: "head and loss",
-    Kind.TAIL.value: "head and loss",
-    OPTIMIZER: "optimizer",
-    Kind.UPDATE.value: "optimizer",
+    **{kind.value: kind.phase.term for kind in Kind},
+    **{WAIT + kind.value: "copy" for kind in Kind},
+    **{WAIT + kind.value: "network" for kind in OVER_NETWORK},
     IDLE: "stall",
     OUTSIDE: "host",
     DATA_WAIT: "data wait",
 }
+"""The term of each part, by the part's name: compute, decode, head and loss, copy, ..."""
 
 
 def is_part(name: str) -> bool:
     """Return whether a part can have this name."""
-    return name.startswith(WAIT) or name in _TERMS
+    return name in _TERMS
 
 
 def term_of(name: str) -> str:
-    """Return the term that a part's name belongs to: compute, decode, head and loss, copy, ..."""
-    if name in [WAIT + kind.value for kind in OVER_NETWORK]:
-        return "network"
-    return "copy" if name.startswith(WAIT) else _TERMS[name]
+    """Return the term that a part's name belongs to."""
+    return _TERMS[name]
 
 
 def parts_of(timeline: Timeline) -> Parts:

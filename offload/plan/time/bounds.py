@@ -8,6 +8,7 @@ exactly this long.
 from collections.abc import Sequence
 from math import ceil
 
+from offload.plan.schedule.op import Route
 from offload.plan.schedule.schedule import (
     NOTHING_SAVED,
     NUM_CARRIED,
@@ -61,12 +62,12 @@ def r3_bound_s(
     if costs.head_bytes:
         slots = head_slots([one.weight_bytes for one in layers], num_slots, costs.head_bytes)
         covered = [held_at_turn(len(layers), num_slots, slot) for slot in slots]
-        loaded_s += costs.head_bytes / costs.fetch_bytes_per_s
+        loaded_s += costs.head_bytes / costs.speed(Route.FETCH).bytes_per_s
         turn_s = max(turn_s, loaded_s)
 
     stashed = range(min(first_graph, last)) if stashed_bytes else range(0)
-    leaving_s = _copies_s(costs, saved, stashed, stashed_bytes, costs.d2h_bytes_per_s)
-    coming_s = _copies_s(costs, saved, stashed, stashed_bytes, costs.fetch_bytes_per_s)
+    leaving_s = _copies_s(costs, saved, stashed, stashed_bytes, Route.LEAVE)
+    coming_s = _copies_s(costs, saved, stashed, stashed_bytes, Route.FETCH)
     kept = last if decodes_s[last] else None  # it is decoded once for both of its visits
     reloaded = [i for i in range(last + 1) if i < low or (i in covered and i != kept)]
     loads_s = _loads_s(costs, reloaded, is_staged=is_staged)
@@ -116,24 +117,21 @@ def _loads_s(costs: Costs, loaded: Sequence[int], *, is_staged: bool) -> float:
     """Return the seconds of these loads, one after the other; buffers may be full before them."""
     sizes = [costs.layers[layer].weight_bytes for layer in loaded]
     pieces = sum([max(1, ceil(size / PIECE_BYTES)) for size in sizes])
-    copies_s = pieces * costs.h2d_latency_s + sum(sizes) / costs.h2d_bytes_per_s
+    copies_s = costs.speed(Route.LOAD).seconds(sum(sizes), num_copies=pieces)
     if not (is_staged and sizes):
         return copies_s
     ahead = NUM_STAGING * min(PIECE_BYTES, max(sizes))
-    return max(copies_s, (sum(sizes) - ahead) / costs.read_bytes_per_s)
+    return max(copies_s, (sum(sizes) - ahead) / costs.speed(Route.READ).bytes_per_s)
 
 
 def _copies_s(
-    costs: Costs, saved: Saved, stashed: range, stashed_bytes: int, bytes_per_s: float
+    costs: Costs, saved: Saved, stashed: range, stashed_bytes: int, route: Route
 ) -> dict[int, float]:
     """Return the seconds of one micro-batch's inputs, graphs and outputs, by the layer's number."""
-    found = {
-        layer: costs.h2d_latency_s + stashed_bytes / bytes_per_s
-        for layer in stashed
-        if layer not in saved.graphs
-    }
+    speed = costs.speed(route)
+    found = {layer: speed.seconds(stashed_bytes) for layer in stashed if layer not in saved.graphs}
     for sending, sizes in (saved.graphs, saved.graph_bytes), (saved.sent, saved.output_bytes):
         for layer in sending:
             mean_bytes = sum(sizes[layer]) / len(sizes[layer])
-            found[layer] = found.get(layer, 0.0) + costs.h2d_latency_s + mean_bytes / bytes_per_s
+            found[layer] = found.get(layer, 0.0) + speed.seconds(mean_bytes)
     return found

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from offload.plan.facts.facts import AdapterSpec, LayerFacts, ModelFacts, adapted_linears
 from offload.plan.facts.linears import FP32_BYTES, Linear
@@ -38,6 +38,7 @@ from offload.plan.machine.machine import (
     Machine,
     Rate,
 )
+from offload.plan.schedule.op import Route
 from offload.plan.schedule.schedule import NOTHING_SAVED, Passes, Residency, Saved
 from offload.plan.time.adapters import branches, dora_norm, expert_branch, visit_norm, visit_scale
 from offload.plan.time.attention import attention_backward, attention_work
@@ -259,7 +260,7 @@ Grade = Literal["spec", "probed", "calibrated"]
 GRADIENT_PASSES = 4  # a new gradient is written and read, the sum so far read and written
 FRONT_OPS = 60
 OBJECTIVE_OPS = 20  # of a loss of pairs and its gradient
-H2D_LATENCY_S = 2e-5
+COPY_LATENCY_S = 2e-5
 # Of a router besides its product: a softmax, the highest scores and their sum, and their gradients.
 ROUTER_OPS, ROUTER_BACKWARD_OPS = 5, 9
 PACKED_OPS = 2  # copies of an attention output and its log-sum-exp to the buffer they leave from
@@ -299,6 +300,20 @@ class LayerCost:
         return self.backward_s - self.attention_s if has_output else self.backward_s
 
 
+class Speed(NamedTuple):
+    """How fast copies are, while the device computes."""
+
+    bytes_per_s: float = math.inf  # rate of the bytes
+    latency_s: float = 0.0  # fixed time of each copy
+
+    def seconds(self, num_bytes: float, *, num_copies: int = 1) -> float:
+        """Return the time of so many bytes in so many copies, one after the other."""
+        return num_copies * self.latency_s + num_bytes / self.bytes_per_s
+
+
+AT_ONCE = Speed()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Costs:
     """All durations that the simulation needs."""
@@ -308,11 +323,9 @@ class Costs:
     front_s: float  # embeddings and masks of one micro-batch
     tail_s: float  # norm, head and loss of one micro-batch, forward and backward
     optimizer_s: float  # clipping and update, once per step
-    h2d_bytes_per_s: float  # rate of a load while the device computes; a CPU's from disk is a read
-    h2d_latency_s: float  # fixed time of a load
-    d2h_bytes_per_s: float  # rate of a copy to the host while the device computes
-    fetch_bytes_per_s: float  # rate of the copy back
-    read_bytes_per_s: float  # rate at which staging buffers are filled, from memory or from a file
+    # The speed of copies by their route; one that is left out takes no time. The network's is that
+    # of adding up gradients over ranks.
+    speeds: Mapping[Route, Speed]
     front_backward_s: float = 0.0  # gradient of the embeddings for one micro-batch, if they train
     # The part of the rates to the device that is left if copies leave it meanwhile.
     duplex_frac: float = 1.0
@@ -325,10 +338,6 @@ class Costs:
     num_scored: float = 0.0  # micro-batches that are only scored, for each that is trained on
     # Micro-batches that a reference scores, for each that is trained on.
     num_references: float = 0.0
-    network_latency_s: float = 0.0  # fixed time of adding up gradients over ranks
-    network_bytes_per_s: float = math.inf  # rate at which each rank sends meanwhile
-    # Rate at which rows of the embedding are gathered in host memory.
-    look_up_bytes_per_s: float = math.inf
     head_bytes: int = 0  # bytes of an output head that is copied over slots; 0 if the device has it
     # The costs of each run of a shared step, of which the rest is then the mean; none for one run.
     runs: tuple["RunCosts", ...] = ()
@@ -369,11 +378,25 @@ class Costs:
         """Return the costs of a step that sends graphs or outputs of attention."""
         if self.duplex_frac == 1:
             return self
-        return replace(
-            self,
-            h2d_bytes_per_s=self.h2d_bytes_per_s * self.duplex_frac,
-            fetch_bytes_per_s=self.fetch_bytes_per_s * self.duplex_frac,
-            duplex_frac=1.0,
+        slower = self.faster(self.duplex_frac, Route.LOAD, Route.FETCH)
+        return replace(slower, duplex_frac=1.0)
+
+    def speed(self, route: Route) -> Speed:
+        """Return the speed of a route."""
+        return self.speeds.get(route, AT_ONCE)
+
+    def at(self, speeds: Mapping[Route, Speed]) -> "Costs":
+        """Return the costs with other speeds of these routes."""
+        return replace(self, speeds={**self.speeds, **speeds})
+
+    def faster(self, factor: float, *routes: Route) -> "Costs":
+        """Return the costs with the rates of these routes times a factor."""
+        speeds = {route: self.speed(route) for route in routes}
+        return self.at(
+            {
+                route: speed._replace(bytes_per_s=factor * speed.bytes_per_s)
+                for route, speed in speeds.items()
+            }
         )
 
     def without_objective(self) -> "Costs":
@@ -409,7 +432,7 @@ class Costs:
 
     def load_s(self, layer: int) -> float:
         """Seconds of one load of a layer."""
-        return self.h2d_latency_s + self.layers[layer].weight_bytes / self.h2d_bytes_per_s
+        return self.speed(Route.LOAD).seconds(self.layers[layer].weight_bytes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -689,13 +712,14 @@ def price(
         ),
         tail_s=tail_work(at, is_fused=workload.fuses_loss(machine.device)).awaited_s(machine),
         optimizer_s=_optimizer(at).seconds(machine),
-        h2d_bytes_per_s=load_bytes_per_s,
-        h2d_latency_s=H2D_LATENCY_S,
-        d2h_bytes_per_s=d2h.value,
-        fetch_bytes_per_s=h2d.value,
-        read_bytes_per_s=read_bytes_per_s,
+        speeds={
+            Route.LOOK_UP: Speed(in_memory),
+            Route.READ: Speed(read_bytes_per_s),
+            Route.LOAD: Speed(load_bytes_per_s, COPY_LATENCY_S),
+            Route.FETCH: Speed(h2d.value, COPY_LATENCY_S),
+            Route.LEAVE: Speed(d2h.value, COPY_LATENCY_S),
+        },
         duplex_frac=machine.h2d_duplex_bytes_per_s.value / h2d.value,
-        look_up_bytes_per_s=in_memory,
         head_bytes=head_bytes(facts, workload),
     )
 

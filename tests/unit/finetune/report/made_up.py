@@ -9,9 +9,10 @@ from finetune.report.prediction import write_prediction
 from finetune.training.loop import StepRecord
 from finetune.training.report import metrics_row
 from offload.plan.plan import Plan, with_costs
-from offload.plan.schedule.op import Kind, Op
+from offload.plan.schedule.op import Kind, Op, Route
 from offload.plan.schedule.simulate import simulate
 from offload.plan.step import duration_of
+from offload.plan.time.costs import Speed
 from tests.unit.finetune.report.sealed import tiny_plan
 
 NUM_STEPS = 12
@@ -27,8 +28,7 @@ def exact(plan: Plan) -> Plan:
         front_s=0.25,
         tail_s=0.25,
         optimizer_s=0.5,
-        h2d_bytes_per_s=layers[0].weight_bytes * 8,
-        h2d_latency_s=0.0,
+        speeds={**plan.costs.speeds, Route.LOAD: Speed(layers[0].weight_bytes * 8)},
     )
     return with_costs(plan, costs)
 

@@ -50,7 +50,7 @@ from offload.plan.memory.visit import visit_bytes
 from offload.plan.place_cost import PlaceCost
 from offload.plan.plan import Plan, calibrate, plan, with_costs
 from offload.plan.request import ObjectiveCost, PlanRequest, Probe, sharing, with_workload
-from offload.plan.schedule.op import Kind, Lane
+from offload.plan.schedule.op import Kind, Lane, Route
 from offload.plan.schedule.simulate import simulate
 from offload.plan.split import Split
 from offload.plan.time.attention import attention_work
@@ -123,12 +123,12 @@ def test_each_pass_brings_its_rows_ahead_of_its_front() -> None:
 def test_rows_take_the_time_of_their_bytes_in_memory_and_on_the_link() -> None:
     _, host = both()
     costs = host.costs
-    assert costs.look_up_bytes_per_s == CARD.host_memory_bytes_per_s.value / 2
+    assert costs.speed(Route.LOOK_UP).bytes_per_s == CARD.host_memory_bytes_per_s.value / 2
     spans = host.predict().spans
     (look_up,) = {round(s.duration_s, 9) for s in spans if s.kind is Kind.LOOK_UP}
     (rows,) = {round(s.duration_s, 9) for s in spans if s.kind is Kind.ROWS}
-    assert look_up == pytest.approx(OF_2048 / costs.look_up_bytes_per_s, abs=1e-9)
-    assert rows == pytest.approx(costs.h2d_latency_s + OF_2048 / costs.h2d_bytes_per_s, abs=1e-9)
+    assert look_up == pytest.approx(costs.speed(Route.LOOK_UP).seconds(OF_2048), abs=1e-9)
+    assert rows == pytest.approx(costs.speed(Route.FETCH).seconds(OF_2048), abs=1e-9)
 
 
 def test_ranks_of_a_machine_have_it_once() -> None:
@@ -265,8 +265,7 @@ def test_the_copy_runs_while_the_last_layers_compute_and_ends_before_the_head_do
     assert visits[28].end_s <= copies[0].start_s < visits[35].start_s
     assert copies[-1].end_s <= tail.start_s
     for span in (copies[0], copies[-1]):
-        rate = host.costs.fetch_bytes_per_s
-        expected = host.costs.h2d_latency_s + span.num_bytes / rate
+        expected = host.costs.speed(Route.FETCH).seconds(span.num_bytes)
         assert span.duration_s == pytest.approx(expected, rel=1e-6)
 
 

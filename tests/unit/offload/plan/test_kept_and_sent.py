@@ -21,7 +21,7 @@ from offload.plan.memory.memory import (
 )
 from offload.plan.memory.visit import visit_bytes
 from offload.plan.plan import Plan, calibrate, costs_of, plan
-from offload.plan.schedule.op import Kind, Op
+from offload.plan.schedule.op import Kind, Op, Route
 from offload.plan.schedule.schedule import Residency
 from offload.plan.schedule.simulate import simulate
 from offload.plan.split import SAME_FRAC, WORTH_FRAC, Split
@@ -119,8 +119,8 @@ def test_what_is_sent_slows_loads_as_a_stash_does() -> None:
     assert costs.given(Residency(num_slots=2, num_kept_outputs=1)) == costs
     sent = costs.given(Residency(num_slots=2, num_sent_outputs=1))
     stashed = costs_of(FACTS, CARD, replace(REQUEST, is_stashed=True))
-    assert sent.h2d_bytes_per_s == pytest.approx(stashed.h2d_bytes_per_s)
-    assert sent.fetch_bytes_per_s == pytest.approx(stashed.fetch_bytes_per_s)
+    assert sent.speed(Route.LOAD) == pytest.approx(stashed.speed(Route.LOAD))
+    assert sent.speed(Route.FETCH) == pytest.approx(stashed.speed(Route.FETCH))
     assert sent.given(Residency(num_slots=2, num_sent_outputs=1)) == sent
 
 

@@ -13,13 +13,13 @@ from offload.plan.machine.machine import GIB, Machine, Rate, named_machine
 from offload.plan.memory.memory import MemoryTerm, TracedBytes, device_terms, total_bytes
 from offload.plan.plan import Plan, calibrate, hidden_frac, needed_bytes_per_s, plan, with_costs
 from offload.plan.request import PlanRequest, Reduction, with_workload
-from offload.plan.schedule.op import Kind
+from offload.plan.schedule.op import Kind, Route
 from offload.plan.schedule.schedule import NUM_STAGING, PIECE_BYTES, Order, Residency
 from offload.plan.schedule.simulate import simulate
 from offload.plan.search import search
 from offload.plan.split import Split
 from offload.plan.step import FREE_FRAC, duration_of
-from offload.plan.time.costs import price
+from offload.plan.time.costs import Speed, price
 from offload.plan.time.roofline import (
     attention_flops,
     elementwise,
@@ -331,7 +331,8 @@ def test_ranks_of_another_machine_take_none_of_this_ones_memory() -> None:
 
 def test_ranks_share_the_disk() -> None:
     alone, shared = on_disk(CARD, gb_per_s=0.5), on_disk(CARD, gb_per_s=0.5, num_ranks=2)
-    assert shared.costs.read_bytes_per_s == alone.costs.read_bytes_per_s / 2
+    rate = alone.costs.speed(Route.READ).bytes_per_s
+    assert shared.costs.speed(Route.READ).bytes_per_s == rate / 2
     half = on_disk(CARD, gb_per_s=0.25)
     assert half.break_even_tokens
     assert shared.break_even_tokens == 2 * half.break_even_tokens  # the tokens of both ranks
@@ -341,8 +342,8 @@ def test_a_cpu_loads_straight_from_disk_and_fetches_inputs_from_memory() -> None
     cpu = replace(CARD, device="cpu", ram_bytes=256 * GIB, vram_bytes=256 * GIB)
     found = on_disk(cpu, gb_per_s=0.5)
     assert not found.schedule.is_staged
-    assert found.costs.h2d_bytes_per_s == 0.5e9
-    assert found.costs.fetch_bytes_per_s == cpu.h2d_duplex_bytes_per_s.value
+    assert found.costs.speed(Route.LOAD).bytes_per_s == 0.5e9
+    assert found.costs.speed(Route.FETCH).bytes_per_s == cpu.h2d_duplex_bytes_per_s.value
     slow = replace(cpu, h2d_duplex_bytes_per_s=Rate(value=0.5e9, source="drawn"))
     in_ram = plan(FACTS, slow, replace(REQUEST, num_slots=2))
     assert found.break_even_tokens == in_ram.break_even_tokens
@@ -364,13 +365,13 @@ def test_a_disk_that_nobody_measured_makes_no_prediction_probed() -> None:
 
 def test_calibration_replaces_the_rate_of_each_kind_of_copy_that_was_measured() -> None:
     found = on_disk(CARD, gb_per_s=0.5)
-    costs = replace(found.costs, h2d_latency_s=0.0)
-    faster = replace(costs, h2d_bytes_per_s=3e9, read_bytes_per_s=2e9)
+    costs = found.costs
+    faster = costs.at({Route.LOAD: Speed(3e9), Route.READ: Speed(2e9)})
     measured = with_costs(found, faster).predict()
     calibrated = calibrate(costs, measured, optimizer_s=1.0, num_kept_graphs=0)
-    assert calibrated.h2d_bytes_per_s == pytest.approx(3e9)
-    assert calibrated.read_bytes_per_s == pytest.approx(2e9)
-    assert calibrated.fetch_bytes_per_s == costs.fetch_bytes_per_s
+    assert calibrated.speed(Route.LOAD) == pytest.approx(Speed(3e9))
+    assert calibrated.speed(Route.READ) == pytest.approx(Speed(2e9))
+    assert calibrated.speed(Route.FETCH) == costs.speed(Route.FETCH)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -1005,7 +1006,8 @@ def test_gradients_of_30b_experts_overlap_with_the_backward_at_less_than_half_a_
     assert even * 8 == pytest.approx(0.48e9, rel=0.05)
 
     def hidden(bytes_per_s: float) -> float:
-        costs = replace(made.costs, network_bytes_per_s=bytes_per_s)
+        speed = made.costs.speed(Route.NETWORK)._replace(bytes_per_s=bytes_per_s)
+        costs = made.costs.at({Route.NETWORK: speed})
         return hidden_frac(simulate(made.schedule, duration_of(costs)))
 
     # the sum of layer 0, one of 48, has no visit left to overlap with
@@ -1019,7 +1021,8 @@ def test_the_needed_link_is_the_slowest_that_makes_the_step_no_longer() -> None:
     needed = needed_bytes_per_s(made.schedule, made.costs)
 
     def step_s(bytes_per_s: float) -> float:
-        costs = replace(made.costs, network_bytes_per_s=bytes_per_s)
+        speed = made.costs.speed(Route.NETWORK)._replace(bytes_per_s=bytes_per_s)
+        costs = made.costs.at({Route.NETWORK: speed})
         return simulate(made.schedule, duration_of(costs)).step_s
 
     allowed_s = (1 + FREE_FRAC) * step_s(1e18)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from offload.plan.schedule.op import Kind, Lane, Op
+from offload.plan.schedule.op import Kind, Lane, Op, Route
 from offload.plan.schedule.schedule import (
     Order,
     TransferSizes,
@@ -16,7 +16,7 @@ from offload.plan.schedule.simulate import simulate
 from offload.plan.schedule.timeline import Timeline, perfetto_trace
 from offload.plan.step import duration_of
 from offload.plan.time.bounds import r3_bound_s
-from offload.plan.time.costs import Costs, LayerCost
+from offload.plan.time.costs import Costs, LayerCost, Speed
 from tests.builders import simulated
 from tests.schedules import training_schedule
 
@@ -100,11 +100,7 @@ def test_a_simulated_step_of_encoded_layers_reaches_r3(visit_s, load_s, tail_s, 
         front_s=0.0,
         tail_s=tail_s,
         optimizer_s=0.0,
-        h2d_bytes_per_s=10 / load_s,
-        h2d_latency_s=0.0,
-        d2h_bytes_per_s=1.0,
-        fetch_bytes_per_s=1.0,
-        read_bytes_per_s=1.0,
+        speeds={Route.LOAD: Speed(10 / load_s)},
     )
     encoded = training_schedule(
         TransferSizes.frozen([10] * 8, decoded_bytes=[40] * 8),

@@ -17,7 +17,7 @@ from offload.plan.facts.workload import Workload
 from offload.plan.machine.machine import GIB, MEASURED, Machine, Network, Rate, named_machine
 from offload.plan.memory.memory import GRADIENTS, STATES
 from offload.plan.plan import Plan, plan
-from offload.plan.schedule.op import Kind
+from offload.plan.schedule.op import Kind, Route
 from offload.plan.sharded import (
     CHECKPOINT,
     COLLECTIVE_LATENCY_S,
@@ -34,6 +34,7 @@ from offload.plan.sharded import (
     sharded_plan,
 )
 from offload.plan.shares import apportioned, fastest_shares
+from offload.plan.time.costs import Speed
 from tests.builders import lora, qwen3_8b, qwen3_30b, request, workload
 
 # q 16,777,216; k and v 4,194,304 each; o 16,777,216; MLP 150,994,944; norms 8,448
@@ -129,9 +130,9 @@ def test_of_weights_that_train_each_rank_has_a_quarter_of_16_bytes() -> None:
 
 
 def test_a_latency_that_was_not_measured_is_that_of_a_collective() -> None:
-    assert planned().costs.network_latency_s == 1e-4
+    assert planned().costs.speed(Route.NETWORK).latency_s == 1e-4
     assumed = planned(machine=named_machine("h100"))
-    assert assumed.costs.network_latency_s == COLLECTIVE_LATENCY_S
+    assert assumed.costs.speed(Route.NETWORK).latency_s == COLLECTIVE_LATENCY_S
 
 
 def test_nothing_is_loaded_and_visits_are_those_of_a_resident_model() -> None:
@@ -260,7 +261,7 @@ def test_a_slow_rank_waits_for_nobody() -> None:
 
 def test_when_a_rank_comes_to_its_sums_depends_on_no_network() -> None:
     made = rank(FAST, 4)
-    costs = replace(made.costs, network_bytes_per_s=1.0)
+    costs = made.costs.at({Route.NETWORK: Speed(1.0)})
     assert replace(made, costs=costs).as_other.arrivals_s == made.as_other.arrivals_s
     num_sums = sum(span.kind is Kind.REDUCE for span in made.predict().spans)
     assert len(made.as_other.arrivals_s) == num_sums

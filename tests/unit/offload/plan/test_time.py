@@ -45,6 +45,7 @@ from offload.plan.machine.machine import (
     named_machine,
 )
 from offload.plan.plan import plan
+from offload.plan.schedule.op import Route
 from offload.plan.time.adapters import (
     branches,
     expert_branch,
@@ -58,6 +59,7 @@ from offload.plan.time.costs import (
     ROUTER_OPS,
     Costs,
     LayerCost,
+    Speed,
     encoder_backward,
     encoder_forward,
     layer_work,
@@ -133,11 +135,7 @@ def uniform_costs(*, load_s: float, num_layers: int = 10, decode_s: float = 0.0)
         front_s=0.25,
         tail_s=3.0,
         optimizer_s=7.0,
-        h2d_bytes_per_s=1000 / load_s,
-        h2d_latency_s=0.0,
-        d2h_bytes_per_s=1.0,
-        fetch_bytes_per_s=1.0,
-        read_bytes_per_s=1.0,
+        speeds={Route.LOAD: Speed(1000 / load_s)},
     )
 
 

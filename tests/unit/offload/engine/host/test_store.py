@@ -33,7 +33,7 @@ from offload.engine.streams import CpuDevice
 from offload.errors import OffloadError, StoreError, TransferError
 from offload.plan.facts.workload import PAGE_BYTES
 from offload.plan.machine.machine import GIB, Tier
-from offload.plan.schedule.op import Kind, Lane, Op
+from offload.plan.schedule.op import Kind, Op
 from tests.doubles import FakeLocker
 
 ROOT = Path(__file__).parents[5]
@@ -1042,10 +1042,10 @@ def host(module: nn.Embedding) -> Iterator[HostEmbedding]:
 def brought(host: HostEmbedding, ids: torch.Tensor) -> Op:
     """Bring the rows of one pass, and return the op of its front."""
     (num_bytes,) = host.prepare({0: ids})
-    look_up = Op(lane=Lane.HOST, kind=Kind.LOOK_UP, micro_batch=0, buffer=1, num_bytes=num_bytes)
+    look_up = Op(kind=Kind.LOOK_UP, micro_batch=0, buffer=1, num_bytes=num_bytes)
     host.look_up(look_up)
-    host.bring(look_up._replace(lane=Lane.H2D, kind=Kind.ROWS), CpuDevice())
-    return look_up._replace(lane=Lane.COMPUTE, kind=Kind.FRONT)
+    host.bring(look_up._replace(kind=Kind.ROWS), CpuDevice())
+    return look_up._replace(kind=Kind.FRONT)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
