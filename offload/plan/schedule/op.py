@@ -31,41 +31,33 @@ LINK = (Route.LOAD, Route.FETCH, Route.LEAVE)
 """The routes over the link between host and device."""
 
 
-class Phase(StrEnum):
-    """A line of the report on a step, and the term of a comparison that its time belongs to."""
-
-    term: str  # the term
-
-    def __new__(cls, value: str, term: str) -> "Phase":
-        """Return the member of a row."""
-        phase = str.__new__(cls, value)
-        phase._value_, phase.term = value, term
-        return phase
-
-    FORWARD = "forward", "compute"
-    DECODE = "decode", "decode"
-    HEAD_AND_LOSS = "head and loss", "head and loss"
-    BACKWARD = "backward", "compute"
-    H2D = "h2d", "copy"
-    D2H = "d2h", "copy"
-    READS = "reads", "copy"
-    UPDATES = "updates", "optimizer"
-    NETWORK = "network", "network"
-    OPTIMIZER = "optimizer", "optimizer"
+PHASES = {
+    "forward": "compute",
+    "decode": "decode",
+    "head and loss": "head and loss",
+    "backward": "compute",
+    "h2d": "copy",
+    "d2h": "copy",
+    "reads": "copy",
+    "updates": "optimizer",
+    "network": "network",
+    "optimizer": "optimizer",
+}
+"""Lines of the report on a step -> the term of a comparison that their time belongs to."""
 
 
 class Kind(StrEnum):
     """What an op does: a row with its lane, its phase, and the route of a copy."""
 
     lane: Lane  # where it runs
-    phase: Phase  # what its time counts as
+    phase: str  # the line of the report that its time counts in
     route: Route | None  # whose speed it has; None if it computes
 
     def __new__(
         cls,
         value: str,
         lane: Lane = Lane.COMPUTE,
-        phase: Phase = Phase.FORWARD,
+        phase: str = "forward",
         route: Route | None = None,
     ) -> "Kind":
         """Return the member of a row, which of a lookup by value is given the value alone."""
@@ -75,51 +67,51 @@ class Kind(StrEnum):
 
     # Gather the rows of a micro-batch's tokens from the input embedding in host memory, into a
     # page-locked buffer.
-    LOOK_UP = "look_up", Lane.HOST, Phase.READS, Route.LOOK_UP
+    LOOK_UP = "look_up", Lane.HOST, "reads", Route.LOOK_UP
     # Copy these rows to the device.
-    ROWS = "rows", Lane.H2D, Phase.H2D, Route.FETCH
+    ROWS = "rows", Lane.H2D, "h2d", Route.FETCH
     # Run the modules before the layers, for one micro-batch.
-    FRONT = "front", Lane.COMPUTE, Phase.FORWARD
+    FRONT = "front", Lane.COMPUTE, "forward"
     # Update a layer's trained weights by the gradients of the step before, ahead of their load.
-    UPDATE = "update", Lane.HOST, Phase.UPDATES
+    UPDATE = "update", Lane.HOST, "updates"
     # Read a piece of a layer from disk or pageable memory into a staging buffer.
-    READ = "read", Lane.HOST, Phase.READS, Route.READ
+    READ = "read", Lane.HOST, "reads", Route.READ
     # Copy a piece of a layer into its slot.
-    LOAD = "load", Lane.H2D, Phase.H2D, Route.LOAD
+    LOAD = "load", Lane.H2D, "h2d", Route.LOAD
     # Decode a layer from its slot into the buffer that it computes from, once per visit.
-    DECODE = "decode", Lane.COMPUTE, Phase.DECODE
+    DECODE = "decode", Lane.COMPUTE, "decode"
     # Run a layer, without a graph unless the layer is not checkpointed.
-    FORWARD = "forward", Lane.COMPUTE, Phase.FORWARD
+    FORWARD = "forward", Lane.COMPUTE, "forward"
     # Copy a layer's input to host memory.
-    STASH = "stash", Lane.D2H, Phase.D2H, Route.LEAVE
+    STASH = "stash", Lane.D2H, "d2h", Route.LEAVE
     # Copy a layer's graph, or the output of its attention, to host memory.
-    SEND = "send", Lane.D2H, Phase.D2H, Route.LEAVE
+    SEND = "send", Lane.D2H, "d2h", Route.LEAVE
     # Run a layer as the reference of an objective computes it, without a graph.
-    REFERENCE = "reference", Lane.COMPUTE, Phase.FORWARD
+    REFERENCE = "reference", Lane.COMPUTE, "forward"
     # Copy a piece of the output head from host memory over the slots of layers.
-    HEAD = "head", Lane.H2D, Phase.H2D, Route.FETCH
+    HEAD = "head", Lane.H2D, "h2d", Route.FETCH
     # Run norm, head and the log-probabilities of the labels, without a graph.
-    SCORE = "score", Lane.COMPUTE, Phase.HEAD_AND_LOSS
+    SCORE = "score", Lane.COMPUTE, "head and loss"
     # Compute the loss of the whole step and its gradient by each log-probability.
-    OBJECTIVE = "objective", Lane.COMPUTE, Phase.HEAD_AND_LOSS
+    OBJECTIVE = "objective", Lane.COMPUTE, "head and loss"
     # Run norm, head and loss, and compute the gradient of their input.
-    TAIL = "tail", Lane.COMPUTE, Phase.HEAD_AND_LOSS
+    TAIL = "tail", Lane.COMPUTE, "head and loss"
     # Copy a layer's input back to the device.
-    FETCH = "fetch", Lane.H2D, Phase.H2D, Route.FETCH
+    FETCH = "fetch", Lane.H2D, "h2d", Route.FETCH
     # Copy a layer's graph, or the output of its attention, back to the device.
-    RETURN = "return", Lane.H2D, Phase.H2D, Route.FETCH
+    RETURN = "return", Lane.H2D, "h2d", Route.FETCH
     # Compute a layer's gradients, after a recompute unless its graph was kept or sent.
-    BACKWARD = "backward", Lane.COMPUTE, Phase.BACKWARD
+    BACKWARD = "backward", Lane.COMPUTE, "backward"
     # Copy a piece of the gradients of a layer's own weights to host memory.
-    GRADIENT = "gradient", Lane.D2H, Phase.D2H, Route.LEAVE
+    GRADIENT = "gradient", Lane.D2H, "d2h", Route.LEAVE
     # Compute the gradients of the modules before the layers.
-    FRONT_BACKWARD = "front_backward", Lane.COMPUTE, Phase.BACKWARD
+    FRONT_BACKWARD = "front_backward", Lane.COMPUTE, "backward"
     # Collect a layer, or all else, from the ranks that each hold a part of it.
-    GATHER = "gather", Lane.NETWORK, Phase.NETWORK, Route.NETWORK
+    GATHER = "gather", Lane.NETWORK, "network", Route.NETWORK
     # Add up the gradients of a layer, or of all else that trains, over the ranks.
-    REDUCE = "reduce", Lane.NETWORK, Phase.NETWORK, Route.NETWORK
+    REDUCE = "reduce", Lane.NETWORK, "network", Route.NETWORK
     # The update after the pass: in timelines, never in a schedule.
-    OPTIMIZER = "optimizer", Lane.COMPUTE, Phase.OPTIMIZER
+    OPTIMIZER = "optimizer", Lane.COMPUTE, "optimizer"
 
 
 OVER_NETWORK = tuple([kind for kind in Kind if kind.lane is Lane.NETWORK])

@@ -7,10 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from offload.plan.schedule.op import OVER_NETWORK, Kind, Lane, Op, Phase
-
-_OF_ALL = [phase for phase in Phase if phase not in (Phase.NETWORK, Phase.OPTIMIZER)]
-"""The phases that every report has."""
+from offload.plan.schedule.op import OVER_NETWORK, PHASES, Kind, Lane, Op
 
 
 class Span(NamedTuple):
@@ -112,18 +109,20 @@ class Timeline:
         With several ranks there are `network`, what they gather and their sums of gradients, with
         the waits for other ranks, and `exposed network`.
         """
-        spent_s = dict.fromkeys(Phase, 0.0)
+        spent_s = dict.fromkeys(PHASES, 0.0)
         for span in self.spans:
             spent_s[span.kind.phase] += span.duration_s
         phases = {
             "step": self.step_s,
-            **{phase.value: spent_s[phase] for phase in _OF_ALL},
+            **spent_s,
             "exposed updates": self.exposed_s(Kind.UPDATE),
             "stall": self.stall_s,
         }
+        del phases["optimizer"]  # it comes after the pass
         if any(span.lane is Lane.NETWORK for span in self.spans):
-            phases["network"] = spent_s[Phase.NETWORK]
             phases["exposed network"] = self.exposed_s(*OVER_NETWORK)
+        else:
+            del phases["network"]
         return phases
 
     def to_json(self) -> str:
@@ -177,7 +176,7 @@ WAIT, IDLE, OUTSIDE, DATA_WAIT = "wait for ", "idle", "outside the pass", "data 
 OPTIMIZER = Kind.OPTIMIZER.value
 
 _TERMS = {
-    **{kind.value: kind.phase.term for kind in Kind},
+    **{kind.value: PHASES[kind.phase] for kind in Kind},
     **{WAIT + kind.value: "copy" for kind in Kind},
     **{WAIT + kind.value: "network" for kind in OVER_NETWORK},
     IDLE: "stall",
