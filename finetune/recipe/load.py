@@ -150,16 +150,8 @@ def joint_error(problems: Sequence[Problem]) -> ConfigError:
 # YAML
 
 
-class CoreLoader(yaml.SafeLoader):
-    """Reads scalars by the YAML 1.2 core schema, and no aliases."""
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Compose a node and refuse aliases: a recipe has each value where it is read."""
-        if self.check_event(yaml.AliasEvent):
-            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call] # yaml's stubs
-            raise yaml.composer.ComposerError(None, None, "aliases are not read in recipes", mark)
-        node: yaml.Node | None = super().compose_node(parent, index)
-        return node
+class CoreLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    """Reads scalars by the YAML 1.2 core schema; in C, where PyYAML has its library."""
 
 
 CoreLoader.yaml_implicit_resolvers = {}
@@ -183,6 +175,20 @@ _PLAIN_TAGS = {
 }
 
 
+def _composed(text: str) -> yaml.Node | None:
+    """Return the node of a text, None if it is empty.
+
+    Raises:
+        yaml.YAMLError: It is not YAML, or has an alias: a recipe has each value where it is read.
+    """
+    for event in yaml.parse(text, Loader=CoreLoader):
+        if isinstance(event, yaml.AliasEvent):
+            what = "aliases are not read in recipes"
+            mark = event.start_mark
+            raise yaml.MarkedYAMLError(problem=what, problem_mark=mark)  # type: ignore[arg-type]
+    return yaml.compose(text, Loader=CoreLoader)
+
+
 def read_draft(name: str, text: str) -> Draft:
     """Read the text of a recipe file.
 
@@ -198,7 +204,7 @@ def read_draft(name: str, text: str) -> Draft:
     form = "a recipe is YAML: sections such as `train:`, with settings below them"
     hint = "`sluice recipes show quickstart` prints one to start from"
     try:
-        root = yaml.compose(text, Loader=CoreLoader)
+        root = _composed(text)
     except (yaml.YAMLError, RecursionError) as error:
         draft.add_problem(_error_place(name, error), _yaml_error(error), limit=form, hint=hint)
         raise joint_error(draft.problems) from error
@@ -321,7 +327,7 @@ def apply_overrides(
 def _override_value(draft: Draft, place: Place, path: str, text: str) -> Any:
     """Return the value of an override, read as YAML; nothing at all is null."""
     try:
-        node = yaml.compose(text, Loader=CoreLoader)
+        node = _composed(text)
     except (yaml.YAMLError, RecursionError) as error:
         draft.add_problem(
             place,
@@ -710,12 +716,14 @@ _NO_SHAPE = frozenset(
 """Fields of a config that do not change what a model is made of."""
 
 
-def shipped_shapes() -> dict[str, Path]:
+@cache
+def shipped_shapes() -> Mapping[str, Path]:
     """Return the name and path of every shipped shape, by name."""
     return {path.stem: path for path in sorted((recipes_dir() / "shapes").glob("*.yaml"))}
 
 
-def published_ids() -> dict[str, str]:
+@cache
+def published_ids() -> Mapping[str, str]:
     """Return the hub id of each shipped shape that is published, which its first line names."""
     found = {name: _PUBLISHED.match(path.read_text()) for name, path in shipped_shapes().items()}
     return {name: match[1] for name, match in found.items() if match}

@@ -129,9 +129,9 @@ def _copies_s(
 ) -> dict[int, float]:
     """Return the seconds of one micro-batch's inputs, graphs and outputs, by the layer's number."""
     speed = costs.speed(route)
-    found = {layer: speed.seconds(stashed_bytes) for layer in stashed if layer not in saved.graphs}
+    found = dict.fromkeys(set(stashed) - saved.graphs, speed.seconds(stashed_bytes))
     for sending, sizes in (saved.graphs, saved.graph_bytes), (saved.sent, saved.output_bytes):
         for layer in sending:
             mean_bytes = sum(sizes[layer]) / len(sizes[layer])
-            found[layer] = found.get(layer, 0.0) + speed.seconds(mean_bytes)
+            found[layer] = found.get(layer, 0.0) + speed.latency_s + mean_bytes / speed.bytes_per_s
     return found
