@@ -31,7 +31,6 @@ def training_schedule(
     order: Order,
     trains_front: bool,
     input_bytes: tuple[int, ...],
-    num_kept_graphs: int = 0,
     saved: Saved = NOTHING_SAVED,
 ) -> Schedule:
     """List the ops of one optimizer step of one run without an objective; see `step_schedule`.
@@ -46,6 +45,5 @@ def training_schedule(
         order=order,
         trains_front=trains_front,
         input_bytes=input_bytes,
-        num_kept_graphs=num_kept_graphs,
         saved=saved,
     )

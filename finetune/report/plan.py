@@ -17,7 +17,7 @@ from offload.plan.feature_pass import feature_pass
 from offload.plan.machine.machine import Implementation, Machine, Rate
 from offload.plan.place_cost import PlaceCost
 from offload.plan.plan import Plan
-from offload.plan.schedule.op import Route
+from offload.plan.schedule.op import RECOMPUTE, Route
 from offload.plan.schedule.schedule import NUM_STAGING, Residency
 from offload.plan.time.costs import Grade
 from offload.plan.time.roofline import Bound, Count, layer_flops
@@ -418,12 +418,11 @@ def layers_line(plan: Plan) -> str:
 
 def recompute_saved_s(plan: Plan) -> float:
     """Return the time that graphs and attention outputs save which are kept, or sent and back."""
-    layers, saved, num_layers = plan.costs.layers, plan.saved, plan.facts.num_layers
-    kept = {*range(num_layers - plan.num_kept_graphs, num_layers), *saved.graphs}
-    saved_s: float = sum(layers[i].recompute_s for i in kept)
-    saved_s += sum(layers[i].attention_s for i in saved.kept | saved.sent)
-    saved_s -= sum(layers[i].graph_pack_s for i in saved.graphs)
-    saved_s -= sum(layers[i].pack_s for i in saved.sent)
+    saved, saved_s = plan.saved, 0.0
+    for number, cost in enumerate(plan.costs.layers):
+        save = saved.of(number)
+        saved_s += cost.forth_s(RECOMPUTE) + cost.back_s(RECOMPUTE)
+        saved_s -= cost.forth_s(save) + cost.back_s(save)
     return saved_s * plan.request.rank_micro_batches
 
 

@@ -176,7 +176,6 @@ def calibrated(sessions: Sequence[Session], plan: Plan) -> Plan:
         plan.costs,
         records[0].timeline,
         optimizer_s=sum(record.optimizer_s for record in records),
-        num_kept_graphs=plan.num_kept_graphs,
         saved=plan.saved,
     )
     return with_costs(plan, costs)

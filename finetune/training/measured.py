@@ -95,7 +95,6 @@ def write_measured(
         plan.costs,
         record.timeline,
         optimizer_s=record.optimizer_s,
-        num_kept_graphs=plan.num_kept_graphs,
         saved=plan.saved,
     )
     content = {

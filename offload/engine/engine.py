@@ -61,7 +61,6 @@ from offload.plan.plan import Plan
 from offload.plan.schedule.op import Kind
 from offload.plan.schedule.schedule import (
     MIN_SLOTS,
-    NOTHING_SAVED,
     Order,
     Residency,
     Ring,
@@ -983,12 +982,11 @@ class Engine:
             order=order,
             trains_front=self._trains_front,
             input_bytes=input_bytes,
-            num_kept_graphs=self._options.num_kept_graphs,
             saved=saved,
         )
         if saved.leaving:
             self._bound.places.sent.prepare(
-                by_place(sorted(saved.leaving), saved.sent_bytes),
+                by_place(saved.leaving, saved.sent_bytes),
                 num_buffers=schedule.num_carriers,
             )
         if schedule.num_fetch_buffers:
@@ -1017,12 +1015,12 @@ class Engine:
         )
 
     def _saved(self, parts: Sequence[Part]) -> Saved:
-        """Return the layers that send their graphs, and those that keep or send their attention."""
+        """Return what each layer saves."""
         residency = self._options.residency
-        if not (residency.sends or residency.has_outputs):
-            return NOTHING_SAVED
         executor = self._bound.executor
         layers = range(len(self._bound.sizes.layer_bytes))
+        if not (residency.sends or residency.has_outputs):
+            return residency.saved(((),) * len(layers), ())
         outputs, graphs = [], []
         for layer in layers:
             sizes = [

@@ -359,7 +359,7 @@ class Executor:
             state.draws[layer, m] = draws
         if op.has_graph and graph is None:
             state.held[layer, m] = input_BTD
-        if op.has_output:
+        if op.save.what == "output":
             state.attention[layer, m] = self._carried(visited.recorded, op)
         part.hear(layer, m, visited.router_logits)
         state.inputs[layer + 1, m] = visited.output_BTD.contiguous()
@@ -391,9 +391,11 @@ class Executor:
         self, op: Op, input_BTD: torch.Tensor, call: LayerCall, part: Part
     ) -> Visited:
         """Visit a layer upwards."""
-        visit: Callable[..., Visited] = partial(visit_without_graph, has_output=op.has_output)
+        visit: Callable[..., Visited] = partial(
+            visit_without_graph, has_output=op.save.what == "output"
+        )
         if op.has_graph:
-            visit = partial(visit_to_keep, is_sent=op.carrier is not None)
+            visit = partial(visit_to_keep, is_sent=op.save.is_sent)
         return self._visited(visit, op.layer_index, input_BTD, call, part)
 
     def _visited(

@@ -17,7 +17,7 @@ from offload.plan.memory.memory import MemoryGrade, MemoryTerm, total_bytes
 from offload.plan.memory.visit import visit_bytes
 from offload.plan.refusal import refusal
 from offload.plan.request import PlanRequest, network_of, with_network
-from offload.plan.schedule.op import OVER_NETWORK, Kind, Route
+from offload.plan.schedule.op import OVER_NETWORK, Kind, Route, Save
 from offload.plan.schedule.schedule import NOTHING_SAVED, Residency, Saved, Schedule, numbered
 from offload.plan.schedule.simulate import simulate, times_s
 from offload.plan.schedule.timeline import Timeline
@@ -235,7 +235,6 @@ class Plan:
             num_micro_batches=sum(run.round_micro_batches for run in self.request.runs),
             stashed_bytes=stashed_bytes(self.facts, self.request),
             is_staged=self.schedule.is_staged,
-            num_kept_graphs=self.num_kept_graphs,
             saved=self.saved,
         )
         return self.request.num_rounds * bound_s + self.costs.optimizer_s
@@ -335,7 +334,6 @@ def calibrate(
     measured: Timeline,
     *,
     optimizer_s: float,
-    num_kept_graphs: int,
     saved: Saved = NOTHING_SAVED,
 ) -> Costs:
     """Replace the priced durations by those of a step measured on this machine.
@@ -347,8 +345,7 @@ def calibrate(
         costs: The prices; copies that the measured step did not need keep their priced rate.
         measured: A step of the typical micro-batches.
         optimizer_s: The measured time of the update alone.
-        num_kept_graphs: Layers of the measured step that were not checkpointed.
-        saved: What other layers of it kept or sent.
+        saved: What its layers saved.
     """
     if not measured.busy_s(Kind.FORWARD):  # a step of a head on features
         tail_s = _mean_s(measured, Kind.TAIL, None)
@@ -362,16 +359,14 @@ def calibrate(
                         run.costs,
                         part,
                         optimizer_s=optimizer_s * run.costs.optimizer_s / costs.optimizer_s,
-                        num_kept_graphs=num_kept_graphs,
                         saved=saved,
                     ),
                 )
                 for run, part in zip(costs.runs, _by_run(costs.runs, measured), strict=True)
             ]
         )
-    first_graph = len(costs.layers) - num_kept_graphs
     layers = tuple(
-        _measured(layer, measured, number, saved, is_kept=number >= first_graph)
+        _measured(layer, measured, number, saved.of(number))
         for number, layer in enumerate(costs.layers)
     )
     return replace(
@@ -406,24 +401,16 @@ def _by_run(runs: Sequence[RunCosts], measured: Timeline) -> list[Timeline]:
     ]
 
 
-def _measured(
-    layer: LayerCost,
-    measured: Timeline,
-    number: int,
-    saved: Saved,
-    *,
-    is_kept: bool,
-) -> LayerCost:
+def _measured(layer: LayerCost, measured: Timeline, number: int, save: Save) -> LayerCost:
     forward_s, back_s = (_mean_s(measured, k, number) for k in (Kind.FORWARD, Kind.BACKWARD))
-    has_graph = is_kept or number in saved.graphs
-    is_sent = number in saved.leaving
-    slowdown = forward_s / layer.forth_s(is_sent=is_sent, has_graph=has_graph)
+    has_graph = save.what == "graph"
+    slowdown = forward_s / layer.forth_s(save)
     pack_s, graph_pack_s = layer.pack_s * slowdown, layer.graph_pack_s * slowdown
-    if is_sent:
+    if save.is_sent:
         forward_s -= graph_pack_s if has_graph else pack_s
     again_s = forward_s * layer.recompute_frac
     attention_s = min(layer.attention_s * slowdown, again_s)
-    if saved.has_output(number):
+    if save.what == "output":
         back_s += attention_s
     # not in the step after an evaluation, which has made the update
     is_updated = any(s.kind is Kind.UPDATE and s.layer == number for s in measured.spans)

@@ -226,7 +226,6 @@ class Split:
                 sending if residency.sends else costs,
                 num_slots=residency.num_slots,
                 num_micro_batches=num,
-                num_kept_graphs=residency.num_kept_graphs,
                 saved=saved(residency),
                 stashed_bytes=input_bytes,
                 is_staged=needs.is_staged,

@@ -114,7 +114,6 @@ class _Step:
             order=self.request.order,
             trains_front=self.trains_front,
             input_bytes=self.input_bytes,
-            num_kept_graphs=residency.num_kept_graphs,
             saved=self.saved(residency),
         )
 
@@ -198,8 +197,8 @@ def _of_layer_s(layer: LayerCost, op: Op) -> float:
     if op.kind is Kind.REFERENCE:
         return layer.reference_s
     if op.kind is Kind.FORWARD:
-        return layer.forth_s(is_sent=op.carrier is not None, has_graph=op.has_graph)
-    return layer.back_s(has_graph=op.has_graph, has_output=op.has_output)
+        return layer.forth_s(op.save)
+    return layer.back_s(op.save)
 
 
 @dataclass(frozen=True, kw_only=True)  # no slots: what steps share is computed once
@@ -280,8 +279,8 @@ class _Durations:
             op, last = line.ops[0], line.ops[-1]
             key: tuple[object, ...] = (op.kind, op.num_bytes)
             if op.kind is not Kind.LOAD:
-                key += (op.layer, op.micro_batch, op.run, op.has_graph, op.has_output)
-                key += (op.carrier is None, last.offset, last.num_bytes)
+                key += (op.layer, op.micro_batch, op.run, op.save)
+                key += (last.offset, last.num_bytes)
             if key not in known:
                 known[key] = self._line_s(line)
             found.append(0.0 if op.kind in free else known[key])

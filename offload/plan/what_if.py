@@ -46,7 +46,7 @@ from offload.plan.memory.memory import (
 )
 from offload.plan.plan import Plan, plan, with_costs
 from offload.plan.request import PlanRequest, over_cards, with_workload
-from offload.plan.schedule.op import LINK, Route
+from offload.plan.schedule.op import KEPT_GRAPH, LINK, Route
 from offload.plan.schedule.schedule import MIN_SLOTS
 from offload.plan.sharded import as_sharded, sharded_plan, shortages
 from offload.plan.time.costs import LayerCost, frozen_products, recomputed_products
@@ -239,9 +239,7 @@ def recompute_all(plan: Plan) -> Option:
             figures_of(plan),
             step_s=step_at_prices(
                 plan,
-                lambda _, cost: replace(
-                    cost, backward_s=cost.back_s(has_graph=True), recompute_s=0.0
-                ),
+                lambda _, cost: replace(cost, backward_s=cost.back_s(KEPT_GRAPH), recompute_s=0.0),
             ),
             vram_bytes=total_bytes(
                 needs.device(plan.residency._replace(num_kept_graphs=plan.facts.num_layers))

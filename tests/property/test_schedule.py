@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.plan.schedule.op import Kind, Lane, Op
+from offload.plan.schedule.op import RECOMPUTE, Kind, Lane, Op
 from offload.plan.schedule.schedule import (
     Order,
     Passes,
@@ -248,10 +248,9 @@ def steps(draw: st.DrawFn) -> Schedule:
         updated = frozenset(i for i in range(num_layers) if is_trained[i] and draw(st.booleans()))
         sizes = replace(sizes, updated=updated)
         ring = without_trained(ring, sizes)
-    num_kept_graphs = draw(st.integers(0, num_layers))
     residency = Residency(
         num_slots=num_slots,
-        num_kept_graphs=num_kept_graphs,
+        num_kept_graphs=draw(st.integers(0, num_layers)),
         num_sent_graphs=draw(st.integers(0, num_layers)),
         num_kept_outputs=draw(st.integers(0, num_layers)),
         num_sent_outputs=draw(st.integers(0, num_layers)),
@@ -265,7 +264,6 @@ def steps(draw: st.DrawFn) -> Schedule:
         order=order,
         trains_front=trains_front,
         input_bytes=draw(st.sampled_from([(), (5,) * num_micro_batches])),
-        num_kept_graphs=num_kept_graphs,
         saved=residency.saved(tuple(num_bytes), ((8,) * num_micro_batches,) * num_layers),
     )
 
@@ -284,7 +282,9 @@ def step(
         order=order,
         trains_front=False,
         input_bytes=(),
-        num_kept_graphs=num_kept_graphs,
+        saved=Residency(num_slots=len(ring), num_kept_graphs=num_kept_graphs).saved(
+            ((),) * num_layers, ()
+        ),
     )
 
 
@@ -357,8 +357,8 @@ def test_an_output_is_recorded_once_and_given_once_and_few_are_on_the_device(sch
     of = {
         kind: [(op.layer, op.micro_batch) for op in schedule.ops if op.kind is kind and is_one(op)]
         for kind, is_one in (
-            (Kind.FORWARD, lambda op: op.has_output),
-            (Kind.BACKWARD, lambda op: op.has_output),
+            (Kind.FORWARD, lambda op: op.save.what == "output"),
+            (Kind.BACKWARD, lambda op: op.save.what == "output"),
             (Kind.SEND, lambda op: op.num_bytes == 3),
             (Kind.RETURN, lambda op: op.num_bytes == 3),
         )
@@ -366,7 +366,6 @@ def test_an_output_is_recorded_once_and_given_once_and_few_are_on_the_device(sch
     assert sorted(of[Kind.FORWARD]) == sorted(of[Kind.BACKWARD])
     assert sorted(of[Kind.SEND]) == sorted(of[Kind.RETURN])
     assert set(of[Kind.SEND]) <= set(of[Kind.FORWARD])
-    assert not any(op.has_output and op.has_graph for op in schedule.ops)
 
 
 @given(steps())
@@ -408,7 +407,7 @@ def test_a_graph_leaves_once_and_comes_back_once_and_its_layer_stashes_no_input(
         for kind in (Kind.SEND, Kind.RETURN):
             assert [op.num_bytes for op in ops if op.kind is kind] == [8] * num_micro_batches
         visits = [op for op in ops if op.kind in (Kind.FORWARD, Kind.BACKWARD)]
-        assert all(op.has_graph and not op.has_output for op in visits)
+        assert all(op.has_graph for op in visits)
         assert not {Kind.STASH, Kind.FETCH} & {op.kind for op in ops}
 
 
@@ -430,7 +429,7 @@ def test_kept_graphs_move_no_weights_that_would_not_move_without_them(size, kept
     ring = warm_ring(num_slots)
     plain = step(num_layers, ring, num_micro_batches)
     schedule = step(num_layers, ring, num_micro_batches, num_kept_graphs=min(kept, num_layers))
-    assert [op._replace(has_graph=False) for op in schedule.ops] == list(plain.ops)
+    assert [op._replace(save=RECOMPUTE) for op in schedule.ops] == list(plain.ops)
 
 
 @given(sizes)
@@ -636,7 +635,6 @@ def both(draw: st.DrawFn) -> tuple[Schedule, Schedule, Passes]:
         order=Order.LAYER_MAJOR,
         trains_front=trains_front,
         input_bytes=input_bytes,
-        num_kept_graphs=residency.num_kept_graphs,
         saved=saved,
     )
     scored = step_schedule(
@@ -645,7 +643,6 @@ def both(draw: st.DrawFn) -> tuple[Schedule, Schedule, Passes]:
         runs=(passes,),
         trains_front=trains_front,
         input_bytes=input_bytes,
-        num_kept_graphs=residency.num_kept_graphs,
         saved=saved,
     )
     return scored, plain, passes
@@ -693,7 +690,7 @@ def test_a_scored_step_computes_what_the_plain_one_computes_and_scores_each_pass
     expected = [op._replace(waits=()) for op in plain.ops if op.lane is Lane.COMPUTE]
     assert [op for op in computed if not is_further(op)] == expected
     further = [op for op in computed if is_further(op)]
-    assert not any(op.has_graph or op.has_output or op.carrier is not None for op in further)
+    assert not any(op.save.what != "nothing" or op.carrier is not None for op in further)
     num_layers = 1 + max(op.layer for op in plain.ops if op.layer is not None)
     found = [(op.kind, op.layer, op.micro_batch) for op in further]
     wanted: list[tuple[Kind, int | None, int | None]]
@@ -802,7 +799,6 @@ def shared(draw: st.DrawFn) -> tuple[Schedule, tuple[Passes, ...]]:
         runs=runs,
         trains_front=draw(st.booleans()),
         input_bytes=draw(st.sampled_from([(), (5,) * num])),
-        num_kept_graphs=residency.num_kept_graphs,
         saved=residency.saved(((3,) * num,) * num_layers, ((8,) * num,) * num_layers),
     )
     return schedule, numbered(runs)

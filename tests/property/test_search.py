@@ -472,7 +472,6 @@ class Step:
             order=Order.LAYER_MAJOR,
             trains_front=self.costs.front_backward_s > 0,
             input_bytes=(INPUT_BYTES,) * self.num_micro_batches if self.is_stashed else (),
-            num_kept_graphs=self.num_kept_graphs,
             saved=self.saved,
         )
         return simulate(schedule, duration_of(self.costs)).step_s
@@ -483,7 +482,6 @@ class Step:
             num_slots=self.num_slots,
             num_micro_batches=self.num_micro_batches,
             stashed_bytes=INPUT_BYTES if self.is_stashed else 0,
-            num_kept_graphs=self.num_kept_graphs,
             saved=self.saved,
             is_staged=self.is_staged,
         )
@@ -567,8 +565,11 @@ def test_no_step_is_simulated_below_r3(step: Step) -> None:
 @settings(max_examples=60)
 @given(steps(are_alike=True, is_stashed=False, is_staged=False, is_encoded=False, may_send=False))
 def test_a_warm_step_of_equal_layers_takes_exactly_r3(step: Step) -> None:
-    """With the head on the device: the bound does not know when its slots are free."""
-    step = replace(step, costs=on_device(step.costs))
+    """With the head on the device: the bound does not know when its slots are free.
+
+    Layers of which some are spared a recompute are not equal.
+    """
+    step = replace(step, costs=on_device(step.costs), num_kept_graphs=0, num_kept_outputs=0)
     assert step.simulated_s() == pytest.approx(step.bound_s(), rel=1e-9)
 
 

@@ -244,9 +244,7 @@ def _timed(session: Session, alone: HeadAlone, plan: Plan) -> Plan:
         records.append(loop.complete(request, alone.computed(request)))
     undo()
     typical = sorted(records, key=lambda record: record.step_s)[NUM_TIMED // 2]
-    costs = calibrate(
-        plan.costs, typical.timeline, optimizer_s=typical.optimizer_s, num_kept_graphs=0
-    )
+    costs = calibrate(plan.costs, typical.timeline, optimizer_s=typical.optimizer_s)
     return with_costs(plan, costs)
 
 

@@ -49,6 +49,7 @@ from offload.plan.facts.workload import (
 )
 from offload.plan.machine.machine import GIB, MIB, Machine
 from offload.plan.memory.visit import VisitBytes, is_masked, visit_bytes
+from offload.plan.schedule.op import KEPT_OUTPUT, SENT_GRAPH, SENT_OUTPUT
 from offload.plan.schedule.schedule import (
     NUM_CARRIED,
     NUM_FETCHED,
@@ -275,8 +276,8 @@ class DeviceNeeds:
     def sent_bytes(self, residency: Residency) -> int:
         """Return what the sent graphs and outputs take in the host's memory."""
         saved = self._saved(residency)
-        graphs = sum(map(self.sent_graph_bytes.__getitem__, saved.graphs))
-        outputs = sum(map(self.output_bytes.__getitem__, saved.sent))
+        graphs = sum(map(self.sent_graph_bytes.__getitem__, saved.which[SENT_GRAPH]))
+        outputs = sum(map(self.output_bytes.__getitem__, saved.which[SENT_OUTPUT]))
         return int(self.num_micro_batches * (graphs + outputs))
 
     def sent_graphs_bytes(self, residency: Residency) -> int:
@@ -291,11 +292,11 @@ class DeviceNeeds:
         What a graph that is being sent takes besides is less than a recompute's visit.
         """
         saved, num = self._saved(residency), self.num_micro_batches
-        kept = sum(map(self.output_bytes.__getitem__, saved.kept))
-        graph = max(map(self.sent_graph_bytes.__getitem__, saved.graphs), default=0)
-        output = max(map(self.output_bytes.__getitem__, saved.sent), default=0)
+        kept = sum(map(self.output_bytes.__getitem__, saved.which[KEPT_OUTPUT]))
+        graph = max(map(self.sent_graph_bytes.__getitem__, saved.which[SENT_GRAPH]), default=0)
+        output = max(map(self.output_bytes.__getitem__, saved.which[SENT_OUTPUT]), default=0)
         largest = max(graph, output)
-        routers = sum(map(self.router_bytes.__getitem__, saved.graphs))
+        routers = sum(map(self.router_bytes.__getitem__, saved.which[SENT_GRAPH]))
         return int(num * routers), int(num * kept), int(NUM_CARRIED * num * largest)
 
     @cached_property

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 
 class Lane(StrEnum):
@@ -117,6 +117,22 @@ class Kind(StrEnum):
 OVER_NETWORK = tuple([kind for kind in Kind if kind.lane is Lane.NETWORK])
 
 
+class Save(NamedTuple):
+    """What a forward visit saves of a layer besides its input, so that less is computed again.
+
+    The graph is all that autograd saved, the output that of attention with its log-sum-exp. It
+    stays on the device, or is sent: it leaves for host memory and comes back.
+    """
+
+    what: Literal["nothing", "output", "graph"] = "nothing"
+    is_sent: bool = False
+
+
+RECOMPUTE, KEPT_OUTPUT, KEPT_GRAPH = Save(), Save("output"), Save("graph")
+SENT_OUTPUT, SENT_GRAPH = Save("output", is_sent=True), Save("graph", is_sent=True)
+SAVES = (RECOMPUTE, KEPT_OUTPUT, KEPT_GRAPH, SENT_OUTPUT, SENT_GRAPH)
+
+
 class Op(NamedTuple):
     """One piece of work on one lane; a tuple, since a search makes tens of thousands."""
 
@@ -136,12 +152,7 @@ class Op(NamedTuple):
     # Bytes that are moved; for DECODE, bytes that are written; for GATHER and REDUCE, bytes that
     # this rank sends.
     num_bytes: int = 0
-    # Whether the graph is kept by a FORWARD, or sent if there is a carrier; whether it was, for a
-    # BACKWARD.
-    has_graph: bool = False
-    # Whether the attention's output is recorded for the backward by a FORWARD; whether a BACKWARD's
-    # recompute is given it.
-    has_output: bool = False
+    save: Save = RECOMPUTE  # what a FORWARD saves, and a BACKWARD is given
     # The device buffer that a sent graph or output leaves from and comes back to.
     carrier: int | None = None
     # The run whose loss or gradients an OBJECTIVE or REDUCE has, counted from 0.
@@ -159,6 +170,11 @@ class Op(NamedTuple):
             self._replace(offset=offset, num_bytes=min(piece_bytes, total - offset))
             for offset in range(0, max(1, total), piece_bytes)
         )
+
+    @property
+    def has_graph(self) -> bool:
+        """Whether a FORWARD saves its graph, and a BACKWARD computes nothing again."""
+        return self.save.what == "graph"
 
     @property
     def layer_index(self) -> int:

@@ -61,13 +61,27 @@ one begins: 2 * M * (L - C) loads, and the memory of one micro-batch for layer i
 it pays where most layers fit, and in their place more graphs would. A plan weighs both orders.
 """
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from offload.plan.schedule.op import Kind, Lane, Line, Op, Resource, parallel
+from offload.plan.schedule.op import (
+    KEPT_GRAPH,
+    KEPT_OUTPUT,
+    RECOMPUTE,
+    SAVES,
+    SENT_GRAPH,
+    SENT_OUTPUT,
+    Kind,
+    Lane,
+    Line,
+    Op,
+    Resource,
+    Save,
+    parallel,
+)
 
 # ---------------------------------------------------------------------------------------------
 # The input embedding in host memory: how the rows of a micro-batch's tokens come to the device.
@@ -304,7 +318,7 @@ class Residency(NamedTuple):
     def saved(
         self, output_bytes: tuple[tuple[int, ...], ...], graph_bytes: tuple[tuple[int, ...], ...]
     ) -> "Saved":
-        """Return which layers keep and which send the output of their attention, or their graph.
+        """Return what each layer saves.
 
         Layers that send are spread evenly, so that each copy has the time of several visits.
 
@@ -312,51 +326,50 @@ class Residency(NamedTuple):
             output_bytes: By layer and micro-batch; none for a layer whose attention is not fused.
             graph_bytes: The same of what autograd saves of a layer; none where no graph is sent.
         """
-        num_layers = len(output_bytes)
-        graphs = self.sent_graphs(num_layers)
-        able = [
-            layer
-            for layer in range(num_layers - self.num_kept_graphs)
-            if output_bytes[layer] and layer not in graphs
-        ]
+        num_recomputed = len(output_bytes) - self.num_kept_graphs
+        layers = [RECOMPUTE] * num_recomputed + [KEPT_GRAPH] * self.num_kept_graphs
+        for layer in self.sent_graphs(len(output_bytes)):
+            layers[layer] = SENT_GRAPH
+        able = [i for i, save in enumerate(layers) if save == RECOMPUTE and output_bytes[i]]
         num_below = max(0, len(able) - self.num_kept_outputs)
-        return Saved(
-            kept=frozenset(able[num_below:]),
-            sent=_spread(tuple(able[:num_below]), self.num_sent_outputs),
-            graphs=graphs,
-            output_bytes=output_bytes,
-            graph_bytes=graph_bytes,
-        )
+        for layer in able[num_below:]:
+            layers[layer] = KEPT_OUTPUT
+        for layer in _spread(tuple(able[:num_below]), self.num_sent_outputs):
+            layers[layer] = SENT_OUTPUT
+        return Saved(layers=tuple(layers), output_bytes=output_bytes, graph_bytes=graph_bytes)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)  # no slots: what is asked of again is kept
 class Saved:
-    """What checkpointed layers save on the way up, so that less is computed again."""
+    """What each layer saves on the way up: the checkpointing of a step."""
 
-    kept: frozenset[int] = frozenset()  # layers whose outputs of attention stay on the device
-    # Layers whose outputs of attention leave for host memory and come back.
-    sent: frozenset[int] = frozenset()
-    # Layers of which all that autograd saved leaves and comes back; they are not computed again.
-    graphs: frozenset[int] = frozenset()
+    layers: tuple[Save, ...] = ()  # what each layer saves; nothing if it is left out
     # Bytes of an attention's output and log-sum-exp, by layer and micro-batch.
     output_bytes: tuple[tuple[int, ...], ...] = ()
     # Bytes of what autograd saves, by layer and micro-batch.
     graph_bytes: tuple[tuple[int, ...], ...] = ()
 
-    @property
-    def leaving(self) -> frozenset[int]:
-        """The layers that send anything."""
-        return self.sent | self.graphs
+    def of(self, layer: int) -> Save:
+        """Return what a layer saves."""
+        return self.layers[layer] if self.layers else RECOMPUTE
 
-    def has_output(self, layer: int) -> bool:
-        """Return whether a layer's attention is not computed again in its recompute."""
-        return layer in self.kept or layer in self.sent
+    @cached_property
+    def which(self) -> Mapping[Save, Sequence[int]]:
+        """The layers by what they save, in forward order."""
+        found: dict[Save, list[int]] = {save: [] for save in SAVES}
+        for layer, save in enumerate(self.layers):
+            found[save].append(layer)
+        return found
+
+    @property
+    def leaving(self) -> list[int]:
+        """The layers that send anything."""
+        return [*self.which[SENT_OUTPUT], *self.which[SENT_GRAPH]]
 
     def sent_bytes(self, layer: int) -> tuple[int, ...]:
-        """Return what a layer sends, by micro-batch."""
-        if layer in self.graphs:
-            return self.graph_bytes[layer]
-        return self.output_bytes[layer] if layer in self.sent else ()
+        """Return what a layer that sends anything sends, by micro-batch."""
+        sizes = self.graph_bytes if self.layers[layer].what == "graph" else self.output_bytes
+        return sizes[layer]
 
 
 NOTHING_SAVED = Saved()
@@ -557,7 +570,6 @@ def step_schedule(
     order: Order = Order.LAYER_MAJOR,
     trains_front: bool,
     input_bytes: tuple[int, ...],
-    num_kept_graphs: int = 0,
     saved: Saved = NOTHING_SAVED,
 ) -> Schedule:
     """List the ops of one step of runs that share the layers, without the optimizers.
@@ -573,11 +585,9 @@ def step_schedule(
         trains_front: Whether a gradient has to flow back through the embeddings.
         input_bytes: Size of a layer's input by micro-batch that is trained on, if inputs are
             stashed in host memory for their backward visit; empty if they stay on the device.
-        num_kept_graphs: How many layers, the last ones, are not checkpointed.
         saved: What the other layers keep or send, so that less is computed again.
     """
     assert len(sizes.reduced) in (0, len(runs))
-    assert 0 <= num_kept_graphs <= len(sizes.layer_bytes)
     assert order is Order.LAYER_MAJOR or not any(sizes.gradient_bytes)
     assert order is Order.LAYER_MAJOR or not any(run.has_objective for run in runs)
     assert sizes.updated.isdisjoint(ring), "a slot would hold weights of before the update"
@@ -586,7 +596,6 @@ def step_schedule(
         sizes=sizes,
         ring=list(ring),
         input_bytes=input_bytes,
-        graphs=saved.graphs | set(range(num_layers - num_kept_graphs, num_layers)),
         saved=saved,
         run_of={m: i for i, _ in enumerate(sizes.reduced) for m in runs[i].trained},
     )
@@ -644,7 +653,6 @@ class _Program:
     sizes: TransferSizes
     ring: list[int | None]
     input_bytes: tuple[int, ...]
-    graphs: Set[int] = frozenset()  # layers that keep or send their graphs
     saved: Saved = NOTHING_SAVED
     run_of: Mapping[int, int] = field(default_factory=dict)
     lines: list[Line] = field(default_factory=list)
@@ -719,18 +727,16 @@ class _Program:
     def forward(self, layer: int, group: Sequence[int], *, is_kept: bool) -> None:
         """Write a forward visit; `is_kept` if a backward visit will follow."""
         slot, weights = self.load(layer)
-        has_output = is_kept and (layer in self.saved.kept or layer in self.saved.sent)
-        is_sent = is_kept and (layer in self.saved.graphs or layer in self.saved.sent)
+        save = self.saved.of(layer) if is_kept else RECOMPUTE
         is_stashed = is_kept and self._is_stashed(layer)
         for m in group:
-            carrier, carried = self._carrier(group) if is_sent else (None, ())
+            carrier, carried = self._carrier(group) if save.is_sent else (None, ())
             op = Op(
                 kind=Kind.FORWARD,
                 layer=layer,
                 micro_batch=m,
                 slot=slot,
-                has_graph=layer in self.graphs,
-                has_output=has_output,
+                save=save,
                 carrier=carrier,
             )
             read, written = self._kept(layer, m), self._kept(layer + 1, m)
@@ -743,19 +749,17 @@ class _Program:
     def backward(self, layer: int, group: Sequence[int]) -> None:
         """Write a backward visit."""
         slot, weights = self.load(layer)
-        has_graph, is_stashed = layer in self.graphs, self._is_stashed(layer)
-        has_output = layer in self.saved.kept or layer in self.saved.sent
-        is_sent = layer in self.saved.graphs or layer in self.saved.sent
+        save, is_stashed = self.saved.of(layer), self._is_stashed(layer)
         gradients = gradients_of(layer, self.sizes) if self.sizes.gradient_bytes[layer] else ()
         for m in group:
             # A graph holds its own input, which no other op overwrites.
-            buffer, source = None, () if has_graph else self._kept(layer, m)
+            buffer, source = None, () if save.what == "graph" else self._kept(layer, m)
             if is_stashed:
                 buffer = self.num_fetches % (NUM_FETCHED * len(group))
                 source = (("fetched", buffer, 0),)
                 self.num_fetches += 1
                 self._moved(Kind.FETCH, layer, m, source, buffer=buffer)
-            carrier, carried = self._carrier(group) if is_sent else (None, ())
+            carrier, carried = self._carrier(group) if save.is_sent else (None, ())
             if carrier is not None:
                 self._moved(Kind.RETURN, layer, m, carried, carrier=carrier)
             op = Op(
@@ -764,8 +768,7 @@ class _Program:
                 micro_batch=m,
                 slot=slot,
                 buffer=buffer,
-                has_graph=has_graph,
-                has_output=has_output,
+                save=save,
                 carrier=carrier,
             )
             added = self._added_up(layer, m) if self.run_of else ()
@@ -881,7 +884,7 @@ class _Program:
         The last layer needs its inputs again at once, and a graph holds its own.
         """
         is_last = layer == len(self.sizes.layer_bytes) - 1
-        return bool(self.input_bytes) and not is_last and layer not in self.graphs
+        return bool(self.input_bytes) and not is_last and self.saved.of(layer).what != "graph"
 
     def _kept(self, layer: int, m: int) -> tuple[Resource, ...]:
         """Return the device buffer of a layer's input, if there are only a few."""

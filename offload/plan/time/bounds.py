@@ -8,7 +8,7 @@ exactly this long.
 from collections.abc import Sequence
 from math import ceil
 
-from offload.plan.schedule.op import Route
+from offload.plan.schedule.op import RECOMPUTE, SENT_GRAPH, SENT_OUTPUT, Route, Save
 from offload.plan.schedule.schedule import (
     NOTHING_SAVED,
     NUM_CARRIED,
@@ -27,7 +27,6 @@ def r3_bound_s(
     *,
     num_slots: int,
     num_micro_batches: int,
-    num_kept_graphs: int = 0,
     saved: Saved = NOTHING_SAVED,
     stashed_bytes: int = 0,
     is_staged: bool = False,
@@ -38,14 +37,14 @@ def r3_bound_s(
         costs: Of the ops.
         num_slots: Layers on the device at a time, at most all.
         num_micro_batches: Micro-batches of the step.
-        num_kept_graphs: How many layers, the last ones, are not checkpointed.
-        saved: What the other layers keep or send.
+        saved: What the layers keep or send.
         stashed_bytes: Size of one micro-batch's layer input, if inputs wait in host memory.
         is_staged: Whether loads pass through staging buffers, filled from memory or from disk.
     """
     num, layers, last = num_micro_batches, costs.layers, len(costs.layers) - 1
-    first_graph, low = len(layers) - num_kept_graphs, max(0, len(layers) - num_slots)
-    forth_s, back_s = _visits_s(costs, num, first_graph, saved)
+    low = max(0, len(layers) - num_slots)
+    saves = saved.layers or (RECOMPUTE,) * len(layers)
+    forth_s, back_s = _visits_s(costs, num, saves)
     fronts_s, tails_s = num * costs.fronts_s, num * costs.tails_s + costs.objective_s
     # the slot of an encoded layer is free once it is decoded
     decodes_s = [one.decode_s for one in layers]
@@ -65,7 +64,7 @@ def r3_bound_s(
         loaded_s += costs.head_bytes / costs.speed(Route.FETCH).bytes_per_s
         turn_s = max(turn_s, loaded_s)
 
-    stashed = range(min(first_graph, last)) if stashed_bytes else range(0)
+    stashed = [i for i in range(last) if stashed_bytes and saves[i].what != "graph"]
     leaving_s = _copies_s(costs, saved, stashed, stashed_bytes, Route.LEAVE)
     coming_s = _copies_s(costs, saved, stashed, stashed_bytes, Route.FETCH)
     kept = last if decodes_s[last] else None  # it is decoded once for both of its visits
@@ -94,21 +93,18 @@ def r3_bound_s(
     return max(ends_s) + num * costs.front_backward_s
 
 
-def _visits_s(
-    costs: Costs, num: int, first_graph: int, saved: Saved
-) -> tuple[list[float], list[float]]:
+def _visits_s(costs: Costs, num: int, saves: Sequence[Save]) -> tuple[list[float], list[float]]:
     """Return the seconds of each layer's visits upwards and downwards, with its decoding."""
     forth_s, back_s = [], []
-    for number, one in enumerate(costs.layers):
-        scoring_s = costs.num_scored * one.forward_s + costs.num_references * one.reference_s
-        has_graph = number >= first_graph or number in saved.graphs
-        spared_s = one.recompute_s if has_graph else 0.0
-        pack_s = one.graph_pack_s if number in saved.graphs else 0.0
-        if not has_graph and (number in saved.kept or number in saved.sent):
-            spared_s = one.attention_s
-            pack_s = one.pack_s if number in saved.sent else 0.0
-        forth_s.append(num * (one.forward_s + scoring_s + pack_s) + one.decode_s)
-        back_s.append(num * (one.backward_s - spared_s) + one.decode_s)
+    known: dict[tuple[int, Save], tuple[float, float]] = {}  # most layers are the same one
+    for one, save in zip(costs.layers, saves, strict=True):
+        key = id(one), save
+        if key not in known:
+            scoring_s = costs.num_scored * one.forward_s + costs.num_references * one.reference_s
+            known[key] = num * (one.forth_s(save) + scoring_s), num * one.back_s(save)
+        up_s, down_s = known[key]
+        forth_s.append(up_s + one.decode_s)
+        back_s.append(down_s + one.decode_s)
     back_s[-1] -= costs.layers[-1].decode_s  # it is still decoded
     return forth_s, back_s
 
@@ -125,13 +121,13 @@ def _loads_s(costs: Costs, loaded: Sequence[int], *, is_staged: bool) -> float:
 
 
 def _copies_s(
-    costs: Costs, saved: Saved, stashed: range, stashed_bytes: int, route: Route
+    costs: Costs, saved: Saved, stashed: Sequence[int], stashed_bytes: int, route: Route
 ) -> dict[int, float]:
     """Return the seconds of one micro-batch's inputs, graphs and outputs, by the layer's number."""
     speed = costs.speed(route)
-    found = dict.fromkeys(set(stashed) - saved.graphs, speed.seconds(stashed_bytes))
-    for sending, sizes in (saved.graphs, saved.graph_bytes), (saved.sent, saved.output_bytes):
-        for layer in sending:
+    found = dict.fromkeys(stashed, speed.seconds(stashed_bytes))
+    for save, sizes in (SENT_GRAPH, saved.graph_bytes), (SENT_OUTPUT, saved.output_bytes):
+        for layer in saved.which[save]:
             mean_bytes = sum(sizes[layer]) / len(sizes[layer])
             found[layer] = found.get(layer, 0.0) + speed.latency_s + mean_bytes / speed.bytes_per_s
     return found

@@ -38,7 +38,7 @@ from offload.plan.machine.machine import (
     Machine,
     Rate,
 )
-from offload.plan.schedule.op import Route
+from offload.plan.schedule.op import Route, Save
 from offload.plan.schedule.schedule import NOTHING_SAVED, Passes, Residency, Saved
 from offload.plan.time.adapters import branches, dora_norm, expert_branch, visit_norm, visit_scale
 from offload.plan.time.attention import attention_backward, attention_work
@@ -288,16 +288,16 @@ class LayerCost:
     update_s: float = 0.0  # updating its weights, once per step; 0 if they are frozen
     reference_s: float = 0.0  # forward without adapters, as a reference computes it
 
-    def forth_s(self, *, is_sent: bool, has_graph: bool = False) -> float:
+    def forth_s(self, save: Save) -> float:
         """Return the seconds of a forward visit, with a copy of what is sent."""
-        pack_s = self.graph_pack_s if has_graph else self.pack_s
-        return self.forward_s + pack_s if is_sent else self.forward_s
+        pack_s = self.graph_pack_s if save.what == "graph" else self.pack_s
+        return self.forward_s + pack_s if save.is_sent else self.forward_s
 
-    def back_s(self, *, has_graph: bool, has_output: bool = False) -> float:
-        """Return the seconds of a backward visit, without the parts that were kept or sent."""
-        if has_graph:
+    def back_s(self, save: Save) -> float:
+        """Return the seconds of a backward visit, without what was saved."""
+        if save.what == "graph":
             return self.backward_s - self.recompute_s
-        return self.backward_s - self.attention_s if has_output else self.backward_s
+        return self.backward_s - self.attention_s if save.what == "output" else self.backward_s
 
 
 class Speed(NamedTuple):
@@ -425,8 +425,7 @@ class Costs:
         )
 
         def saved(residency: Residency) -> Saved:
-            is_any = residency.has_outputs or residency.sends
-            return residency.saved(outputs, graphs) if is_any else NOTHING_SAVED
+            return residency.saved(outputs, graphs) if any(residency[1:]) else NOTHING_SAVED
 
         return saved
 

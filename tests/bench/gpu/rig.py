@@ -199,12 +199,7 @@ def _measured(
 ) -> dict[str, Any]:
     first = rig.step(batches)
     peak_bytes, reserved_bytes = meter.peak_bytes(device), meter.peak_reserved_bytes(device)
-    costs = calibrate(
-        plan.costs,
-        first.timeline,
-        optimizer_s=first.optimizer_s,
-        num_kept_graphs=plan.num_kept_graphs,
-    )
+    costs = calibrate(plan.costs, first.timeline, optimizer_s=first.optimizer_s, saved=plan.saved)
     steps: list[Step] = []
     floors: list[Step] = []
     for number in range(NUM_ROUNDS):
@@ -240,12 +235,7 @@ def _measured(
 
 def own_bound_s(plan: Plan, step: Step) -> float:
     """Return R3 at the durations of a step's own visits and the rate of its own loads."""
-    costs = calibrate(
-        plan.costs,
-        step.timeline,
-        optimizer_s=step.optimizer_s,
-        num_kept_graphs=plan.num_kept_graphs,
-    )
+    costs = calibrate(plan.costs, step.timeline, optimizer_s=step.optimizer_s, saved=plan.saved)
     return with_costs(plan, costs).bound_s
 
 

@@ -706,7 +706,7 @@ def test_a_step_of_a_head_alone_visits_no_layer_and_reads_its_features() -> None
 def test_a_measured_step_of_a_head_alone_replaces_its_price() -> None:
     found = made(Probe(is_alone=True))
     measured = simulate(found.schedule, lambda _: 0.25)
-    costs = calibrate(found.costs, measured, optimizer_s=0.5, num_kept_graphs=0)
+    costs = calibrate(found.costs, measured, optimizer_s=0.5)
     assert with_costs(found, costs).step_s == 0.75
     assert costs.layers == found.costs.layers
     assert costs.grade == "calibrated"

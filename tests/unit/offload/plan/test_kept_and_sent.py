@@ -21,7 +21,15 @@ from offload.plan.memory.memory import (
 )
 from offload.plan.memory.visit import visit_bytes
 from offload.plan.plan import Plan, calibrate, costs_of, plan
-from offload.plan.schedule.op import Kind, Op, Route
+from offload.plan.schedule.op import (
+    KEPT_GRAPH,
+    KEPT_OUTPUT,
+    SENT_GRAPH,
+    SENT_OUTPUT,
+    Kind,
+    Op,
+    Route,
+)
 from offload.plan.schedule.schedule import Residency
 from offload.plan.schedule.simulate import simulate
 from offload.plan.split import SAME_FRAC, WORTH_FRAC, Split
@@ -44,8 +52,8 @@ def test_a_recompute_that_is_given_its_attention_saves_what_the_kernel_takes() -
     kernel = attention_work(kind, CARD, num_tokens=8192, seq_len=8192, dtype_bytes=2)
     assert cost.output_bytes == OUTPUT_BYTES
     assert cost.attention_s == pytest.approx(kernel.compute_s, rel=1e-6)
-    assert cost.back_s(has_graph=False, has_output=True) == cost.backward_s - cost.attention_s
-    assert cost.forth_s(is_sent=True) == cost.forward_s + cost.pack_s
+    assert cost.back_s(KEPT_OUTPUT) == cost.backward_s - cost.attention_s
+    assert cost.forth_s(SENT_OUTPUT) == cost.forward_s + cost.pack_s
     bandwidth = CARD.memory_bytes_per_s.value  # the copy reads and writes each byte
     assert cost.pack_s == pytest.approx(2 * OUTPUT_BYTES / bandwidth, rel=0.01)
     assert kernel.num_ops == ATTENTION_OPS
@@ -132,11 +140,7 @@ def test_a_plan_that_keeps_and_sends_predicts_the_step_it_was_calibrated_on() ->
         if op.kind in (Kind.FORWARD, Kind.BACKWARD):
             layer = costs.layers[op.layer_index]
             is_up = op.kind is Kind.FORWARD
-            one_s = (
-                layer.forth_s(is_sent=op.carrier is not None, has_graph=op.has_graph)
-                if is_up
-                else layer.back_s(has_graph=op.has_graph, has_output=op.has_output)
-            )
+            one_s = layer.forth_s(op.save) if is_up else layer.back_s(op.save)
             return 2 * one_s
         return 0.01
 
@@ -145,7 +149,6 @@ def test_a_plan_that_keeps_and_sends_predicts_the_step_it_was_calibrated_on() ->
         costs,
         measured,
         optimizer_s=0.5,
-        num_kept_graphs=priced.num_kept_graphs,
         saved=priced.saved,
     )
     for old, new in zip(costs.layers, found.layers, strict=True):
@@ -175,10 +178,10 @@ def found(ram_gib: int = 128) -> Plan:
 def test_a_graph_that_is_sent_is_not_computed_again_and_is_copied_once_on_the_device() -> None:
     cost = costs_of(FACTS, GRAPHS_CARD, GRAPHS_REQUEST).layers[0]
     assert cost.graph_bytes == ONE_BYTES
-    assert cost.forth_s(is_sent=True, has_graph=True) == cost.forward_s + cost.graph_pack_s
+    assert cost.forth_s(SENT_GRAPH) == cost.forward_s + cost.graph_pack_s
     bandwidth = GRAPHS_CARD.memory_bytes_per_s.value
     assert cost.graph_pack_s == pytest.approx(2 * ONE_BYTES / bandwidth, rel=0.01)
-    assert cost.back_s(has_graph=True) == cost.backward_s - cost.recompute_s
+    assert cost.back_s(KEPT_GRAPH) == cost.backward_s - cost.recompute_s
 
 
 def test_sent_graphs_take_buffers_and_ram_and_their_inputs_are_not_stashed() -> None:
@@ -222,7 +225,7 @@ def test_a_plan_sends_graphs_where_that_pays_and_the_engine_is_told() -> None:
     assert found().step_s < without.step_s * (1 - WORTH_FRAC)
     saved = found().saved
     sends = [op for op in found().schedule.ops if op.kind is Kind.SEND]
-    graphs = [op for op in sends if op.layer in saved.graphs]
+    graphs = [op for op in sends if op.layer in saved.which[SENT_GRAPH]]
     assert len(graphs) == 4 * found().residency.num_sent_graphs
     assert {op.num_bytes for op in graphs} == {ONE_BYTES}
     options = EngineOptions.planned(found())
@@ -300,14 +303,13 @@ def test_a_plan_that_sends_graphs_predicts_the_step_it_was_calibrated_on() -> No
         priced.costs,
         measured,
         optimizer_s=0.5,
-        num_kept_graphs=priced.num_kept_graphs,
         saved=priced.saved,
     )
-    for number in priced.saved.graphs:
+    for number in priced.saved.which[SENT_GRAPH]:
         old, new = priced.costs.layers[number], costs.layers[number]
         assert new.forward_s == pytest.approx(2 * old.forward_s)
         assert new.graph_pack_s == pytest.approx(2 * old.graph_pack_s)
-        assert new.back_s(has_graph=True) == pytest.approx(2 * old.back_s(has_graph=True))
+        assert new.back_s(KEPT_GRAPH) == pytest.approx(2 * old.back_s(KEPT_GRAPH))
 
 
 def test_the_peak_that_a_search_compares_is_the_sum_of_the_terms_of_the_worst_instant() -> None:

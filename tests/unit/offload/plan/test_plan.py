@@ -13,7 +13,7 @@ from offload.plan.machine.machine import GIB, Machine, Rate, named_machine
 from offload.plan.memory.memory import MemoryTerm, TracedBytes, device_terms, total_bytes
 from offload.plan.plan import Plan, calibrate, hidden_frac, needed_bytes_per_s, plan, with_costs
 from offload.plan.request import PlanRequest, Reduction, with_workload
-from offload.plan.schedule.op import Kind, Route
+from offload.plan.schedule.op import KEPT_GRAPH, RECOMPUTE, Kind, Route
 from offload.plan.schedule.schedule import NUM_STAGING, PIECE_BYTES, Order, Residency
 from offload.plan.schedule.simulate import simulate
 from offload.plan.search import search
@@ -177,17 +177,15 @@ def test_a_calibrated_plan_predicts_the_step_that_it_was_calibrated_on(num_kept_
             seconds[op.kind] - (again_s if op.has_graph and op.kind is Kind.BACKWARD else 0.0)
         ),
     )
-    costs = calibrate(
-        priced.costs, measured, optimizer_s=0.5, num_kept_graphs=priced.num_kept_graphs
-    )
+    costs = calibrate(priced.costs, measured, optimizer_s=0.5, saved=priced.saved)
     assert priced.num_kept_graphs == num_kept_graphs
     assert costs.grade == "calibrated"
     again = with_costs(priced, costs)
     assert again.predict().step_s == pytest.approx(measured.step_s)
     assert again.step_s == pytest.approx(measured.step_s + 0.5)
-    assert all(c.back_s(has_graph=False) == pytest.approx(0.012) for c in costs.layers[:-1])
+    assert all(c.back_s(RECOMPUTE) == pytest.approx(0.012) for c in costs.layers[:-1])
     graph_s = pytest.approx(0.012 - again_s)
-    assert all(c.back_s(has_graph=True) == graph_s for c in costs.layers[:-1])
+    assert all(c.back_s(KEPT_GRAPH) == graph_s for c in costs.layers[:-1])
 
 
 def test_graphs_that_do_not_fit_are_refused_with_the_most_that_would() -> None:
@@ -368,7 +366,7 @@ def test_calibration_replaces_the_rate_of_each_kind_of_copy_that_was_measured() 
     costs = found.costs
     faster = costs.at({Route.LOAD: Speed(3e9), Route.READ: Speed(2e9)})
     measured = with_costs(found, faster).predict()
-    calibrated = calibrate(costs, measured, optimizer_s=1.0, num_kept_graphs=0)
+    calibrated = calibrate(costs, measured, optimizer_s=1.0)
     assert calibrated.speed(Route.LOAD) == pytest.approx(Speed(3e9))
     assert calibrated.speed(Route.READ) == pytest.approx(Speed(2e9))
     assert calibrated.speed(Route.FETCH) == costs.speed(Route.FETCH)

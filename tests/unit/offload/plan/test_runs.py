@@ -163,7 +163,7 @@ def test_a_measured_step_replaces_the_prices_of_each_run_by_its_own_times(
     slower = replace(CARD, gemm_flops_per_s=replace(CARD.gemm_flops_per_s, value=1e13))
     measured = plan(FACTS, slower, sharing(runs))
     step = measured.predict()
-    costs = calibrate(found.costs, step, optimizer_s=2 * found.costs.optimizer_s, num_kept_graphs=0)
+    costs = calibrate(found.costs, step, optimizer_s=2 * found.costs.optimizer_s)
     again = with_costs(found, costs)
     assert again.predict().step_s == pytest.approx(step.step_s, rel=1e-6)
     assert again.predict().step_s > 1.1 * found.predict().step_s
@@ -567,7 +567,7 @@ def test_prices_are_replaced_by_what_a_step_took() -> None:
         layers=tuple(replace(x, reference_s=2 * x.reference_s) for x in found.costs.layers),
     )
     measured = replace(found, costs=slower).predict()
-    costs = calibrate(found.costs, measured, optimizer_s=found.costs.optimizer_s, num_kept_graphs=0)
+    costs = calibrate(found.costs, measured, optimizer_s=found.costs.optimizer_s)
     assert costs.score_s == pytest.approx(slower.score_s)
     assert costs.objective_s == pytest.approx(1.0)
     assert [x.reference_s for x in costs.layers] == pytest.approx(

@@ -45,7 +45,7 @@ from offload.plan.machine.machine import (
     named_machine,
 )
 from offload.plan.plan import plan
-from offload.plan.schedule.op import Route
+from offload.plan.schedule.op import KEPT_GRAPH, Route
 from offload.plan.time.adapters import (
     branches,
     expert_branch,
@@ -1166,7 +1166,7 @@ def test_micro_batches_share_the_norms_of_dora(num: int) -> None:
     assert other.forward_s == pytest.approx(one.forward_s + (norms_s + scales_s) / num)
     for name in ("backward_s", "recompute_s"):
         assert getattr(other, name) == pytest.approx(getattr(one, name) + scales_s / num), name
-    assert other.back_s(has_graph=True) == pytest.approx(one.back_s(has_graph=True))
+    assert other.back_s(KEPT_GRAPH) == pytest.approx(one.back_s(KEPT_GRAPH))
 
 
 @pytest.mark.parametrize(
