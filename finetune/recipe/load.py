@@ -46,6 +46,7 @@ from finetune.recipe.recipe import (
     near_value,
     plain,
     recipes_dir,
+    section_with_method,
     sections,
     settings,
     shipped_recipe,
@@ -296,7 +297,11 @@ def apply_overrides(
         place = Place(text=f"command line: {override}", line=COMMAND_LINE)
         path, equals, text = override.partition("=")
         section_name, dot, key = path.partition(".")
-        if not equals or not section_name or not dot or not key:
+        if equals and path and not dot and not is_section(path):  # as other trainers have it
+            draft.values[path] = _override_value(draft, place, path, text)
+            draft.places[path] = place
+            continue
+        if not equals or not section_name or not key:
             draft.add_problem(
                 place,
                 f"{override} does not name a setting and its value",
@@ -1278,6 +1283,11 @@ def _note_unknown(draft: Draft, section_name: str, key: str) -> None:
     place, value, word = draft.place(path), holder.pop(key), plain(key)
     words = renamed()
     meant = words.get(word) or near_path(section_name, key)
+    if meant == path and "." not in key:  # of a choice that is not the section's
+        meant = None
+    owner = section_with_method(value)
+    if owner is not None and word not in (*words, *UNSUPPORTED, *REPLACED):
+        meant = f"{owner}.method"
     choice = choice_of(section_name, draft.values[section_name]) if section_name else ""
     others = choices_with(section_name, key, value) if choice else []
     if others:

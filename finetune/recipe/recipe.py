@@ -201,6 +201,12 @@ def choices_with(section: str, key: str, value: object = None) -> list[str]:
     return [name for name, one in found.items() if one and value in one.get("enum", (value,))]
 
 
+def section_with_method(name: object) -> str | None:
+    """Return the section whose method can be of this name, or None."""
+    chosen = (one for one in sections() if len(_choices(one)) > 1 and name in list(_choices(one)))
+    return next(chosen, None)
+
+
 def choice_of(section: str, values: Mapping[str, Any]) -> str:
     """Return the method that a section's values choose; empty if it has nothing to choose."""
     every = _choices(section)

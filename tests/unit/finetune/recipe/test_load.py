@@ -683,7 +683,7 @@ def test_two_rivals_on_the_command_line_are_refused(folder: Path) -> None:
     assert error.what == "command line: train.epochs=2: train.epochs is 2.0 and train.steps is 3"
 
 
-@pytest.mark.parametrize("override", ["train.lr", "lr=1", "=1", "train.=1", ".lr=1", ""])
+@pytest.mark.parametrize("override", ["train.lr", "train=1", "=1", "train.=1", ".lr=1", ""])
 def test_an_override_that_names_no_setting_is_refused(folder: Path, override: str) -> None:
     assert_refused(
         write(VALID),
@@ -712,6 +712,24 @@ def test_an_override_with_a_misspelt_key_names_its_neighbour(folder: Path) -> No
         limit="the nearest is train",
         hint="`train.lr=0.001`",
     )
+
+
+@pytest.mark.parametrize(
+    ("override", "says", "hint"),
+    [
+        ("load_in_4bit=true", "here it is offload.codec", "use `offload.codec=nf4`"),
+        ("lr=1e-3", "the nearest is train.lr", "`train.lr=0.001`"),
+        ("train.loss=dpo", "the nearest is objective.method", "`objective.method=dpo`"),
+        ("objective.loss=dpo", "the nearest is objective.method", "`objective.method=dpo`"),
+        ("objective.loss=hello", "the section objective has method", "remove `loss`"),
+    ],
+)
+def test_an_override_in_the_words_of_others_names_ours(
+    folder: Path, override: str, says: str, hint: str
+) -> None:
+    error = refusal(write(VALID), override)
+    assert says in f"{error.what} {error.limit}"
+    assert hint in f"{error.what} {error.hint}"
 
 
 def test_an_override_that_is_not_yaml_is_refused_once(folder: Path) -> None:
