@@ -66,11 +66,12 @@ def render(
         limits: Its limits.
 
     Raises:
-        DataError: The template fails or exceeds a limit.
+        DataError: The template fails or exceeds a limit, or writes nothing of a question.
     """
     turns = [message.to_json() for message in messages]
     variables: dict[str, Any] = dict(settings)
     with limited(source, limits):
+        turns = turns_for(tokenizer, turns, source=source)
         try:
             text = tokenizer.apply_chat_template(
                 turns,
@@ -105,6 +106,75 @@ def _endless(what: str, limits: Limits, source: str) -> DataError:
         limit=f"a row may take {limits.cpu_s:g} s and {limits.num_chars} characters",
         hint="set `model.tokenizer` to a tokenizer with another template, or shorten the row",
     )
+
+
+# ---------------------------------------------------------------------------------------------
+# The form of a turn's content: a text, or a list of parts of which it is the only one.
+#
+# Templates of models for images loop over the parts of a content. Over a text they loop too, letter
+# by letter, and write nothing of it. So a marker is rendered both ways, once for each template and
+# role, and what shows it is used; a text, where both do.
+
+_MARKER = "70813459"  # without letters, which a template may write in capitals
+_TURN, _ASKED = {"role": "user", "content": _MARKER}, {"role": "user", "content": "?"}
+_PROBES: Mapping[str, tuple[dict[str, Any], ...]] = {
+    "user": (_TURN,),
+    "assistant": (_ASKED, {**_TURN, "role": "assistant"}),
+    "system": ({**_TURN, "role": "system"}, _ASKED),
+}
+_AS_ROLE = {"developer": "system", "tool": "user"}
+_parted: dict[str, frozenset[str]] = {}
+"""Template -> the roles whose content it writes only as a list of parts."""
+
+
+def turns_for(
+    tokenizer: "PreTrainedTokenizerBase", turns: Sequence[Mapping[str, Any]], *, source: str
+) -> list[dict[str, Any]]:
+    """Return turns with contents in the form that a tokenizer's template writes.
+
+    Args:
+        tokenizer: With a template.
+        turns: With texts.
+        source: Of the row, for errors.
+
+    Raises:
+        DataError: The template writes neither form of a question.
+    """
+    key = json.dumps(tokenizer.chat_template)
+    if key not in _parted:
+        parted: set[str] = set()
+        with limited(source):
+            for role in _PROBES:
+                if not _shows(tokenizer, role, parted) and _shows(tokenizer, role, {*parted, role}):
+                    parted.add(role)
+                elif role == "user" and _shows(tokenizer, role, parted) is False:
+                    raise DataError(
+                        f"the chat template writes nothing of what a user says ({source})",
+                        limit="a turn is given to it as a text, or as a list of parts",
+                        hint="set `model.tokenizer` to a tokenizer with another template",
+                    )
+        _parted[key] = frozenset(parted)
+    return _in_form(turns, _parted[key])
+
+
+def _in_form(turns: Iterable[Mapping[str, Any]], parted: Collection[str]) -> list[dict[str, Any]]:
+    return [
+        {**turn, "content": [{"type": "text", "text": turn["content"]}]}
+        if _AS_ROLE.get(turn["role"], turn["role"]) in parted
+        else dict(turn)
+        for turn in turns
+    ]
+
+
+def _shows(tokenizer: "PreTrainedTokenizerBase", role: str, parted: Collection[str]) -> bool | None:
+    """Return whether a template writes what a role says; None if it fails."""
+    turns = _in_form(_PROBES[role], parted)
+    try:
+        return _MARKER in str(tokenizer.apply_chat_template(turns, tokenize=False))
+    except MemoryError:
+        raise
+    except Exception:  # noqa: BLE001 - a template may raise anything, and says it of the row too
+        return None
 
 
 _is_limited: list[bool] = []

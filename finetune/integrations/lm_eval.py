@@ -25,6 +25,7 @@ from lm_eval.models.utils import (
 )
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from finetune.data.chat_template import turns_for
 from finetune.data.tokenize import IGNORE_INDEX
 from finetune.errors import ConfigError
 from finetune.model.tokenizer import load_tokenizer
@@ -148,7 +149,7 @@ class SluiceLM(TemplateLM):
         """Return a chat as text."""
         return str(
             self.tokenizer.apply_chat_template(
-                chat_history,
+                turns_for(self.tokenizer, chat_history, source="a chat of lm_eval"),
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=not add_generation_prompt,

@@ -8,8 +8,9 @@ are read as what they decode to.
 import difflib
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,13 +24,18 @@ from transformers import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, rename_source_key
 
 from finetune.errors import ModelError, reading_config
+from finetune.files.shards import INDEX, SINGLE, read_weight_map
+from finetune.files.tensors import read_bytes, read_header
 from finetune.model.classifier_head import with_classifier_head
-from finetune.model.config import read_config
+from finetune.model.config import cached_file, read_config
 from finetune.recipe.sections import ModelSection
 
 _READ_BY_SCANS = {"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"}
@@ -72,8 +78,12 @@ def _is_linear(kind: type[nn.Linear]) -> bool:
     return isinstance(found, torch.Tensor) and torch.allclose(found, expected)
 
 
+_CLASSES: tuple[tuple[Any, Any], ...] = (
+    (MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM),
+    (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoModelForImageTextToText),
+)
+"""Which types a class of transformers builds, and the class; the first that knows a type does."""
 _OTHER_KINDS = (
-    (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, "a model of images and text"),
     (MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, "an encoder with a decoder"),
     (MODEL_FOR_MASKED_LM_MAPPING, "a masked language model"),
 )
@@ -96,7 +106,8 @@ def empty_of(section: ModelSection) -> PreTrainedModel:
         ConfigError: The file is not a config.
     """
     dtype: torch.dtype = getattr(torch, section.dtype)
-    model = _empty(config_of(section), source=_source(section), dtype=dtype).model
+    path = section.path if section.init == "pretrained" else None
+    model = _empty(config_of(section), source=_source(section), dtype=dtype, path=path).model
     if section.num_outputs:
         with torch.device("meta"):
             return with_classifier_head(
@@ -108,8 +119,12 @@ def empty_of(section: ModelSection) -> PreTrainedModel:
     return model
 
 
-def empty_from(fields: Mapping[str, Any]) -> PreTrainedModel:
-    """Build a causal language model from the fields of a config.
+def empty_from(fields: Mapping[str, Any], *, path: str | None = None) -> PreTrainedModel:
+    """Build a language model from the fields of a config.
+
+    Args:
+        fields: The config's.
+        path: Where its weights are, or will be; None if they are random.
 
     Raises:
         ModelError: transformers has none of this type, or not of these sizes.
@@ -118,7 +133,7 @@ def empty_from(fields: Mapping[str, Any]) -> PreTrainedModel:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about values that only matter to generation
         config = _config_from(fields, source=source)
-        return _empty(config, source=source, dtype=torch.float32).model
+        return _empty(config, source=source, dtype=torch.float32, path=path).model
 
 
 def empty_published(path: str, dtype: torch.dtype) -> Empty:
@@ -129,7 +144,7 @@ def empty_published(path: str, dtype: torch.dtype) -> Empty:
     """
     with reading_config(path):
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    return _empty(config, source=path, dtype=dtype)
+    return _empty(config, source=path, dtype=dtype, path=path)
 
 
 def config_of(section: ModelSection) -> PreTrainedConfig:
@@ -160,34 +175,87 @@ def _config_from(fields: Mapping[str, Any], *, source: str) -> PreTrainedConfig:
         return AutoConfig.for_model(model_type, **others)
 
 
-def _require_causal(config: PreTrainedConfig, *, source: str) -> None:
-    """Refuse a config that transformers builds no causal language model of, and say what it is.
+def model_class(config: PreTrainedConfig, *, source: str) -> Any:
+    """Return the class of transformers that builds a model of a config: `AutoModelFor...`.
+
+    A model for images and text is trained on text: its towers are left where they are.
 
     Raises:
-        ModelError: Its class is of another kind.
+        ModelError: No class of language models knows the config.
     """
-    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return
-    kind = next((what for kinds, what in _OTHER_KINDS if type(config) in kinds), None)
-    text = config.get_text_config(decoder=True)
-    hint = "a causal language model, such as `Qwen/Qwen3-8B`"
-    if text is not config and type(text) in MODEL_FOR_CAUSAL_LM_MAPPING:
-        hint = f"its text model alone (`model_type: {text.model_type}`), if it is published"
+    for known, kind in _CLASSES:
+        if type(config) in known:
+            return kind
+    found = next((what for known, what in _OTHER_KINDS if type(config) in known), None)
     raise ModelError(
-        f"{source} is {kind or 'no language model'}: {type(config).__name__}",
-        limit="a causal language model is trained, as transformers lists them"
-        " (AutoModelForCausalLM)",
-        hint=hint,
+        f"{source} is {found or 'no language model'}: {type(config).__name__}",
+        limit="a causal language model is trained, or a model for images and text, as transformers"
+        " lists them (AutoModelForCausalLM, AutoModelForImageTextToText)",
+        hint="a model of such a class, such as `Qwen/Qwen3-8B`",
     )
 
 
-def _empty(config: PreTrainedConfig, *, source: str, dtype: torch.dtype) -> Empty:
-    _require_causal(config, source=source)
+def _empty(config: PreTrainedConfig, *, source: str, dtype: torch.dtype, path: str | None) -> Empty:
+    kind = model_class(config, source=source)
     with reading_config(source), torch.device("meta"):
         quantization = _take_quantization(config)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model: PreTrainedModel = kind.from_config(config, dtype=dtype)
+    if path is not None:
+        _untie(model, _files_of(path))
     is_composite = type(config) is not type(model.config)
     return Empty(model=model, quantization=quantization, is_composite=is_composite)
+
+
+def _untie(model: PreTrainedModel, files: Mapping[str, Path]) -> None:
+    """Give each of two tied weights a tensor of its own if a checkpoint holds two that differ.
+
+    transformers does so while it loads them, whatever the config says.
+
+    Args:
+        model: Without values.
+        files: The file of each published tensor.
+    """
+    ties: dict[str, str] = model.all_tied_weights_keys
+    if not (ties and files):
+        return
+    rules: Any = get_model_conversion_mapping(model)
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    prefix, state = model.base_model_prefix, model.state_dict()
+    published = {
+        rename_source_key(name, renamings, [], prefix, state)[0]: name
+        for name in files
+        if not re.search(r"\.\d+\.", name)  # in a layer
+    }
+    for target, source in list(ties.items()):
+        pair = [published[name] for name in (target, source) if name in published]
+        if len(pair) == 1 or not pair or _are_equal(pair, files):
+            continue
+        owner, _, name = target.rpartition(".")
+        alone = nn.Parameter(torch.empty_like(model.get_parameter(target)))
+        setattr(model.get_submodule(owner), name, alone)
+        del ties[target]
+
+
+def _are_equal(names: Sequence[str], files: Mapping[str, Path]) -> bool:
+    """Return whether two tensors have the same bytes; not if a file is not here."""
+    if not all(files[name].exists() for name in names):
+        return False
+    first, second = (read_header(files[name])[name] for name in names)
+    pieces = zip(read_bytes(first), read_bytes(second), strict=True)
+    return first.spec == second.spec and all(a == b for a, b in pieces)
+
+
+def _files_of(path: str) -> dict[str, Path]:
+    """Return the file of each tensor of a checkpoint, as far as this machine knows them."""
+    is_folder = Path(path).is_dir()
+    single, index = (
+        Path(path, name) if is_folder else cached_file(path, name) for name in (SINGLE, INDEX)
+    )
+    if single is not None and single.is_file():
+        return dict.fromkeys(read_header(single), single)
+    if index is not None and index.is_file():
+        return {name: index.with_name(file) for name, file in read_weight_map(index).items()}
+    return {}
 
 
 def _take_quantization(config: PreTrainedConfig) -> dict[str, Any] | None:

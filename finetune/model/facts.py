@@ -42,6 +42,10 @@ _OWN_LOSS = (
 _SEEN_IN_A_STEP = {
     **dict.fromkeys(("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small"), _OWN_LOSS),
     **dict.fromkeys(("marian", "mbart", "mvp", "pegasus", "plbart", "trocr", "whisper"), _OWN_LOSS),
+    "diffusion_gemma": (
+        "has no frozen parameter in its layers",
+        "only frozen weights are streamed",
+    ),
     "git": (
         "reads `attention` of a layer from outside, where it has no weights, as run by PeftModel"
         " and LoraModel",
@@ -52,19 +56,27 @@ _SEEN_IN_A_STEP = {
         " tensor that the part before the layers made, and that it was not handed",
         "what follows the layers must work token by token",
     ),
+    "kosmos-2.5": (
+        "computes its loss by other code than its `loss_function`",
+        "its loss must be the mean cross-entropy of the next tokens",
+    ),
 }
 """What the engine refuses a type for, and the limit, where only a step with values shows it."""
 
 
-def facts_from(config: Mapping[str, Any]) -> ModelFacts:
+def facts_from(config: Mapping[str, Any], *, path: str | None = None) -> ModelFacts:
     """Return the facts of the model of a config, if `finetune` can build and stream it.
 
+    Args:
+        config: Its fields.
+        path: Where its weights are, or will be; None if they are random.
+
     Raises:
-        ModelError: transformers builds no causal language model from the config.
+        ModelError: transformers builds no language model from the config.
         UnsupportedModelError: It cannot be trained layer by layer, or what it computes cannot be
             determined.
     """
-    return facts_of(empty_from(config).requires_grad_(requires_grad=False))
+    return facts_of(empty_from(config, path=path).requires_grad_(requires_grad=False))
 
 
 def facts_of(model: "PreTrainedModel") -> ModelFacts:
@@ -82,8 +94,8 @@ def facts_of(model: "PreTrainedModel") -> ModelFacts:
             hint=RESIDENT_HINT,
         )
     config: Any = model.config.get_text_config()
-    if config.model_type in _SEEN_IN_A_STEP:
-        what, limit = _SEEN_IN_A_STEP[config.model_type]
+    for name in {config.model_type, model.config.model_type} & _SEEN_IN_A_STEP.keys():
+        what, limit = _SEEN_IN_A_STEP[name]
         layered.refuse(what, limit=limit)
     reader = Reader(
         config=_flat(config.to_dict()),

@@ -4,12 +4,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from finetune.errors import reading_config
 from finetune.model.checkpoint import is_loaded, load_published, model_around
 from finetune.model.classifier_head import with_classifier_head
-from finetune.model.empty import compute_exactly, config_of
+from finetune.model.empty import compute_exactly, config_of, model_class
 from finetune.model.store import layer_store
 from finetune.recipe.sections import ModelSection
 from offload.engine.experts.autotune import use
@@ -111,12 +111,12 @@ def set_router_loss(model: PreTrainedModel, coefficient: float | None) -> None:
 
 
 def _random_model(section: ModelSection, seed: int) -> PreTrainedModel:
-
-    with torch.random.fork_rng(devices=[]), reading_config(str(section.config or section.path)):
+    source = str(section.config or section.path)
+    config = config_of(section)
+    kind = model_class(config, source=source)
+    with torch.random.fork_rng(devices=[]), reading_config(source):
         torch.manual_seed(seed)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config_of(section), dtype=getattr(torch, section.dtype)
-        )
+        model: PreTrainedModel = kind.from_config(config, dtype=getattr(torch, section.dtype))
     return model
 
 

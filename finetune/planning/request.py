@@ -93,7 +93,7 @@ def facts_of(
     from finetune.model.empty import config_of
     from finetune.model.facts import facts_from
 
-    facts = facts_from(config)
+    facts = facts_from(config, path=model.path if model.init == "pretrained" else None)
     for part in (config, config.get("text_config")):
         quantization = part.get("quantization_config") if isinstance(part, Mapping) else None
         if model.init == "pretrained" and isinstance(quantization, Mapping):

@@ -3,7 +3,8 @@
     python -m tests.parity.architectures --write docs/architectures.md
     python -m tests.parity.architectures llama qwen3_moe
 
-Each type of transformers' causal language models is built tiny and random, gets adapters, and runs
+Each type of transformers' causal language models, and each further one of its models for images and
+text, is built tiny and random, gets adapters, and runs
 one step of three micro-batches of unequal width with padding: streamed through two slots, resident
 (grade MOVE, to the bit), and by plain transformers, peft and autograd (grade REORDER, against a
 float64 truth where a type can compute one); the loss is also that of the model itself. A type is
@@ -31,7 +32,10 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 import offload
 from finetune.adapter.linear_lora import compute_in_base_dtype
@@ -69,6 +73,12 @@ class Verdict:
 def causal_types() -> list[str]:
     """Return the model types of the installed transformers' causal language models."""
     return list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def image_text_types() -> list[str]:
+    """Return the types that transformers has a model for images and text of, and no causal one."""
+    causal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return [name for name in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES if name not in causal]
 
 
 # --------------------------------------------------------------------------------------- comparing
@@ -180,6 +190,10 @@ def verdict_of(model_type: str) -> Verdict:
                     break
         except offload.UnsupportedModelError as error:
             return Verdict(model_type=model_type, is_exact=False, reason=reason_of(error))
+        except ImportError as error:  # its tower's, which transformers builds by another library
+            missing = re.findall(r"requires the (\w+) library", str(error))
+            reason = f"{LACKS} {', '.join(missing)}"
+            return Verdict(model_type=model_type, is_exact=False, reason=reason)
     if squares["ours"] > SLACK**2 * squares["plain"]:
         raise InexactError(f"{model_type}: squared errors {squares}, the limit is {SLACK} in error")
     return Verdict(model_type=model_type, is_exact=True, packs=packs_of(model_type)[0])
@@ -209,6 +223,7 @@ def packs_of(model_type: str) -> tuple[str, float]:
     return (TOGETHER if num_together == len(layers) else PARTLY) + suffix, error
 
 
+LACKS = "is not built by transformers where it does not find"
 TOGETHER, PARTLY, BY_ROW = "together", "partly together", "row by row"
 ROUNDED = ", within rounding"
 
@@ -313,11 +328,12 @@ class Table:
 
     transformers: str
     torch: str
-    verdicts: Mapping[str, Verdict]
+    verdicts: Mapping[str, Verdict]  # those of causal language models
+    images: Mapping[str, Verdict]  # those of models for images and text alone
 
 
-def write_table(verdicts: Sequence[Verdict]) -> str:
-    """Return the table as Markdown."""
+def write_table(verdicts: Sequence[Verdict], images: Sequence[Verdict] = ()) -> str:
+    """Return the tables of causal language models and of models for images and text."""
     num_exact = sum(verdict.is_exact for verdict in verdicts)
     num_packed = {
         way: sum(v.packs.startswith(way) for v in verdicts) for way in (TOGETHER, PARTLY, BY_ROW)
@@ -361,14 +377,30 @@ def write_table(verdicts: Sequence[Verdict]) -> str:
         " not there. `offload.embeddings: host` and `offload.head: host` give every exact type the"
         " bits of `device`; if its head has the embedding's weight, both together do.",
         "",
-        "| model type | verdict | packs | reason |",
-        "|---|---|---|---|",
+        *_rows(verdicts),
+        "",
+        IMAGES,
+        "",
+        f"Of {len(images)} more types, which transformers builds as models for images and text"
+        f" alone, {sum(v.is_exact for v in images)} are exact for text and"
+        f" {sum(not v.is_exact for v in images)} are refused. Text does not pass through their"
+        " towers, which take no memory and stay in a merged model as they were published.",
+        "",
+        *_rows(images),
     ]
+    return "\n".join(lines) + "\n"
+
+
+IMAGES = "## Models for images and text"
+
+
+def _rows(verdicts: Sequence[Verdict]) -> list[str]:
+    lines = ["| model type | verdict | packs | reason |", "|---|---|---|---|"]
     for verdict in sorted(verdicts, key=lambda v: v.model_type):
         word = "exact" if verdict.is_exact else "refused"
         reason = verdict.reason.replace("|", "\\|")
         lines.append(f"| {verdict.model_type} | {word} | {verdict.packs} | {reason} |")
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def read_table(path: Path) -> Table:
@@ -376,20 +408,21 @@ def read_table(path: Path) -> Table:
     text = path.read_text()
     versions = re.search(r"with transformers (\S+) and torch (\S+)\.$", text, re.MULTILINE)
     assert versions is not None
+    causal, images = (_read_rows(part) for part in text.split(IMAGES))
+    return Table(transformers=versions[1], torch=versions[2], verdicts=causal, images=images)
+
+
+def _read_rows(text: str) -> dict[str, Verdict]:
     rows = re.findall(r"^\| (\S+) \| (exact|refused) \| (.*?) \| (.*) \|$", text, re.MULTILINE)
-    return Table(
-        transformers=versions[1],
-        torch=versions[2],
-        verdicts={
-            name: Verdict(
-                model_type=name,
-                is_exact=word == "exact",
-                reason=reason.replace("\\|", "|"),
-                packs=packs,
-            )
-            for name, word, packs, reason in rows
-        },
-    )
+    return {
+        name: Verdict(
+            model_type=name,
+            is_exact=word == "exact",
+            reason=reason.replace("\\|", "|"),
+            packs=packs,
+        )
+        for name, word, packs, reason in rows
+    }
 
 
 def _torch_version() -> str:
@@ -433,8 +466,8 @@ def main() -> int:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
-    found, missing = [], []
-    for model_type in arguments.types or causal_types():
+    found, missing, images = [], [], image_text_types()
+    for model_type in arguments.types or [*causal_types(), *images]:
         verdict = _verdict_in_child(model_type)
         if verdict is None:
             missing.append(model_type)
@@ -444,7 +477,9 @@ def main() -> int:
         print(f"{model_type}: {verdict.reason or f'exact, packs {verdict.packs}'}", flush=True)  # noqa: T201
     if arguments.write and not missing:
         arguments.write.parent.mkdir(exist_ok=True)
-        arguments.write.write_text(write_table(found))
+        apart = [verdict for verdict in found if verdict.model_type in images]
+        causal = [verdict for verdict in found if verdict not in apart]
+        arguments.write.write_text(write_table(causal, apart))
     return len(missing)
 
 

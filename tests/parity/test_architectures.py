@@ -1,4 +1,4 @@
-"""Every causal language model type: exact or refused, loaded as published, its towers left out."""
+"""Every type of language model: exact or refused, loaded as published, its towers left out."""
 
 import warnings
 from collections.abc import Iterator
@@ -33,6 +33,7 @@ from tests.parity.architectures import (
     Verdict,
     causal_types,
     gradients,
+    image_text_types,
     is_rounding,
     micro_batches,
     plain,
@@ -47,7 +48,7 @@ from tests.parity.tiny_models import SPECIAL, small, tiny_model, with_adapters
 from tests.tiers import mostly_slow
 
 TABLE = read_table(Path(__file__).parents[2] / "docs" / "architectures.md")
-NUM_EXACT, NUM_TOGETHER = 158, 111  # ratchets
+NUM_EXACT, NUM_TOGETHER, NUM_IMAGES_EXACT = 158, 111, 63  # ratchets
 SAMPLE = (
     "bamba",  # mamba and attention
     "bart",  # a loss that is not shifted
@@ -66,10 +67,22 @@ SAMPLE = (
     "rwkv",  # layers that return a state
     "zamba2",  # parameters that layers share
 )
+SAMPLE_IMAGES = (
+    "glm5_next",
+    "idefics3",  # its decoder is called otherwise
+    "kimi_k25",
+    "minimax_m3_vl",
+    "mistral3",
+    "pix2struct",  # an encoder with a decoder
+    "qwen3_vl_moe",
+)
+
+
+ALL = [*causal_types(), *image_text_types()]
 
 
 def check(model_type: str) -> None:
-    committed = TABLE.verdicts.get(model_type)
+    committed = {**TABLE.verdicts, **TABLE.images}.get(model_type)
     found = verdict_of(model_type)
     if committed is not None and transformers.__version__ == TABLE.transformers:
         # An error near the limit may fall on either side of it, depending on the processor.
@@ -84,8 +97,8 @@ def _limit_aside(verdict: Verdict) -> Verdict:
 @pytest.mark.parametrize(
     "model_type",
     mostly_slow(
-        [name for name in SAMPLE if name in causal_types()],
-        *("bloom", "gemma3n_text"),
+        [name for name in (*SAMPLE, *SAMPLE_IMAGES) if name in ALL],
+        *("bloom", "gemma3n_text", "glm5_next", "idefics3", "kimi_k25", "minimax_m3_vl"),
     ),
 )
 def test_reorder_a_sample_of_types_is_exact_or_refused_as_committed(model_type: str) -> None:
@@ -94,7 +107,7 @@ def test_reorder_a_sample_of_types_is_exact_or_refused_as_committed(model_type: 
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("model_type", causal_types())
+@pytest.mark.parametrize("model_type", ALL)
 def test_reorder_each_type_is_exact_or_refused_as_committed(model_type: str) -> None:
     check(model_type)
 
@@ -119,12 +132,15 @@ def test_packed_rows_are_apart_by_rounding_and_not_if_a_row_sees_another(model_t
 def test_the_table_lists_every_type_of_its_version() -> None:
     if transformers.__version__ == TABLE.transformers:
         assert TABLE.verdicts.keys() == set(causal_types())
-    assert all(bool(verdict.reason) != verdict.is_exact for verdict in TABLE.verdicts.values())
+        assert TABLE.images.keys() == set(image_text_types())
+    every = [*TABLE.verdicts.values(), *TABLE.images.values()]
+    assert all(bool(verdict.reason) != verdict.is_exact for verdict in every)
 
 
 @pytest.mark.usefixtures("one_thread")
 def test_the_table_never_has_fewer_exact_types() -> None:
     assert sum(verdict.is_exact for verdict in TABLE.verdicts.values()) >= NUM_EXACT
+    assert sum(verdict.is_exact for verdict in TABLE.images.values()) >= NUM_IMAGES_EXACT
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -141,9 +157,11 @@ def test_a_table_that_was_written_can_be_read(tmp_path: Path) -> None:
         Verdict(model_type="c_d", is_exact=False, reason="x | y; z"),
     ]
     path = tmp_path / "table.md"
-    path.write_text(write_table(verdicts))
+    images = [Verdict(model_type="e_f", is_exact=True, packs="together")]
+    path.write_text(write_table(verdicts, images))
     table = read_table(path)
     assert list(table.verdicts.values()) == verdicts
+    assert list(table.images.values()) == images
     assert table.transformers == transformers.__version__
     assert "Of 2 causal language model types 1 are exact and 1 are refused." in path.read_text()
 

@@ -1,4 +1,4 @@
-"""A tiny random model of every causal language model type that transformers knows.
+"""A tiny random model of every causal language model type of transformers, and image-text type.
 
 One generic set of sizes serves most types: each name is used where a type's config has a field of
 that name, also in its sub-configs. `SPECIAL` holds what a type needs besides. Four layers and more,
@@ -16,6 +16,7 @@ from torch import nn
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -90,8 +91,15 @@ GENERIC: Mapping[str, Any] = {
     "patch_size": 8,
     "out_hidden_size": 32,
     "num_mel_bins": 8,
+    "num_image_tokens": 4,
+    "projector_hidden_size": 32,
+    "projection_dim": 32,
+    "text_hidden_size": 32,
 }
 
+_TOWERS = {"vision_config", "high_res_vision_config", "qformer_config", "audio_config"}
+_PARTS = {*_TOWERS, "text_config"}  # which SPECIAL may have sizes of their own for
+_FEW_LAYERS = {"num_hidden_layers": 2}  # towers have other numbers of layers than the text
 _TEXT_ONLY = {"gemma3n"}  # its vision tower needs timm, and is not trained
 
 _FEW_KV = {"num_key_value_heads": 4}
@@ -102,37 +110,95 @@ _ASSISTANT = {
     "hidden_size_per_layer_input": 0,
     "vocab_size_per_layer_input": 0,
 }
+# fields of published configs that their classes lack
+_PUBLISHED = dict.fromkeys(
+    ("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"),
+    ("vision_start_token_id", "audio_token_id"),
+)
+_TEXT_MROPE = {"text_config": {"rope_parameters": _MROPE}}
 _HALF = ["linear_attention", "full_attention"] * 2
 SPECIAL: Mapping[str, Mapping[str, Any]] = {
     "axk1": _FEW_KV,
     "axk2": _FEW_KV,
     "bamba": {"attn_layer_indices": [1, 3]},
+    "chameleon": {"vocabulary_map": {"<image>": 5}, "base_channels": 32},
+    "cohere_compass": {"text_config": {"rope_parameters": _MROPES}},
+    "cosmos3_edge": _TEXT_MROPE,
     "cohere_compass_text": {"rope_parameters": _MROPES},
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2},
     },
+    "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense", "sparse"] * 2}},
     "deepseek_v2": _FEW_KV,
     "deepseek_v3": _FEW_KV,
     "deepseek_v32": _FEW_KV,
     "dots3_note": _FEW_KV,
     "dots3_note_text": _FEW_KV,
+    "ernie4_5_vl_moe": {
+        "text_config": {
+            "moe_intermediate_size": [16, 8],
+            "rope_parameters": {**_ROPE, "mrope_section": [1, 1, 2]},
+        }
+    },
+    "florence2": {
+        "vision_config": {"patch_size": (7, 3, 3, 3), "num_heads": (2,) * 4, "embed_dim": (32,) * 4}
+        | {"num_groups": (2,) * 4}
+    },
     "falcon_h1": {"mamba_d_ssm": 64},
     "gemma4_assistant": _ASSISTANT,
     "gemma4_unified_assistant": _ASSISTANT,
+    "glm46v": _TEXT_MROPE,
     "glm4_moe_lite": _FEW_KV,
+    "glm4v": _TEXT_MROPE,
+    "glm4v_moe": {"text_config": {"rope_parameters": {**_MROPE, "mrope_section": [1, 1, 0]}}},
+    "glm5_next": {
+        **_FEW_KV,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 0,
+        "index_topk": 16,
+        "index_kpool": 4,
+        "index_head_dim": 16,
+        "index_n_heads": 2,
+        "hc_mult": 2,
+    },
     "glm_moe_dsa": _FEW_KV,
+    "glm_ocr": _TEXT_MROPE,
+    "glmga": _TEXT_MROPE,
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 8},
+    "granite4_vision": {
+        "deepstack_layer_map": [[0, 0], [1, 1]],
+        "downsample_rate": "1/2",
+        "vision_config": {"image_size": 32, "hidden_size": 64},
+    },
     "granitemoehybrid": {"layer_types": _HALF},
+    "hunyuan_vl": {"text_config": {"rope_parameters": _MROPE}},
+    "inkling_mm_model": {"vision_config": {"patch_size": 2}},
+    "janus": {"base_channels": 32, "num_embeddings": 64, "image_token_embed_dim": 32},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8},
     "longcat_flash": {"num_layers": 4, "head_dim": 4, **_FEW_KV},
+    "kimi_k25": _FEW_KV,
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1},
     "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 2},
     "minicpm3": _FEW_KV,
+    "mistral4": _FEW_KV,
+    "mistral_large4": _FEW_KV,
+    "molmo2": {"image_size": [16, 16], "vision_feature_layer": [0, 1]},
+    "muse_spark": {"audio_config": {"num_hidden_layers": 4, "hidden_sizes": (8, 8, 8, 8)}},
     "minimax": {"layer_types": _HALF},
     "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 8},
+    "nemotron_h_omni": {
+        **{"video_temporal_patch_size": 2, "audio_config": None, "mamba_num_heads": 8},
+        **{"mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 8},
+    },
+    "paddleocr_vl": _TEXT_MROPE,
     "phi4_multimodal": {"num_attention_heads": 4},
+    "qwen2_5_omni_thinker": _TEXT_MROPE,
+    "qwen2_5_vl": _TEXT_MROPE,
+    "qwen2_vl": {**_TEXT_MROPE, "vision_config": {"embed_dim": 32, "hidden_size": 32}},
+    "qwen3_vl": _TEXT_MROPE,
+    "qwen3_vl_moe": _TEXT_MROPE,
     "qwen4_exp": {
         "indexer_n_heads": 2,
         "indexer_kv_heads": 1,
@@ -175,7 +241,7 @@ def tiny_config(model_type: str) -> PreTrainedConfig:
     """
     special = SPECIAL.get(model_type, SPECIAL.get(model_type.removesuffix("_text"), {}))
     config_class = CONFIG_MAPPING[_built_as(model_type)]
-    model_class = _causal_class(_built_as(model_type))
+    model_class = class_of(_built_as(model_type))
     if not issubclass(config_class, model_class.config_class):
         config_class = model_class.config_class
     return small(config_class, special)
@@ -186,15 +252,19 @@ def small(config_class: type[PreTrainedConfig], special: Mapping[str, Any]) -> P
     defaults = {field.name: field.default for field in dataclasses.fields(config_class)}
     names = set(defaults)
     values: dict[str, Any] = {
-        name: 0 if type(defaults[name]) is int else 0.0 for name in names if _is_dropout(name)
+        name: {int: 0, bool: False}.get(type(defaults[name]), 0.0)
+        for name in names
+        if _is_dropout(name)
     }
     for name, value in {**GENERIC, **special}.items():
         own_name = config_class.attribute_map.get(name, name)
         if own_name in names:
             values[own_name] = value
-    for name in names & set(_sub_configs(config_class)):
-        if name not in values:
-            values[name] = small(_sub_configs(config_class)[name], special)
+    for name, part in _sub_configs(config_class).items():
+        own = special.get(name, {})
+        if name in names and (name not in values or name in _PARTS) and own is not None:
+            few = _FEW_LAYERS if name in _TOWERS else {}
+            values[name] = small(part, {**few, **special, **own})
     return config_class(**values)
 
 
@@ -226,8 +296,11 @@ def _built_as(model_type: str) -> str:
     return f"{model_type}_text" if model_type in _TEXT_ONLY else model_type
 
 
-def _causal_class(model_type: str) -> Any:
-    return MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[model_type]]
+def class_of(model_type: str) -> Any:
+    """Return transformers' causal class of a type, or else its class for images and text."""
+    kind = CONFIG_MAPPING[model_type]
+    known: Any = MODEL_FOR_CAUSAL_LM_MAPPING
+    return known[kind] if kind in known else MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[kind]
 
 
 def tiny_model(model_type: str, *, seed: int = 0, **changes: Any) -> PreTrainedModel:
@@ -236,13 +309,15 @@ def tiny_model(model_type: str, *, seed: int = 0, **changes: Any) -> PreTrainedM
     Weights are moved from their initial values, for a gate that starts at zero would hide errors.
     """
     config: Any = tiny_config(model_type)
+    for name in _PUBLISHED.get(model_type, ()):
+        setattr(config, name, 3)
     if model_type.endswith("_assistant"):  # as published it cannot be built: all layers share
         config.text_config.num_kv_shared_layers = 0
     for name, value in changes.items():
         setattr(config, name, value)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model: PreTrainedModel = _causal_class(_built_as(model_type))._from_config(config)
+        model: PreTrainedModel = class_of(_built_as(model_type))._from_config(config)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter), alpha=0.05)

@@ -172,7 +172,7 @@ _STORES, _READS = "store_full_length_kv", "is_kv_shared_layer"
 
 
 def require_language_model(model: nn.Module) -> None:
-    """Check that this is a transformers model with a decoder.
+    """Check that this is a transformers model whose layers are those of its decoder.
 
     Raises:
         UnsupportedModelError: It is another module.
@@ -183,6 +183,12 @@ def require_language_model(model: nn.Module) -> None:
             limit="its config and its decoder are what the layers are found by",
             hint="attach the whole model, e.g. `AutoModelForCausalLM.from_pretrained(...)`, or the"
             " peft model around it",
+        )
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is an encoder with a decoder",
+            limit="the tokens that are learned pass through all layers of one stack",
+            hint=RESIDENT_HINT,
         )
 
 

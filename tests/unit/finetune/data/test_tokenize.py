@@ -38,7 +38,16 @@ from finetune.data.tokenize import (
 from finetune.data.turns import Message
 from finetune.errors import DataError, ModelError
 from finetune.recipe.sections import DataSection
-from tests.chat_templates import CHATML, GPT_OSS, OFF_BY_DEFAULT, QWEN3, R1, SPECIAL, TEMPLATES
+from tests.chat_templates import (
+    CHATML,
+    GPT_OSS,
+    OFF_BY_DEFAULT,
+    PARTS,
+    QWEN3,
+    R1,
+    SPECIAL,
+    TEMPLATES,
+)
 from tests.conversations import read_conversations, talk, tokenised
 from tests.doubles import CHAT_TEMPLATE, thinking_tokenizer, tiny_tokenizer
 
@@ -266,6 +275,37 @@ def test_a_template_that_hides_what_is_learned_is_refused(template: str, problem
     answer = "1" if "unlike" in problem else "one"
     with pytest.raises(DataError, match=rf"template .*{problem}.*\(rows\.jsonl:9\)"):
         encoded(talk("a", answer, source="rows.jsonl:9"), tiny_tokenizer(chat_template=template))
+
+
+# Parts of users, as in `PARTS`; the words of others are texts.
+MIXED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'user' %}"
+    "{% for part in m.content %}{{ part.text }}{% endfor %}{% else %}{{ m.content + '' }}"
+    "{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("template", [PARTS, MIXED])
+@pytest.mark.parametrize("system", [None, "be brief"])
+def test_a_template_that_loops_over_parts_writes_what_one_for_texts_does(
+    template: str, system: str | None
+) -> None:
+    messages = [Message(role="system", content=system)] if system else []
+    messages += [Message(role="user", content="ab"), Message(role="assistant", content="cd")]
+    row = Conversation(messages=tuple(messages), source="rows.jsonl:1")
+    found, expected = (
+        encode(row, tiny_tokenizer(chat_template=one), seq_len=100, loss_on="assistant")
+        for one in (template, CHATML)
+    )
+    assert found.input_ids.tolist() == expected.input_ids.tolist()
+    assert found.labels.tolist() == expected.labels.tolist()
+
+
+def test_a_template_that_writes_nothing_of_a_question_is_refused() -> None:
+    template = "{% for m in messages %}<|im_start|>{{ m.role }}<|im_end|>{% endfor %}"
+    with pytest.raises(DataError, match=r"writes nothing of what a user says \(rows\.jsonl:9\)"):
+        encoded(talk("a", "b", source="rows.jsonl:9"), tiny_tokenizer(chat_template=template))
 
 
 def test_a_long_row_is_cut_at_the_right() -> None:
@@ -768,7 +808,11 @@ def rendered(template: str, limits: Limits) -> str:
         (LOOPS, Limits(cpu_s=0.1), r"computes for more than 0\.1 s for one row"),
         (GROWS, Limits(memory_bytes=2**26), r"takes more than 67108864 bytes for one row"),
         ("{{ 'ab' * 10**12 }}", Limits(memory_bytes=2**26), r"takes more than 67108864 .*"),
-        ("{{ 'ab' * 60 }}", Limits(num_chars=100), r"writes 120 characters for one row"),
+        (
+            "{{ messages[0].content + 'ab' * 60 }}",
+            Limits(num_chars=100),
+            r"writes 12\d characters for one row",
+        ),
     ],
 )
 def test_a_template_without_end_is_stopped_and_names_its_row(

@@ -1,0 +1,93 @@
+"""A model for images and text, as published: planned, trained on text, merged, loaded again."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
+
+from tests.chat_templates import PARTS
+from tests.doubles import tiny_tokenizer
+from tests.e2e.conftest import RecipeWriter
+from tests.e2e.runs import adapter, losses, run
+from tests.parity.tiny_models import SPECIAL, small
+from tests.tiers import mostly_slow
+
+TYPES = (
+    "glm4v",
+    "glm5_next",
+    "idefics3",  # its decoder is called `text_model`
+    "internvl",  # its root says tied, its text config not
+    "kimi_k25",
+    "lfm2_vl",
+    "minimax_m3_vl",
+    "mistral3",
+    "mistral4",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+    "step3p7",
+)
+
+
+def publish(model_type: str, folder: Path) -> None:
+    """Write a random model by transformers, and a tokenizer whose template loops over parts."""
+    tokenizer = tiny_tokenizer(chat_template=PARTS)
+    special = {**SPECIAL.get(model_type, {}), "vocab_size": len(tokenizer)}
+    special["max_position_embeddings"] = 128
+    torch.manual_seed(0)
+    config = small(CONFIG_MAPPING[model_type], special)
+    AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model.eval()(input_ids=ids).logits
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("model_type", mostly_slow(TYPES, "mistral3"))
+def test_its_text_is_trained_and_its_towers_stay_as_published(
+    model_type: str,
+    tmp_path: Path,
+    write_recipe: RecipeWriter,
+    machine_file: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    base, merged = tmp_path / "base", tmp_path / "merged"
+    publish(model_type, base)
+    recipe = write_recipe(
+        model={"path": str(base), "dtype": "float32"},
+        adapter={"rank": 4, "alpha": 8, "targets": "all-linear", "experts": False},
+        train={"steps": 5},
+        output={"checkpoint_every": 5},
+        report={"samples": 1, "log_to": []},
+    )
+    assert run("plan", recipe, "--machine", machine_file) == 0
+    assert "it fits" in capsys.readouterr().out
+    assert run("finetune", recipe, "--machine", machine_file) == 0
+    assert run("merge", tmp_path / "run", "--out", merged) == 0
+
+    shown = losses(tmp_path / "run")
+    assert shown[-1] < shown[0]
+    names = adapter(tmp_path / "run")
+    assert not any(re.search("vision|visual|tower|projector", name) for name in names)
+
+    published, written = (load_file(folder / "model.safetensors") for folder in (base, merged))
+    assert written.keys() == published.keys()
+    changed = {name for name in published if not torch.equal(published[name], written[name])}
+    assert all(re.search(r"\.(layers|blocks)\.\d+\.", name) for name in changed)
+    assert not any(re.search("vision|visual|tower|projector", name) for name in changed)
+
+    ids = torch.randint(5, 100, (2, 12), generator=torch.Generator().manual_seed(1))
+    plain, again = (AutoModelForImageTextToText.from_pretrained(f) for f in (base, merged))
+    before = logits(plain, ids)
+    expected = logits(PeftModel.from_pretrained(plain, tmp_path / "run" / "adapter"), ids)
+    assert (expected - before).abs().max() > 1e-3
+    torch.testing.assert_close(logits(again, ids), expected, rtol=0, atol=2e-5)
