@@ -143,6 +143,6 @@ def reading_config(source: str) -> AbstractContextManager[None]:
     return read_by_library(
         f"transformers builds no model from the config.json of {source}",
         error=ModelError,
-        limit="it must be of a causal language model that transformers can build",
-        hint="correct config.json, download it again, or `pip install -U transformers`",
+        limit="it must be of a language model that transformers can build",
+        hint="correct config.json, install what is missing, or `pip install -U transformers`",
     )

@@ -133,7 +133,7 @@ def _named_errors(path: str) -> Iterator[None]:
             ) from error
         raise ModelError(
             f"model.path: {path} cannot be loaded: {str(error).splitlines()[0]}",
-            limit="it must hold config.json and safetensors weights of a causal language model",
+            limit="it must hold config.json and safetensors weights of a language model",
             hint="check `model.path`; if a download was interrupted, download the model again",
         ) from error
 

@@ -1,5 +1,7 @@
 """The tokenizer of a model."""
 
+import contextlib
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,9 +58,22 @@ def load_tokenizer(source: str | None) -> "PreTrainedTokenizerBase":
             source,
             trust_remote_code=False,  # unasked, it would ask on the terminal
         )
+        if tokenizer.chat_template is None:
+            tokenizer.chat_template = _processor_template(source)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def _processor_template(source: str) -> str | None:
+    """Return the template that older repositories of models for images keep for the processor."""
+    from transformers.utils.hub import cached_file as find_file
+
+    with contextlib.suppress(OSError):
+        file = find_file(source, "chat_template.json")
+        template: str = json.loads(Path(str(file)).read_bytes())["chat_template"]
+        return template
+    return None
 
 
 Choose = Callable[[Sequence[int], torch.Tensor], list[int]]

@@ -109,8 +109,10 @@ def gradients(model: nn.Module) -> Gradients:
 def streamed(
     model: nn.Module, batches: Sequence[Batch], *, num_slots: int, device: str = "cpu"
 ) -> tuple[float, Gradients]:
-    """Return loss and gradients of one step of the engine."""
+    """Return loss and gradients of one step of the engine, towers left out as a run leaves them."""
     model = copy.deepcopy(model)
+    for tower in LayeredModel(model).towers:
+        tower.to("meta")
     engine = offload.attach(model, num_slots=num_slots, device=device, head_chunk_tokens=7)
     try:
         loss = engine.forward_backward(batches, dropout_seed=0).loss

@@ -772,18 +772,24 @@ class LayeredModel:
     def replaced(self, stand_ins: Sequence[nn.Module]) -> Iterator[None]:
         """Replace the layers by stand-ins, with collection of layer outputs disabled.
 
-        Outputs are named meanwhile (`return_dict`), whatever the config says.
+        Outputs are named meanwhile (`return_dict`), whatever the config says. Towers, which may be
+        without values, have no parameters: some models move text to the device of their first one.
         """
         configs = (self.model.config, self.model.config.get_text_config())
         flags = [(c, name, True) for c in configs for name in COLLECTED if getattr(c, name, False)]
         flags += [(c, "return_dict", False) for c in configs if not c.return_dict]
+        towers = [(m, m._parameters) for tower in self.towers for m in tower.modules()]
         setattr(self._owner, self._name, nn.ModuleList(stand_ins))
         try:
             for config, name, is_on in flags:
                 setattr(config, name, not is_on)
+            for module, _ in towers:
+                module._parameters = {}
             with uncompiled(), self.rotary.alone():
                 yield
         finally:
+            for module, parameters in towers:
+                module._parameters = parameters
             setattr(self._owner, self._name, self.layers)
             for config, name, is_on in flags:
                 setattr(config, name, is_on)

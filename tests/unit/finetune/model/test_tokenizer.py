@@ -1,5 +1,6 @@
 """Tokenizers, and tokens that are drawn from logits."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import offload
 from finetune.errors import ConfigError, ModelError
 from finetune.model.tokenizer import Sampling, chosen_by, load_tokenizer, most_probable
 from finetune.training.generate import generate
+from tests.chat_templates import CHATML, PARTS
+from tests.doubles import tiny_tokenizer
 from tests.parity.steps import tiny
 
 
@@ -21,6 +24,15 @@ def test_a_tokenizer_is_asked_for_where_none_is_known() -> None:
 def test_a_folder_without_a_tokenizer_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no tokenizer in"):
         load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize("own", [None, CHATML])
+def test_the_template_of_a_processor_is_taken_where_the_tokenizer_has_none(
+    own: str | None, tmp_path: Path
+) -> None:
+    tiny_tokenizer(chat_template=own).save_pretrained(tmp_path)
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": PARTS}))
+    assert load_tokenizer(str(tmp_path)).chat_template == (own or PARTS)
 
 
 # ----------------------------------------------------------------------------------------- sampling
