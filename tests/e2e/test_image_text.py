@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
-from safetensors.torch import load_file
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
+from finetune.export.merge import merge
 from tests.chat_templates import PARTS
 from tests.doubles import tiny_tokenizer
 from tests.e2e.conftest import RecipeWriter
@@ -92,3 +93,30 @@ def test_its_text_is_trained_and_its_towers_stay_as_published(
     expected = logits(PeftModel.from_pretrained(plain, tmp_path / "run" / "adapter"), ids)
     assert (expected - before).abs().max() > 1e-3
     torch.testing.assert_close(logits(again, ids), expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.thorough
+@pytest.mark.parametrize("whole", ["lm_head", "embed_tokens"])
+def test_a_head_of_its_own_is_merged_though_the_config_says_tied(
+    whole: str, tmp_path: Path
+) -> None:
+    base = tmp_path / "base"
+    publish("mistral3", base)
+    file = base / "model.safetensors"
+    tensors = load_file(file)
+    embedding = tensors["language_model.model.embed_tokens.weight"]
+    tensors["language_model.lm_head.weight"] = embedding + torch.randn_like(embedding)
+    save_file(tensors, file, metadata={"format": "pt"})
+    plain: Any = AutoModelForImageTextToText.from_pretrained(base)
+    assert plain.config.tie_word_embeddings
+    config = LoraConfig(r=2, target_modules=r".*language_model.*q_proj", modules_to_save=[whole])
+    adapted = get_peft_model(plain, config)
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.1)
+    adapted.save_pretrained(tmp_path / "adapter")
+    merge(base, tmp_path / "adapter", tmp_path / "merged")
+    again = AutoModelForImageTextToText.from_pretrained(tmp_path / "merged")
+    ids = torch.arange(5, 20).view(1, -1)
+    torch.testing.assert_close(logits(again, ids), logits(adapted, ids), rtol=0, atol=2e-5)
