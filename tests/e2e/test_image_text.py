@@ -115,7 +115,7 @@ def test_a_head_of_its_own_is_merged_though_the_config_says_tied(
     for parameter in adapted.parameters():
         if parameter.requires_grad:
             torch.nn.init.normal_(parameter, std=0.1)
-    adapted.save_pretrained(tmp_path / "adapter")
+    adapted.save_pretrained(str(tmp_path / "adapter"))
     merge(base, tmp_path / "adapter", tmp_path / "merged")
     again = AutoModelForImageTextToText.from_pretrained(tmp_path / "merged")
     ids = torch.arange(5, 20).view(1, -1)
