@@ -187,11 +187,15 @@ def model_class(config: PreTrainedConfig, *, source: str) -> Any:
         if type(config) in known:
             return kind
     found = next((what for known, what in _OTHER_KINDS if type(config) in known), None)
+    text = config.get_text_config(decoder=True)
+    hint = "a model of such a class, such as `Qwen/Qwen3-8B`"
+    if text is not config and type(text) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        hint = f"its text model alone (`model_type: {text.model_type}`), if it is published"
     raise ModelError(
         f"{source} is {found or 'no language model'}: {type(config).__name__}",
         limit="a causal language model is trained, or a model for images and text, as transformers"
         " lists them (AutoModelForCausalLM, AutoModelForImageTextToText)",
-        hint="a model of such a class, such as `Qwen/Qwen3-8B`",
+        hint=hint,
     )
 
 

@@ -117,7 +117,10 @@ REFUSED = {
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "model_type",
-    mostly_slow(sorted(REFUSED), "bart", "blt", "git", "hy_v4", "pix2struct", "kosmos-2.5", "xmod"),
+    mostly_slow(
+        sorted(REFUSED),
+        *("bart", "blt", "git", "hy_v4", "inkling2_text", "kosmos-2.5", "pix2struct", "xmod"),
+    ),
 )
 def test_a_plan_refuses_a_type_in_the_words_of_a_run(model_type: str) -> None:
     with pytest.raises(UnsupportedModelError) as caught:
@@ -252,6 +255,7 @@ def config_file(folder: Path, name: str, **changes: Any) -> Path:
     ("model_type", "what"),
     [
         ("pix2struct", "Pix2StructForConditionalGeneration is an encoder with a decoder"),
+        ("voxtral", r"(?s)a voxtral model is .*its text model alone \(`model_type: llama`\)"),
         ("t5", "a t5 model is an encoder with a decoder: T5Config"),
         ("vit", "a vit model is no language model: ViTConfig"),
         ("roformer", None),
