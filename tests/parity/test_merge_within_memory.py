@@ -16,7 +16,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from finetune.adapter.lora import expert_parameters
-from finetune.export.merge import BaseWeights
+from finetune.model.base_weights import BaseWeights
 
 pytestmark = [pytest.mark.slow, pytest.mark.disk, pytest.mark.timeout(280)]
 

@@ -20,7 +20,6 @@ from safetensors.torch import load_file, save_file
 from finetune.adapter.lora import load_adapter
 from finetune.errors import CheckpointError, ModelError
 from finetune.export.adapter_delta import Changes
-from finetune.export.merge import BaseWeights
 from finetune.files.atomic import JsonFile
 from finetune.files.manifest import (
     MANIFEST,
@@ -34,6 +33,7 @@ from finetune.files.manifest import (
 )
 from finetune.files.shards import INDEX, weight_files
 from finetune.files.tensors import open_tensors, read_header
+from finetune.model.base_weights import BaseWeights
 from finetune.model.checkpoint import _weight_files
 from finetune.run.adapter_folder import require_adapter_files
 from finetune.run.run_dir import RunDir

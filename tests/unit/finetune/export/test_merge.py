@@ -23,13 +23,14 @@ from transformers import (
 from transformers.core_model_loading import revert_weight_conversion
 
 from finetune.errors import CheckpointError, MergeError, ModelError
-from finetune.export import adapter_delta
 from finetune.export import merge as merge_module
 from finetune.export.adapter_delta import Changes
-from finetune.export.merge import BaseWeights, merge
-from finetune.export.safetensors_writer import new_shards
+from finetune.export.merge import merge
+from finetune.files.shard_writer import new_shards
 from finetune.files.shards import INDEX
 from finetune.files.tensors import Spec
+from finetune.model import renaming
+from finetune.model.base_weights import BaseWeights
 from finetune.model.checkpoint import load_published
 from finetune.model.empty import empty_published
 from tests.checkpoints import Pack, pack_bnb_4bit, pack_fp8, pack_mxfp4, write_checkpoint
@@ -411,7 +412,7 @@ def test_a_rule_that_cannot_be_turned_round_is_refused(
 
     base = publish(MODELS["mixtral"](), tmp_path / "base", torch.bfloat16)
     adapter = train(base, tmp_path / "adapter")
-    monkeypatch.setattr(adapter_delta, "revert_weight_conversion", revert)
+    monkeypatch.setattr(renaming, "revert_weight_conversion", revert)
     with pytest.raises(ModelError, match=r"rule for .*experts\..* cannot be turned round: "):
         merge(base, adapter, tmp_path / "out")
     assert sorted(file.name for file in tmp_path.iterdir()) == ["adapter", "base"]
