@@ -462,16 +462,15 @@ def adapter(
                 limit="an adapter is written for vllm; peft reads RUN_DIR/adapter as it is",
                 hint="`--format vllm`",
             )
+        from finetune.export.merge import base_and_tokenizer
         from finetune.export.vllm import write_vllm_adapter
-        from finetune.model.config import read_config
         from finetune.run.run_dir import RunDir
 
         run = RunDir(run_dir)
         for note in run.require_adapter():
             warn(note)
-        model = run.recipe().model
-        config = read_config(model)
-        readers = write_vllm_adapter(run.adapter, out, model_config=config)
+        base, _ = base_and_tokenizer(run_dir)
+        readers = write_vllm_adapter(run.adapter, out, base=base)
         print_text("\n".join([f"{out}", *readers]))
 
 

@@ -1,19 +1,26 @@
-"""An adapter as vLLM reads it: plain LoRA on every expert's matrices, named as they are published.
+"""An adapter as vLLM reads it: plain LoRA on matrices named as the checkpoint names its weights.
 
-peft keeps one A and one B for all experts of a fused weight. vLLM silently skips these
-(vllm-project/vllm#41384), except in families whose experts it also holds fused: of those here,
-gpt_oss. For the others each expert's share is written under the name that its matrix has in the
-published weights: `...mlp.experts.3.gate_proj`. The gate and up halves of a fused weight share an
-A, so it is written for both. vLLM 0.33 can be configured to read peft's form of experts, by a flag
-and a keyword for each adapter; llama.cpp's adapter converter reads only the form of this module.
+vLLM serves the class that a checkpoint's config names, and maps an adapter's names as it maps those
+of the weights. Of a checkpoint for images and text whose text alone was trained, peft's names are
+those of the text class (`model.layers...`), and vLLM silently ignores them
+(vllm-project/vllm#34186, #48019). So each matrix is named after the published tensor that it
+changes, by transformers' own rules for loading them, read backwards.
+
+peft keeps one A and one B for all experts of a fused weight. vLLM silently skips these (#41384),
+except in the families of `FUSED`, whose experts it also holds fused. For the others each
+expert's share is written under the name of its published matrix: `...mlp.experts.3.gate_proj`.
+Published matrices that are rows of one fused weight share an A, so it is written for each. vLLM
+0.33 can be configured to read peft's form of experts, by a flag and a keyword for each adapter;
+llama.cpp's adapter converter reads only the form of this module.
 
 In vLLM the scale is one number for the whole adapter, alpha / r of its config. Where ranks or
 alphas differ, each B is multiplied by its own scale, and the config's scale is 1.
 
-Source: vLLM's vllm/lora/lora_model.py (`check_unexpected_modules`), lora/utils.py
-(`process_packed_modules_mapping`), lora/model_manager.py (`_stack_moe_lora_weights`),
-lora/lora_weights.py (`pack_moe`) and lora/peft_helper.py, read in 2026; peft 0.21's
-`ParamWrapper.get_delta_weight` for the layout of A and B.
+Source: vLLM's vllm/lora/lora_model.py (`check_unexpected_modules`, at 0306474e), lora/utils.py
+(`parse_fine_tuned_lora_name`, `process_packed_modules_mapping`), lora/model_manager.py
+(`_stack_moe_lora_weights`), lora/lora_weights.py (`pack_moe`) and lora/peft_helper.py, read in
+2026; `is_3d_moe_weight` of its classes for `FUSED`; peft 0.21's `ParamWrapper.get_delta_weight` for
+the layout of A and B.
 """
 
 import json
@@ -21,9 +28,9 @@ import math
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -31,6 +38,10 @@ from safetensors.torch import load_file, save_file
 from finetune.data.chat_template import GENERATION_CONFIG, template_kwargs_in, vllm_flag
 from finetune.errors import CheckpointError, ConfigError
 from finetune.files.atomic import becoming, flush, require_free
+from finetune.files.tensors import Spec
+from finetune.model.base_weights import BaseWeights
+from finetune.model.empty import empty_published
+from finetune.model.renaming import Renaming
 from finetune.run.adapter_folder import (
     CONFIG_FILE,
     WEIGHTS_FILE,
@@ -39,60 +50,46 @@ from finetune.run.adapter_folder import (
     require_adapter_files,
 )
 
-_PREFIX = "base_model.model."
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_PREFIX, _WRAPPED = "base_model.model.", ".base_layer"
+_MERGE = "`sluice merge RUN_DIR --out DIR` gives a whole model, which it serves"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Published:
-    """The names of a family's experts in its published weights: their block and matrices."""
-
-    block: str
-    gate: str
-    up: str
-    down: str
-
-
-_PLAIN = _Published(block="mlp", gate="gate_proj", up="up_proj", down="down_proj")
-PER_EXPERT: Mapping[str, _Published] = {
-    "deepseek_v3": _PLAIN,
-    "glm4_moe": _PLAIN,
-    "mixtral": _Published(block="block_sparse_moe", gate="w1", up="w3", down="w2"),
-    "olmoe": _PLAIN,
-    "qwen2_moe": _PLAIN,
-    "qwen3_moe": _PLAIN,
-}
-FUSED = ("gpt_oss",)
+FUSED = ("gpt_oss", "qwen3_5_moe_text", "qwen3_vl_moe_text")
+"""The types of text models whose experts vLLM holds, and reads adapters on, in one tensor."""
+_OF_ROWS = {"MergeModulelist", "Concatenate"}
+"""transformers' operations that stack rows and leave each row as it is."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Lora:
-    """The A (r, in) and B (out, r) of one matrix, or of all experts side by side."""
+    """What changes one parameter: a matrix, or those of all experts."""
 
-    a: torch.Tensor
-    b: torch.Tensor
+    a: torch.Tensor  # (r, in), or of experts (E, r, in)
+    b: torch.Tensor  # (out, r), or of experts (E, out, r)
     scale: float
-    num_experts: int = 1
+    wrapper: str  # what peft's name of the matrix adds to the module's
 
     @property
     def rank(self) -> int:
-        return self.a.shape[0] // self.num_experts
+        return self.a.shape[-2]
 
-    def of_expert(self, expert: int, rows: slice) -> "_Lora":
-        """Return one expert's share, for some of the rows of its matrix."""
-        a = self.a.reshape(self.num_experts, self.rank, -1)[expert].clone()
-        b = self.b.reshape(-1, self.rank, self.num_experts)[rows, :, expert]
-        return _Lora(a=a, b=b, scale=self.scale)
+    def as_saved(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return A and B as peft saves them: A (E x r, in) and B (out, r x E) of experts."""
+        if self.a.ndim == 2:
+            return self.a, self.b
+        return self.a.flatten(0, 1), self.b.permute(1, 2, 0).flatten(1)
 
 
-def write_vllm_adapter(
-    adapter: Path, out: Path, *, model_config: Mapping[str, Any]
-) -> tuple[str, ...]:
+def write_vllm_adapter(adapter: Path, out: Path, *, base: Path) -> tuple[str, ...]:
     """Write an adapter of peft's in the layout that vLLM reads.
 
     Args:
         adapter: Folder of the adapter.
         out: Folder to write, which must be new; it appears when it is whole.
-        model_config: The base model's config.
+        base: Folder of the model that it is of: config.json and safetensors.
 
     Returns:
         What reads it, and what reads the adapter in peft's own form, in a line each.
@@ -101,19 +98,23 @@ def write_vllm_adapter(
         CheckpointError: The adapter is damaged or not of this model.
         ConfigError: vLLM reads no such adapter.
         MergeError: `out` is there.
+        ModelError: The base is not complete.
     """
     require_free(out)
     require_adapter_files(adapter)
     refuse_classifier(adapter, "exported for vLLM")
     config = read_adapter_config(adapter)
     _require_readable(config)
-    loras = dict(_published(_read(adapter, config, model_config), model_config))
+    model = empty_published(str(base), torch.float32).model
+    specs = BaseWeights(base).specs
+    loras = dict(_published(_read(adapter, config, model), model, specs))
     ranks, scales = {x.rank for x in loras.values()}, {x.scale for x in loras.values()}
     is_even = len(ranks) == len(scales) == 1
     tensors = {}
     for name, lora in loras.items():
-        b = lora.b if is_even else lora.b * lora.scale
-        tensors[f"{_PREFIX}{name}.lora_A.weight"] = lora.a.contiguous()
+        a, b = lora.as_saved()
+        b = b if is_even else b * lora.scale
+        tensors[f"{_PREFIX}{name}.lora_A.weight"] = a.clone()  # two matrices may share one
         tensors[f"{_PREFIX}{name}.lora_B.weight"] = b.contiguous()
     scale = scales.pop() if is_even else 1.0
     config |= {
@@ -123,7 +124,7 @@ def write_vllm_adapter(
         "rank_pattern": {},
         "alpha_pattern": {},
         "target_parameters": None,
-        "target_modules": sorted({_module(name).rsplit(".", 1)[-1] for name in loras}),
+        "target_modules": sorted({n.replace(_WRAPPED, "").rpartition(".")[2] for n in loras}),
     }
     with becoming(out) as folder:
         save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
@@ -171,22 +172,20 @@ def _require_readable(config: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"the adapter is of type {config['peft_type']}",
             limit="vLLM reads plain LoRA only",
-            hint="`sluice merge RUN_DIR --out DIR` gives a whole model, which it serves",
+            hint=_MERGE,
         )
     for setting, what in (("use_dora", "DoRA"), ("modules_to_save", "modules trained whole")):
         if config.get(setting):
             raise ConfigError(
                 f"the adapter has {what}: {json.dumps(config[setting])}",
                 limit="vLLM reads plain LoRA only",
-                hint="`sluice merge RUN_DIR --out DIR` gives a whole model, which it serves",
+                hint=_MERGE,
             )
 
 
-def _read(
-    adapter: Path, config: Mapping[str, Any], model_config: Mapping[str, Any]
-) -> dict[str, _Lora]:
-    """Return an adapter's matrices by peft's name; those of experts hold all of them."""
-    tensors = load_file(adapter / WEIGHTS_FILE)
+def _read(adapter: Path, config: Mapping[str, Any], model: "PreTrainedModel") -> dict[str, _Lora]:
+    """Return an adapter's matrices by the name of the parameter that they change."""
+    tensors, state = load_file(adapter / WEIGHTS_FILE), model.state_dict()
     names = sorted(
         key.removeprefix(_PREFIX).removesuffix(".lora_A.weight")
         for key in tensors
@@ -195,62 +194,68 @@ def _read(
     loras = {}
     for name in names:
         a = tensors.pop(f"{_PREFIX}{name}.lora_A.weight")
-        b = tensors.pop(f"{_PREFIX}{name}.lora_B.weight", None)
-        if b is None or a.ndim != 2 or b.ndim != 2:
-            raise _not_of_this_model(name, model_config)
-        is_expert = _module(name).endswith(".experts")
-        num_experts = _num_experts(model_config) if is_expert else 1
-        if a.shape[0] % num_experts or a.shape[0] != b.shape[1]:
-            raise _not_of_this_model(name, model_config)
-        part = "down_proj" if name == _module(name) else "gate_up_proj"
-        target = f"{_module(name)}.{part}" if is_expert else name
-        alpha = _alpha(target, config)
+        b = tensors.pop(f"{_PREFIX}{name}.lora_B.weight", torch.empty(0))
+        module = name.replace(_WRAPPED, "")
+        # peft puts the adapter of each further parameter of a module around the one before
+        own = [key for key in state if key.rpartition(".")[0] == module and state[key].ndim == 3]
+        parameter = [*own, f"{module}.weight"][len(own) - 1 - name.count(_WRAPPED) if own else 0]
+        shape = tuple(state[parameter].shape) if parameter in state else ()
+        num_experts = shape[0] if own else 1
         rank = a.shape[0] // num_experts
-        scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-        loras[name] = _Lora(a=a, b=b, scale=scale, num_experts=num_experts)
+        sizes = ((num_experts * rank, a.shape[-1]), (b.shape[0], num_experts * rank))
+        if (tuple(a.shape), tuple(b.shape)) != sizes or sorted(shape[-2:]) != sorted(
+            (a.shape[-1], b.shape[0])
+        ):
+            raise _not_of_this_model(name, shape)
+        if own:
+            a = a.unflatten(0, (num_experts, rank))
+            b = b.unflatten(1, (rank, num_experts)).permute(2, 0, 1)
+        alpha = _alpha(parameter.removesuffix(".weight"), config)
+        loras[parameter] = _Lora(
+            a=a,
+            b=b,
+            scale=alpha / (math.sqrt(rank) if config.get("use_rslora") else rank),
+            wrapper=name.removeprefix(module),
+        )
     if tensors:
         raise ConfigError(
             f"the adapter holds {min(tensors)}, which is no A and no B",
             limit="vLLM reads plain LoRA only",
-            hint="`sluice merge RUN_DIR --out DIR` gives a whole model, which it serves",
+            hint=_MERGE,
         )
     return loras
 
 
 def _published(
-    loras: Mapping[str, _Lora], model_config: Mapping[str, Any]
+    loras: Mapping[str, _Lora], model: "PreTrainedModel", specs: Mapping[str, Spec]
 ) -> Iterator[tuple[str, _Lora]]:
-    """Yield the matrices by published name, experts one by one where vLLM wants them so."""
-    model_type = str(model_config["model_type"])
-    for name, lora in loras.items():
-        module = _module(name)
-        if not module.endswith(".experts") or model_type in FUSED:
-            yield name, lora
+    """Yield the matrices by the names that vLLM maps, experts one by one where it wants them so."""
+    renaming = Renaming(model, specs)
+    groups = {name: group for group in renaming.groups for name in group.parameters}
+    model_type = str(model.config.get_text_config().model_type)
+    for parameter, lora in loras.items():
+        group = groups.get(parameter)
+        if group is None:
+            raise _unread(parameter, model_type, "its tensor is that of another weight")
+        name = group.names[0]
+        if lora.a.ndim == 3 and model_type in FUSED:
+            owner, experts, _ = name.partition(".experts.")
+            yield owner + experts.removesuffix(".") + lora.wrapper, lora
             continue
-        if model_type not in PER_EXPERT:
-            raise ConfigError(
-                f"adapters on the experts of a {model_type} model",
-                limit=f"it is known how vLLM reads those of {', '.join((*PER_EXPERT, *FUSED))}",
-                hint="`sluice merge RUN_DIR --out DIR` gives a whole model, which it serves",
-            )
-        inner, outer = loras.get(f"{module}.base_layer"), loras.get(module)
-        if inner is None or outer is None or inner.b.shape[0] != 2 * outer.a.shape[1]:
-            raise _not_of_this_model(name, model_config)
-        published = PER_EXPERT[model_type]
-        block = module.removesuffix(".mlp.experts") + f".{published.block}.experts"
-        for expert in range(lora.num_experts):
-            width = lora.b.shape[0] // 2
-            if name == module:  # the outer of two wrappers is that of the second weight
-                yield f"{block}.{expert}.{published.down}", lora.of_expert(expert, slice(None))
-            else:
-                yield f"{block}.{expert}.{published.gate}", lora.of_expert(expert, slice(width))
-                rest = slice(width, None)
-                yield f"{block}.{expert}.{published.up}", lora.of_expert(expert, rest)
-
-
-def _module(name: str) -> str:
-    """Return the adapted module: peft puts a second adapter of one module around the first."""
-    return name.removesuffix(".base_layer")
+        if len(group.names) == 1 == len(group.parameters):
+            if lora.a.ndim == 3:
+                raise _unread(parameter, model_type, "its experts are published in one tensor")
+            is_bare = parameter == f"{model.base_model_prefix}.{name}"  # published as a base model
+            yield (parameter if is_bare else name).removesuffix(".weight"), lora
+            continue
+        if not {type(one).__name__ for one in group.converter.operations} <= _OF_ROWS:
+            raise _unread(parameter, model_type, "it is published in another layout")
+        number = {name: n for names in group.published.values() for n, name in enumerate(names)}
+        for name, b in renaming.backward(group, {parameter: lora.b}).items():
+            a = lora.a[number[name]] if lora.a.ndim == 3 else lora.a
+            if (b.shape[0], *a.shape[1:]) != specs[name].shape:
+                raise _unread(parameter, model_type, "it is published in another layout")
+            yield name.removesuffix(".weight"), replace(lora, a=a, b=b)
 
 
 def _alpha(target: str, config: Mapping[str, Any]) -> float:
@@ -261,14 +266,18 @@ def _alpha(target: str, config: Mapping[str, Any]) -> float:
     return float(config["lora_alpha"])
 
 
-def _num_experts(model_config: Mapping[str, Any]) -> int:
-    keys = ("num_experts", "num_local_experts", "n_routed_experts")
-    return next((int(model_config[key]) for key in keys if model_config.get(key)), 1)
-
-
-def _not_of_this_model(name: str, model_config: Mapping[str, Any]) -> CheckpointError:
+def _not_of_this_model(name: str, shape: tuple[int, ...]) -> CheckpointError:
     return CheckpointError(
         f"the adapter's matrices of {name} are not of the sizes that they should have",
-        limit=f"the {model_config['model_type']} model has {_num_experts(model_config)} experts",
+        limit=f"the weight has {shape or 'no place in this model'}",
         hint="give the directory of the run that the adapter is of",
+    )
+
+
+def _unread(parameter: str, model_type: str, why: str) -> ConfigError:
+    return ConfigError(
+        f"the adapter changes {parameter} of a {model_type} model, and {why}",
+        limit="it is known how vLLM reads adapters on published matrices, and on experts in one"
+        f" tensor of {', '.join(FUSED)}",
+        hint=_MERGE,
     )

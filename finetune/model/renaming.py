@@ -20,6 +20,7 @@ from transformers.core_model_loading import (
     MergeModulelist,
     WeightConverter,
     WeightRenaming,
+    apply_renamings,
     dot_natural_key,
     rename_source_key,
     revert_weight_conversion,
@@ -77,6 +78,7 @@ class Renaming:
         self._model = cast("Any", model)
         rules = get_model_conversion_mapping(model)
         renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+        self._renamings = renamings
         converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
         rule_of = {pattern: rule for rule in converters for pattern in rule.source_patterns}
         state = self._state = model.state_dict()
@@ -94,7 +96,6 @@ class Renaming:
             if pattern is not None:
                 rule_for[name] = rule_of[pattern]
             found.setdefault(name, {}).setdefault(pattern or key, []).append(key)
-        self._model._weight_conversions = [rule for rule in rules if rule.was_used()]
         groups = [self._group(name, by, rule_for.get(name), specs) for name, by in found.items()]
         place = {name: number for number, name in enumerate(specs)}
         self.groups = sorted(groups, key=lambda group: min(place[name] for name in group.names))
@@ -117,16 +118,20 @@ class Renaming:
     ) -> dict[str, torch.Tensor]:
         """Return a group's published tensors, given its parameters.
 
+        Only the group's own rule is reversed: reversed renamings may act on names that they did not
+        act on before, as `blocks` -> `layers` of kimi_k25's tower does on its text model.
+
         Raises:
             ModelError: The reversed rule makes other tensors than the published ones.
         """
         if group.converter is None:
             return {group.names[0]: parameters[group.parameters[0]]}
+        self._model._weight_conversions = [group.converter]
         reverted = revert_weight_conversion(self._model, dict(parameters))
         # stacked parts come back numbered from 0, whichever they are
         whole = next(g for g in self.groups if g.parameters == group.parameters)
         numbered = {
-            as_first: name
+            apply_renamings(as_first, self._renamings): name
             for pattern, names in group.published.items()
             for as_first, name in zip(whole.published[pattern], names, strict=False)
         }

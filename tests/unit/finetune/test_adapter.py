@@ -386,9 +386,7 @@ def test_gradients_of_a_streamed_step_are_those_of_transformers_under_the_same_n
 
 DOORS: dict[str, Callable[[Path, Path], object]] = {
     "merge": lambda base, adapter: merge(base, adapter, base.parent / "out"),
-    "vllm": lambda base, adapter: write_vllm_adapter(
-        adapter, base.parent / "out", model_config={"model_type": "qwen3"}
-    ),
+    "vllm": lambda base, adapter: write_vllm_adapter(adapter, base.parent / "out", base=base),
     "score, chat and generate": lambda base, adapter: load_adapter(load(base), adapter),
     "before training": lambda base, adapter: adapter_to_go_on_from(adapter, model=str(base)),
     "init_from": lambda base, adapter: load_into(
