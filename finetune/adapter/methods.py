@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from peft import PeftConfig, get_peft_model
@@ -18,11 +18,15 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from finetune.errors import ConfigError
+from finetune.model.classifier_head import auto_class
 from finetune.recipe.adapters import Adapter, AdapterSection
 from finetune.run.adapter_folder import ROW_TASK, TOKEN_TASK
 from offload.engine.tracing.tracer import LiveBytes, Tracer, fake_copy
 from offload.plan.facts.facts import Line, MethodCounts, PassCounts, PeftMethod
 from offload.plan.facts.optimizer import Shape
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def method_config(
@@ -32,7 +36,7 @@ def method_config(
     excluded: Collection[str],
     modules_to_save: Collection[str],
     model_type: str,
-    task: str,
+    task: str | None,
 ) -> PeftConfig:
     """Return peft's settings of an adapter.
 
@@ -70,11 +74,12 @@ def method_config(
     return config
 
 
-def task_type(model: nn.Module) -> str:
-    """Return peft's name of what a model is for, by the name that transformers gives it."""
-    ends = {"ForSequenceClassification": ROW_TASK, "ForTokenClassification": TOKEN_TASK}
-    name = type(model).__name__
-    return next((task for end, task in ends.items() if name.endswith(end)), "CAUSAL_LM")
+def task_type(model: "PreTrainedModel") -> str | None:
+    """Return peft's name of what a model is for; None if peft has no name for its class.
+
+    Without one, peft saves the class itself as `auto_mapping`, and `AutoPeftModel` loads that.
+    """
+    return _TASKS.get(auto_class(model))
 
 
 def is_adapted(module: nn.Module, adapter: str) -> bool:
@@ -102,6 +107,11 @@ def _evaluated(module: nn.Module, mode: bool = True) -> nn.Module:  # noqa: FBT0
     return nn.Module.train(module, mode=False)
 
 
+_TASKS = {
+    "AutoModelForCausalLM": "CAUSAL_LM",
+    "AutoModelForSequenceClassification": ROW_TASK,
+    "AutoModelForTokenClassification": TOKEN_TASK,
+}
 Size = tuple[str, int, int]
 TOKENS = (256, 512)
 DTYPES = {2: torch.bfloat16, 4: torch.float32}

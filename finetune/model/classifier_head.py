@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
     AutoModelForSequenceClassification,
@@ -99,3 +100,13 @@ def require_classifier(config: PreTrainedConfig, *, of_tokens: bool) -> None:
             limit="a reward model or a classifier is saved in its form, which others load",
             hint="another model",
         )
+
+
+def auto_class(model: PreTrainedModel) -> str:
+    """Return the name of transformers' class that loads a model by the config of its checkpoint."""
+    for end in ("ForSequenceClassification", "ForTokenClassification"):
+        if type(model).__name__.endswith(end):
+            return f"AutoModel{end}"
+    causal: Any = MODEL_FOR_CAUSAL_LM_MAPPING
+    is_causal = causal.get(type(model.config), None) is type(model)
+    return f"AutoModelFor{'CausalLM' if is_causal else 'ImageTextToText'}"

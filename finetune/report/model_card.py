@@ -25,7 +25,13 @@ _PROMPT, _LEFT_OUT = "system", "(left out of this card)"
 
 
 def model_card(
-    recipe: Recipe, run_dir: Path, config: "PretrainedConfig", *, data_hash: str, prompt: str
+    recipe: Recipe,
+    run_dir: Path,
+    config: "PretrainedConfig",
+    *,
+    loader: str,
+    data_hash: str,
+    prompt: str,
 ) -> str:
     """Return a finished run's card, in Markdown with the header that the hub reads.
 
@@ -33,6 +39,7 @@ def model_card(
         recipe: Of the run.
         run_dir: Its directory, with its metrics and its report.
         config: Of the model.
+        loader: Name of transformers' class that loads the model.
         data_hash: Of the training rows, as tokens and labels.
         prompt: What there is to say of the prompts that answers were trained after.
     """
@@ -49,6 +56,10 @@ def model_card(
         header = {"base_model": base, **header}
     sources = ", ".join(source.path for source in public.data.sources)
     (figures,) = tables("", _figures(run_dir))
+    size = f", num_labels={recipe.model.num_outputs}" if recipe.model.num_outputs else ""
+    call = (_MODEL_CALL if recipe.train.is_full else _ADAPTER_CALL).format(
+        loader=loader, base=base, size=size
+    )
     prompted = f"## Prompt\n\n{prompt}\n\n" if prompt else ""
     return f"""---
 {yaml.safe_dump(header, sort_keys=False).strip()}
@@ -58,6 +69,12 @@ def model_card(
 
 {_what(recipe).format(base=f"{base} ({config.model_type})")}
 {"" if is_on_hub else unpublished.format(base=base)}
+## Load
+
+```python
+{call}
+```
+
 {prompted}## Measured
 
 {as_markdown([figures])}
@@ -100,6 +117,16 @@ _PIPELINES = {
     "classes": "text-classification",
     "token_classes": "token-classification",
 }
+
+_ADAPTER_CALL = """from peft import PeftModel
+from transformers import {loader}
+
+base = {loader}.from_pretrained("{base}"{size})
+model = PeftModel.from_pretrained(base, "ADAPTER")"""
+
+_MODEL_CALL = """from transformers import {loader}
+
+model = {loader}.from_pretrained("MODEL"{size})"""
 
 _UNLINKED = """
 {base} was a directory on the machine that trained it, so this card cannot link it.

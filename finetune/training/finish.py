@@ -2,9 +2,11 @@
 
 import json
 from itertools import islice
+from typing import Any
 
 from finetune.files.atomic import write_atomically
 from finetune.files.manifest import sealed_json
+from finetune.model.classifier_head import auto_class
 from finetune.report.explain import compared, details_of
 from finetune.report.model_card import MODEL_CARD, model_card
 from finetune.report.rows import as_text
@@ -77,10 +79,13 @@ def _finish(session: Session, saved: Saved) -> None:
         run.dir.path, recipe, run.dir.read_metrics(), adapter_step=step, stops=stops
     )
     data_hash = session.rows.data_hash
+    model: Any = session.model
+    base = model if recipe.train.is_full else model.get_base_model()
     card = model_card(
         recipe,
         run.dir.path,
         session.model.config,
+        loader=auto_class(base),
         data_hash=data_hash,
         prompt=session.rows.prompted.section(),
     )

@@ -22,7 +22,7 @@ import pytest
 import torch
 import yaml
 from huggingface_hub import ModelCard
-from peft import PeftModel
+from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
@@ -120,6 +120,25 @@ def test_the_model_card_is_true_and_names_no_path_of_this_machine(
     )
     after = report["exact_match"]["after"]
     assert f"| held-out answers right to the letter, after training | {after:.1%} |" in text
+
+
+@pytest.mark.filterwarnings("ignore:The following rank_pattern keys did not match")
+def test_the_call_in_the_model_card_loads_the_adapter(finished: Path, model_dir: Path) -> None:
+    text = (finished / "adapter" / "README.md").read_text()
+    call = text.split("```python\n")[1].split("```")[0]
+    places = {
+        f'"{model_dir.name}"': repr(str(model_dir)),
+        '"ADAPTER"': repr(str(finished / "adapter")),
+    }
+    for shown, place in places.items():
+        assert shown in call
+        call = call.replace(shown, place)
+    names: dict[str, Any] = {}
+    exec(call, names)
+    found = get_peft_model_state_dict(names["model"])
+    saved = load_file(finished / "adapter" / "adapter_model.safetensors")
+    assert found.keys() == saved.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in saved.items())
 
 
 def test_training_lowers_the_loss(finished: Path) -> None:
