@@ -26,7 +26,7 @@ from finetune.files.atomic import JsonFile, becoming
 from finetune.files.shard_writer import Shards, new_shards
 from finetune.files.tensors import Spec
 from finetune.model.base_weights import BaseWeights
-from finetune.model.config import cached_file
+from finetune.model.config import local_folder
 from finetune.model.empty import empty_published
 from finetune.model.renaming import Group, Renaming
 from finetune.recipe.load import published_shape
@@ -231,23 +231,17 @@ class _Writer:
                 self._write_changed(group)
             else:
                 for name in group.names:
-                    self._copy(name)
+                    self._published.copy(name, self._shards)
             done_bytes += sum(specs[name].num_bytes for name in group.names)
             self._progress(done_bytes, total_bytes)
         for name in self._renaming.others:
-            self._copy(name)
+            self._published.copy(name, self._shards)
         for name, source in untied.items():
             values = self._published.read(source)
             if name in self._changes.names:
                 values = self._changes.merged(name, values)
             self._shards.write(name, values)
         self._progress(total_bytes, total_bytes)
-
-    def _copy(self, name: str) -> None:
-        if self._published.is_copied(name):
-            self._shards.write_raw(name, self._published.raw(name))
-        else:
-            self._shards.write(name, self._published.read(name))
 
     def _write_changed(self, group: Group) -> None:
         if group.converter is None:
@@ -439,22 +433,3 @@ def _rounding(
     form.decode(encoded, decoded)
     error = float((decoded.float() - values.float()).norm() / values.float().norm())
     return (name, error) if error else None
-
-
-def local_folder(source: str) -> Path:
-    """Return where a model's files are on this machine.
-
-    Raises:
-        MergeError: A hub id that was not downloaded.
-    """
-    if Path(source).is_dir():
-        return Path(source)
-    for name in ("config.json", "tokenizer_config.json"):
-        found = cached_file(source, name)
-        if found is not None:
-            return found.parent
-    raise MergeError(
-        f"{source} is no local directory and not in the cache",
-        limit="weights are read from this machine",
-        hint=f"`hf download {source}`",
-    )

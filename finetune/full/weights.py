@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cache
@@ -14,9 +15,12 @@ from torch import nn
 from finetune.data.chat_template import Stops, write_generation_config
 from finetune.errors import ConfigError
 from finetune.files.manifest import whole_folder
-from finetune.model.config import published_config
+from finetune.files.shard_writer import new_shards
+from finetune.model.base_weights import BaseWeights, spec_of
+from finetune.model.config import local_folder, published_config
 from finetune.model.empty import config_of, empty_of
 from finetune.model.layer_facts import is_norm
+from finetune.model.renaming import Renaming
 from finetune.recipe.sections import ModelSection
 from finetune.report.model_card import MODEL_CARD
 from offload.engine.model.layers import LayeredModel
@@ -24,7 +28,7 @@ from offload.plan.facts.facts import WholeWeights, nearest
 from offload.plan.facts.trainable import EMBEDDING, HEAD, NORMS, OTHERS
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 BIASES = "biases"
@@ -145,13 +149,18 @@ def _num_trained(module: nn.Module) -> int:
 
 
 # ---------------------------------------------------------------------------------------------
-# A model whose own weights were trained, as files that plain transformers loads.
+# A model whose own weights were trained, as files that load where its base does.
+#
+# Each tensor has the name that its base publishes, by transformers' own rules for loading, each of
+# which is reversed alone: `save_pretrained` reverses all of them, of which some then act on names
+# that they did not act on before (those of kimi_k25's text model become `blocks`). Towers and other
+# tensors that the model does not have are copied. Only a model that began with random weights is
+# saved by transformers: nothing of it is published.
 #
 # Its config.json is the published one. What transformers writes in its place has the layout of its
 # own version: others, and programs that pin another version, would read defaults for what they do
 # not find, such as the base of the rotary embedding.
 
-SHARD_SIZE = "5GB"
 _DTYPE = ("torch_dtype", "dtype")
 """How older and newer versions of transformers call the type of the weights."""
 _DROPPED = ("quantization_config", "auto_map")
@@ -182,37 +191,64 @@ def save_model(
 
     Raises:
         CheckpointError: The folder cannot be written; what was there before is unchanged.
-        ModelError: The base's config is no longer there.
+        ModelError: The base's files are no longer there.
     """
-    frozen = {name: value.cpu() for name, value in model.state_dict().items()}
     first = {id(p): name for name, p in model.named_parameters()}
     one_of = {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
     state = {
-        name: weights.get(one_of.get(name, name), value)  # tied weights are one, and saved as one
-        for name, value in frozen.items()
+        # tied weights are one, and saved as one
+        name: weights.get(one_of.get(name, name), value.cpu())
+        for name, value in model.state_dict().items()
+        if not value.is_meta  # as towers are
     }
     with whole_folder(folder, unlisted=(MODEL_CARD,)) as partial:
-        model.save_pretrained(str(partial), state_dict=state, max_shard_size=SHARD_SIZE)
-        _write_config(partial / "config.json", section, model.config)
+        if section.init == "random":
+            model.save_pretrained(str(partial), state_dict=state)
+        else:
+            assert section.path is not None, "published weights have a path"
+            _write_published(model, state, local_folder(section.path), partial)
+        _write_config(partial / "config.json", section, model)
         tokenizer.save_pretrained(str(partial))
         fields = model.generation_config.to_diff_dict() if model.generation_config else {}
         write_generation_config(partial, fields, stops)
 
 
-def _write_config(file: Path, section: ModelSection, own: "PreTrainedConfig") -> None:
-    """Write the published config in place of the one that transformers has written of a model.
+def _write_published(
+    model: "PreTrainedModel", state: Mapping[str, torch.Tensor], base: Path, folder: Path
+) -> None:
+    """Write a model's weights as its base is published, with its processors of images and sound."""
+    published = BaseWeights(base)
+    renaming = Renaming(model, published.specs)
+    groups = [group for group in renaming.groups if not state.keys().isdisjoint(group.parameters)]
+    types = {name: state[group.parameters[0]].dtype for group in groups for name in group.names}
+    specs = {
+        name: spec_of(types[name], spec.shape) if name in types else spec
+        for name, spec in published.specs.items()
+    }
+    with new_shards(folder, specs) as shards:
+        for group in groups:
+            values = {name: state[name] for name in group.parameters}
+            for name, tensor in renaming.published(group, values).items():
+                shards.write(name, tensor)
+        for name in specs.keys() - types.keys():
+            published.copy(name, shards)
+        shards.finish()
+    for file in base.glob("*processor*.json"):
+        shutil.copyfile(file, folder / file.name)
 
-    If nothing is published of a composite's text part, which is the model, that one stays.
+
+def _write_config(file: Path, section: ModelSection, model: "PreTrainedModel") -> None:
+    """Write the published config, with the type of the weights.
+
+    Of a composite's text part with random weights nothing is published, so what transformers has
+    written stays.
     """
-    written, published = json.loads(file.read_text()), published_config(section)
-    part = _text_part(published, config_of(section), own)
-    if part is None:
+    if section.init == "random" and type(config_of(section)) is not type(model.config):
         return
-    types = {name: published[name] for name in _DTYPE if name in published}
-    kept = {name: value for name, value in part.items() if name not in _DROPPED}
-    fields = _of_dtype(types | kept, written["dtype"])
-    fields["architectures"] = written["architectures"]
-    fields.setdefault("model_type", written["model_type"])
+    published = published_config(section)
+    kept = {name: value for name, value in published.items() if name not in _DROPPED}
+    fields = _of_dtype(kept, str(model.dtype).removeprefix("torch."))
+    fields.setdefault("architectures", [type(model).__name__])
     file.write_text(json.dumps(fields, indent=2, ensure_ascii=False) + "\n")
 
 
@@ -226,24 +262,3 @@ def _of_dtype(fields: Mapping[str, Any], dtype: str) -> dict[str, Any]:
         else value
         for name, value in fields.items()
     }
-
-
-def _text_part(
-    published: Mapping[str, Any], config: "PreTrainedConfig", own: "PreTrainedConfig"
-) -> Mapping[str, Any] | None:
-    """Return the part of published fields that a model's config was made of.
-
-    Args:
-        published: The fields.
-        config: What transformers makes of them.
-        own: The model's config.
-    """
-    if type(config) is type(own):
-        return published
-    for name in config.sub_configs:
-        fields = published.get(name)
-        if isinstance(fields, dict):
-            part = _text_part(fields, getattr(config, name), own)
-            if part is not None:
-                return part
-    return None

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from finetune.errors import ModelError
+from finetune.files.shard_writer import Shards
 from finetune.files.shards import INDEX, SINGLE, read_weight_map, weight_files
 from finetune.files.tensors import (
     DTYPES,
@@ -83,6 +84,13 @@ class BaseWeights:
         """Return a tensor's bytes in pieces, as they are in the file."""
         return read_bytes(self._places[name])
 
+    def copy(self, name: str, shards: Shards) -> None:
+        """Write a tensor as it is: its bytes, or of a quantised one its values."""
+        if self.is_copied(name):
+            shards.write_raw(name, self.raw(name))
+        else:
+            shards.write(name, self.read(name))
+
 
 def _require_listed(folder: Path, places: Mapping[str, Place]) -> None:
     if not (folder / INDEX).exists() or (folder / SINGLE).exists():
@@ -140,12 +148,12 @@ def find_packed(
     for name, tensor in tensors.items():
         if name in states:
             fields = json.loads(bytes(stored[states[name]].read().numpy()))
-            spec = _spec(getattr(torch, fields["dtype"]), tuple(fields["shape"]))
+            spec = spec_of(getattr(torch, fields["dtype"]), tuple(fields["shape"]))
         elif name + _MXFP4_BLOCKS in specs:
             num_experts, num_out, *blocks = specs[name + _MXFP4_BLOCKS].shape
-            spec = _spec(torch.bfloat16, (num_experts, 2 * math.prod(blocks), num_out))
+            spec = spec_of(torch.bfloat16, (num_experts, 2 * math.prod(blocks), num_out))
         elif specs[name].dtype.startswith("F8"):
-            spec = _spec(dtype, specs[name].shape)
+            spec = spec_of(dtype, specs[name].shape)
         else:
             continue
         packed[name] = Packed(spec=spec, read=_reader(tensor, DTYPES[spec.dtype]))
@@ -156,5 +164,6 @@ def _reader(tensor: Unread, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
     return lambda: tensor[...].to(dtype)
 
 
-def _spec(dtype: torch.dtype, shape: tuple[int, ...]) -> Spec:
+def spec_of(dtype: torch.dtype, shape: tuple[int, ...]) -> Spec:
+    """Return what a tensor of a type and shape is in a file."""
     return Spec(dtype=_CODES[dtype], shape=shape, num_bytes=math.prod(shape) * dtype.itemsize)

@@ -107,3 +107,22 @@ def _hub_config(hub_id: str) -> str:
             hint=f"look at https://huggingface.co/{hub_id}, or run `hf auth login`",
         ) from error
     return file
+
+
+def local_folder(source: str) -> Path:
+    """Return where a model's files are on this machine.
+
+    Raises:
+        ModelError: A hub id that was not downloaded.
+    """
+    if Path(source).is_dir():
+        return Path(source)
+    for name in ("config.json", "tokenizer_config.json"):
+        found = cached_file(source, name)
+        if found is not None:
+            return found.parent
+    raise ModelError(
+        f"{source} is no local directory and not in the cache",
+        limit="weights are read from this machine",
+        hint=f"`hf download {source}`",
+    )

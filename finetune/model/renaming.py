@@ -146,6 +146,20 @@ class Renaming:
             raise _cannot_turn(group, f"it makes {len(tensors)} tensors of {len(group.names)}")
         return tensors
 
+    def published(
+        self, group: Group, parameters: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Return a group's published tensors, which become these parameters to the bit.
+
+        Raises:
+            ModelError: The reversed rule makes others.
+        """
+        tensors = self.backward(group, parameters)
+        for name, value in self.forward(group, tensors).items():
+            if not torch.equal(value, parameters[name]):
+                raise _cannot_turn(group, f"{name} comes back otherwise than it was trained")
+        return tensors
+
     def require_reversible(
         self,
         group: Group,

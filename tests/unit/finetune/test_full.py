@@ -1,5 +1,6 @@
 """Full training: which weights train, their masters and updates, and what is saved."""
 
+import copy
 import json
 import math
 from functools import partial
@@ -13,8 +14,11 @@ from bitsandbytes.optim.lion import Lion
 from safetensors.torch import load_file
 from torch import nn
 from transformers import (
-    AutoConfig,
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -29,8 +33,11 @@ from finetune.full.weights import choose_weights, counted, save_model
 from finetune.model.empty import empty_of
 from finetune.planning.request import facts_of
 from finetune.recipe.sections import ModelSection
+from offload.engine.model.layers import find_towers
 from offload.plan.facts.trainable import EMBEDDING, NORMS, all_weights
 from tests.parity.steps import SHAPE
+from tests.published import publish
+from tests.tiers import mostly_slow
 
 TINY = ModelSection(config="tiny-qwen3", init="random", dtype="float32")
 TINY_MOE = ModelSection(config="tiny-qwen3-moe", init="random", dtype="float32")
@@ -436,6 +443,9 @@ def without_changed(fields: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+IMAGE_TEXT = ("gemma3", "kimi_k25", "lfm2_vl", "mistral3", "qwen3_vl_moe")
+
+
 class _Tokenizer:
     def save_pretrained(self, folder: str) -> None:
         (Path(folder) / "tokenizer.json").write_text("{}")
@@ -447,7 +457,7 @@ def test_tied_weights_trained_on_the_host_are_saved_once(tmp_path: Path) -> None
     model: Any = Qwen3ForCausalLM(config)
     trained = {name: p.detach() + 1 for name, p in model.named_parameters()}
     tokenizer: Any = _Tokenizer()
-    (tmp_path / "config.json").write_text(config.to_json_string())
+    model.save_pretrained(tmp_path)
     save_model(
         model,
         trained,
@@ -466,26 +476,61 @@ def test_tied_weights_trained_on_the_host_are_saved_once(tmp_path: Path) -> None
 def test_the_config_is_the_published_one(name: str, tmp_path: Path) -> None:
     """In transformers 5's layout alone, older readers found no `rope_theta` (#41)."""
     published = PUBLISHED[name]
-    (tmp_path / "config.json").write_text(json.dumps(published))
+    plain = {key: value for key, value in published.items() if key != "quantization_config"}
+    kind = CONFIG_MAPPING[published["model_type"]]
+    whole: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(kind, MODEL_FOR_CAUSAL_LM_MAPPING[kind])
+    base = whole._from_config(kind.from_dict(copy.deepcopy(plain)))
+    base.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(plain))
     section = ModelSection(path=str(tmp_path), dtype="float32")
     model: Any = empty_of(section)
     model.to_empty(device="cpu")
-    trained = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    for tower in find_towers(model):
+        tower.to("meta")
+    trained = {name: torch.zeros_like(p) for name, p in model.named_parameters() if not p.is_meta}
     tokenizer: Any = _Tokenizer()
     folder = tmp_path / "model"
     stops = Stops(trained=(), base=())
+    if plain != published:
+        (tmp_path / "config.json").write_text(json.dumps(published))
     save_model(model, trained, tokenizer, folder, section=section, stops=stops)
     found = json.loads((folder / "config.json").read_text())
-    own = published["text_config"] if name == "text of a composite" else published
-    assert without_changed(found) == without_changed(own)
-    assert found["architectures"] == [type(model).__name__]
+    assert without_changed(found) == without_changed(published)
+    assert found["architectures"] == published.get("architectures", [type(model).__name__])
     types = {key: "float32" for key in ("torch_dtype", "dtype") if key in published}
     assert {key: found[key] for key in ("torch_dtype", "dtype") if key in found} == types
     assert "bfloat16" not in json.dumps(found)
-    read = AutoConfig.from_pretrained(folder)
-    assert type(read) is type(model.config)
-    text, wanted = read.get_text_config(), model.config.get_text_config()
-    assert text.rope_parameters == wanted.rope_parameters
+    assert not {"quantization_config", "auto_map"} & found.keys()
+    before, after = (load_file(f / "model.safetensors") for f in (tmp_path, folder))
+    assert before.keys() == after.keys()
+    for key, tensor in after.items():
+        is_tower = "vision" in key or "projector" in key
+        assert torch.equal(tensor, before[key] if is_tower else torch.zeros_like(tensor)), key
     loaded = AutoModelForCausalLM.from_pretrained(folder)
     assert type(loaded) is type(model)
     assert loaded.dtype is torch.float32
+    text, wanted = loaded.config.get_text_config(), model.config.get_text_config()
+    assert text.rope_parameters == wanted.rope_parameters
+
+
+@pytest.mark.parametrize("model_type", mostly_slow(IMAGE_TEXT, "kimi_k25"))
+def test_all_weights_keep_the_names_of_their_base(model_type: str, tmp_path: Path) -> None:
+    """`save_pretrained` calls the layers of kimi_k25's text model `blocks`."""
+    base = publish(model_type, tmp_path / "base")
+    model = AutoModelForImageTextToText.from_pretrained(base, dtype=torch.float32)
+    trained = {name: p.detach() + 1 for name, p in model.named_parameters()}
+    for tower in find_towers(model):
+        tower.to("meta")
+    trained = {name: trained[name] for name, p in model.named_parameters() if not p.is_meta}
+    section = ModelSection(path=str(base), dtype="float32")
+    tokenizer: Any = _Tokenizer()
+    stops = Stops(trained=(), base=())
+    save_model(model, trained, tokenizer, tmp_path / "model", section=section, stops=stops)
+    before, after = (load_file(tmp_path / f / "model.safetensors") for f in ("base", "model"))
+    assert before.keys() == after.keys()
+    loaded = AutoModelForImageTextToText.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    whole = AutoModelForImageTextToText.from_pretrained(base, dtype=torch.float32)
+    kept = dict(whole.named_parameters())
+    for name, parameter in loaded.named_parameters():
+        assert torch.equal(parameter, trained.get(name, kept[name])), name
+    assert trained.keys() < kept.keys()
