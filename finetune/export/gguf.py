@@ -109,6 +109,7 @@ def export_gguf(
         require_free(file)
         made.rename(file)
         kwargs = template_kwargs_in(folder)
+        notes += _tower_notes(folder, file)
     notes += server_flags(kwargs, file=str(file), programs=("llama.cpp", "Ollama"))
     return Exported(file=file, num_bytes=file.stat().st_size, notes=notes)
 
@@ -206,6 +207,22 @@ def _model_of(source: Path, work: Path, progress: Progress | None) -> tuple[Path
         return source, ()
     merged = merge_run(source, work / "merged" / source.resolve().name, progress=progress)
     return merged.folder, merged.notes
+
+
+def _tower_notes(folder: Path, file: Path) -> tuple[str, ...]:
+    """Return how the towers of a model come into the file of their own that llama.cpp wants.
+
+    Source: llama.cpp's tools/mtmd/README.md; its converter leaves towers out without `--mmproj`,
+    and those of Mistral whose names begin with `model.` with it too (ggml-org/llama.cpp#24235).
+    """
+    fields = json.loads((folder / "config.json").read_text())
+    if not {"vision_config", "audio_config"} & fields.keys():
+        return ()
+    return (
+        f"{file.name} holds the text model. Its images or sound need a second file, of the towers"
+        f" that training left as in the base: `{CONVERTER} BASE_DIR --mmproj --outfile"
+        f" mmproj-{file.name}`, then `llama-server -m {file.name} --mmproj mmproj-{file.name}`",
+    )
 
 
 def _is_model(source: Path) -> bool:

@@ -75,6 +75,17 @@ def test_the_converter_of_a_clone_gets_the_whole_folder(model: Path, tmp_path: P
     assert [path.name for path in file.parent.iterdir()] == ["model.gguf"]
 
 
+@pytest.mark.parametrize("tower", ["vision_config", "audio_config", None])
+def test_a_model_with_a_tower_is_said_to_need_a_file_of_it(
+    tower: str | None, model: Path, tmp_path: Path
+) -> None:
+    (model / "config.json").write_text(json.dumps({tower or "text_config": {}}))
+    file = tmp_path / "model.gguf"
+    exported = export_gguf(model, file, llama_cpp=llama_cpp(tmp_path / "llama.cpp"))
+    call = f"`{CONVERTER} BASE_DIR --mmproj --outfile mmproj-model.gguf`"
+    assert any(call in note for note in exported.notes) is (tower is not None)
+
+
 @pytest.mark.parametrize(
     ("written", "read"),
     [
