@@ -398,7 +398,7 @@ def base_and_tokenizer(run_dir: Path) -> tuple[Path, Path]:
     if model.path is None or model.init == "random":
         raise MergeError(
             f"{run_dir} trained a model of random weights",
-            limit="an adapter is merged into published weights",
+            limit="an adapter is merged into, or served with, published weights",
             hint="train with `model.path` and `model.init: pretrained`",
         )
     assert model.tokenizer_source is not None
