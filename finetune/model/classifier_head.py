@@ -108,5 +108,5 @@ def auto_class(model: PreTrainedModel) -> str:
         if type(model).__name__.endswith(end):
             return f"AutoModel{end}"
     causal: Any = MODEL_FOR_CAUSAL_LM_MAPPING
-    is_causal = causal.get(type(model.config), None) is type(model)
+    is_causal = isinstance(model, causal.get(type(model.config), ()))  # FSDP2 makes subclasses
     return f"AutoModelFor{'CausalLM' if is_causal else 'ImageTextToText'}"

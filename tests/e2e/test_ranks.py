@@ -599,6 +599,12 @@ def recipe_of(write_recipe: Any, *, is_full: bool = False, **output: object) -> 
     return recipe
 
 
+def card_call(run_dir: Path) -> str:
+    """Return the call in the card of a run's result."""
+    (card,) = (file for name in ("adapter", "model") for file in run_dir.glob(f"{name}/README.md"))
+    return card.read_text().split("```python\n")[1].split("```")[0]
+
+
 def assert_close_runs(one: Path, other: Path) -> None:
     """Compare losses and norms of each step (REORDER)."""
     for mine, theirs in zip(rows_of(one), rows_of(other), strict=True):
@@ -649,6 +655,8 @@ def test_either_engine_goes_on_from_a_checkpoint_of_the_other(
     assert run(*words, f"output.dir={stream}") == 0
     assert [rank.end() for rank in ranks] == [0, 0], [rank.shown for rank in ranks]
     assert_close_runs(parts, stream)
+    loading = [card_call(run_dir) for run_dir in (parts, stream)]
+    assert loading[0] == loading[1]
     shutil.copytree(stream, whole)
     for run_dir in (parts, stream):  # the checkpoint before the last is of step 4
         shutil.rmtree(run_dir / "checkpoints" / "step-0000006")
