@@ -186,6 +186,7 @@ def _require_readable(config: Mapping[str, Any]) -> None:
 def _read(adapter: Path, config: Mapping[str, Any], model: "PreTrainedModel") -> dict[str, _Lora]:
     """Return an adapter's matrices by the name of the parameter that they change."""
     tensors, state = load_file(adapter / WEIGHTS_FILE), model.state_dict()
+    targets = tuple(f".{name}" for name in config.get("target_parameters") or ())
     names = sorted(
         key.removeprefix(_PREFIX).removesuffix(".lora_A.weight")
         for key in tensors
@@ -197,17 +198,19 @@ def _read(adapter: Path, config: Mapping[str, Any], model: "PreTrainedModel") ->
         b = tensors.pop(f"{_PREFIX}{name}.lora_B.weight", torch.empty(0))
         module = name.replace(_WRAPPED, "")
         # peft puts the adapter of each further parameter of a module around the one before
-        own = [key for key in state if key.rpartition(".")[0] == module and state[key].ndim == 3]
-        parameter = [*own, f"{module}.weight"][len(own) - 1 - name.count(_WRAPPED) if own else 0]
+        own = [key for key in state if key.rpartition(".")[0] == module and key.endswith(targets)]
+        places = own[::-1] or [f"{module}.weight"]
+        parameter = places[min(name.count(_WRAPPED), len(places) - 1)]
         shape = tuple(state[parameter].shape) if parameter in state else ()
-        num_experts = shape[0] if own else 1
-        rank = a.shape[0] // num_experts
-        sizes = ((num_experts * rank, a.shape[-1]), (b.shape[0], num_experts * rank))
-        if (tuple(a.shape), tuple(b.shape)) != sizes or sorted(shape[-2:]) != sorted(
-            (a.shape[-1], b.shape[0])
+        num_experts = shape[0] if len(shape) == 3 else 1
+        rank = len(a) // num_experts if a.ndim == b.ndim == 2 else 0
+        if not rank or (
+            ((a.shape[0], b.shape[1]) != (num_experts * rank,) * 2)
+            or {*shape[-2:]} != {a.shape[1], b.shape[0]}
+            or parameter in loras
         ):
             raise _not_of_this_model(name, shape)
-        if own:
+        if len(shape) == 3:
             a = a.unflatten(0, (num_experts, rank))
             b = b.unflatten(1, (rank, num_experts)).permute(2, 0, 1)
         alpha = _alpha(parameter.removesuffix(".weight"), config)
