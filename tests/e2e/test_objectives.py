@@ -601,6 +601,8 @@ def test_the_card_says_what_it_is(rewarding) -> None:
     card = (rewarding / "adapter" / "README.md").read_text()
     assert "pipeline_tag: text-classification" in card
     assert "A reward model of" in card
+    assert "base = AutoModelForSequenceClassification.from_pretrained(" in card
+    assert ", num_labels=1)" in card
     assert "| held-out rewards/accuracies, after training |" in card
 
 
