@@ -1,37 +1,33 @@
 """Parameters of built models, counted by class from their names."""
 
 from collections import Counter
-from typing import Any
 
-import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from offload.plan.facts.facts import LayerFacts
 
 _PARTS = (
     ("self_attn", "attention"),
     ("linear_attn", "attention"),
+    ("mixer.gate.", "router"),
+    ("feed_forward.gate.", "router"),
     ("shared_expert", "shared_experts"),
     ("experts", "experts"),
     ("mlp.gate.", "router"),
     ("router", "router"),
+    ("mixer", "attention"),
     ("mlp", "mlp"),
+    ("feed_forward", "mlp"),
+    ("conv.", "mlp"),
     ("per_layer_", "mlp"),
 )
-
-
-def on_meta(config: dict[str, Any]) -> Any:
-    """Build a model without memory for its weights."""
-    known = {key: value for key, value in config.items() if key != "architectures"}
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**known))
+_OTHERS = {"sinks", "A_log", "D", "dt_bias", "scale", "per_expert_scale"}
 
 
 def class_of(name: str) -> str:
     """Return the class of a layer's parameter."""
     last = name.split(".")[-1]
-    if last in ("sinks", "A_log", "dt_bias", "scale", "per_expert_scale") or "conv1d" in name:
+    if last in _OTHERS or "conv1d" in name or "conv.conv" in name:
         return "other"
     if "norm" in name:
         return "norm"

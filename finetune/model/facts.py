@@ -26,10 +26,11 @@ if TYPE_CHECKING:
 MEMORY_TESTED = frozenset(
     (
         *("deepseek_v2", "deepseek_v3", "gemma", "gemma2", "gemma3_text", "gemma4_text", "glm"),
-        *("glm4", "glm4_moe", "gpt_oss", "granite", "granitemoe", "llama", "ministral"),
-        *("ministral3", "mistral", "mixtral", "olmo", "olmo2", "olmo3", "olmoe", "phi3", "qwen2"),
-        *("qwen2_5_vl_text", "qwen2_moe", "qwen2_vl_text", "qwen3", "qwen3_5_moe_text"),
-        *("qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_vl_moe_text", "qwen3_vl_text"),
+        *("glm4", "glm4_moe", "glm4_moe_lite", "gpt_oss", "granite", "granitemoe", "llama"),
+        *("ministral", "ministral3", "mistral", "mixtral", "nemotron_h", "olmo", "olmo2", "olmo3"),
+        *("olmoe", "phi3", "qwen2", "qwen2_5_vl_text", "qwen2_moe", "qwen2_vl_text", "qwen3"),
+        *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_vl_moe_text"),
+        "qwen3_vl_text",
     )
 )
 """Types for which formulas of the layers' memory are tested; of others a trace tells it."""

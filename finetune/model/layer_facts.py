@@ -239,11 +239,12 @@ class Reader:
                 num_kv_heads=len(found) * attention.num_kv_heads,
                 num_rotated_heads=len(found) * attention.num_rotated_heads,
             )
-        return _delta(module) or self._recurrence(outputs[-1].d_in if outputs else 0)
-
-    def _recurrence(self, width: int) -> Recurrence:
         states = [self.config[key] for key in _STATES if isinstance(self.config.get(key), int)]
-        return Recurrence(width=width, state_size=states[0] if states else 0)
+        return _delta(module) or Recurrence(
+            width=outputs[-1].d_in if outputs else 0,
+            state_size=states[0] if states else 0,
+            kept_features=_kept_in_chunks(module),
+        )
 
     def _num_heads(self, module: nn.Module) -> int:
         """Return the heads of a layer, which may differ from those of the others."""
@@ -292,6 +293,7 @@ class Reader:
             window=self._window(module, number),
             has_output_gate=has_output_gate,
             is_fused=any(_QKV.search(name) for name in linears),
+            is_latent=is_latent,
             scores=scores,
         )
 
@@ -363,11 +365,10 @@ def _ordered(
 
 def _delta(module: nn.Module) -> DeltaAttention | None:
     """Return a gated delta rule, if the module names its sizes as one."""
-    own = vars(module)
     names = ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim", "conv_kernel_size")
-    if not all(isinstance(own.get(name), int) for name in names):
+    key_heads, value_heads, key_dim, value_dim, conv_tokens = _sizes(module, *names)
+    if not key_heads:
         return None
-    key_heads, value_heads, key_dim, value_dim, conv_tokens = (own[name] for name in names)
     return DeltaAttention(
         num_key_heads=key_heads,
         num_value_heads=value_heads,
@@ -375,6 +376,23 @@ def _delta(module: nn.Module) -> DeltaAttention | None:
         value_dim=value_dim,
         conv_tokens=conv_tokens,
     )
+
+
+def _kept_in_chunks(module: nn.Module) -> int:
+    """Return what a state space in chunks (Mamba-2) keeps of a token, in features of fp32.
+
+    It is counted in transformers' own code, by heads, features of a head, of a state and of the
+    groups that share it, and tokens of a chunk; `mamba_ssm` keeps less.
+    """
+    names = ("num_heads", "head_dim", "ssm_state_size", "n_groups", "chunk_size")
+    h, p, n, g, c = _sizes(module, *names)
+    return h * (9 * p + 5 * n + 3 * c + 2 * p * n // c + 3) + 4 * g * n if h else 0
+
+
+def _sizes(module: nn.Module, *names: str) -> tuple[int, ...]:
+    """Return the sizes that a module names so; zeros if it lacks any."""
+    found = tuple(size for name in names if isinstance(size := vars(module).get(name), int))
+    return found if len(found) == len(names) else (0,) * len(names)
 
 
 def _normed(name: str, num_weights: int, attention: Attention, hidden: int) -> int:

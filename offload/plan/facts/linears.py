@@ -102,6 +102,8 @@ class SoftmaxAttention:
     window: int | None = None
     has_output_gate: bool = False  # whether the output is multiplied by a sigmoid
     is_fused: bool = False  # whether queries, keys and values are slices of one product
+    # Whether queries and keys are concatenated from two parts, and values are a slice.
+    is_latent: bool = False
     # Whether a fused kernel computes them; none supports sinks or soft caps.
     scores: Scores = "fused"
 
@@ -111,9 +113,9 @@ class SoftmaxAttention:
         return self.num_heads * (self.qk_dim + self.v_dim) / 2
 
     @property
-    def is_latent(self) -> bool:
-        """Whether queries and keys are concatenated from two parts, and values are a slice."""
-        return self.qk_dim != self.v_dim
+    def is_even(self) -> bool:
+        """Whether values are as wide as queries and keys, as a CPU's fused kernel has them."""
+        return self.qk_dim == self.v_dim
 
     def flops_per_token(self, context_tokens: int) -> float:
         """Count both products for each pair of a token and one that it attends to."""
@@ -154,6 +156,8 @@ class Recurrence:
 
     width: int  # features that go through it
     state_size: int  # state elements per feature; 0 if the config names none
+    # Features in fp32 that are kept of a token where chunks of tokens share a state; 0 if none do.
+    kept_features: int = 0
 
     def flops_per_token(self, context_tokens: int) -> float:
         """Count three products per state element: it decays, is added to, and is read."""
@@ -168,7 +172,7 @@ def has_fused_kernel(kind: Attention, *, is_cuda: bool) -> bool:
     """Return whether one kernel computes it; a CPU's has queries as wide as values."""
     if not isinstance(kind, SoftmaxAttention) or kind.scores != "fused":
         return False
-    return is_cuda or not kind.is_latent
+    return is_cuda or kind.is_even
 
 
 def can_join_rows(head_features: int) -> bool:

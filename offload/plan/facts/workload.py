@@ -194,7 +194,7 @@ class Workload:
             and self.dtype_bytes == HALF_BYTES
             and isinstance(kind, SoftmaxAttention)
             and has_fused_kernel(kind, is_cuda=is_cuda)
-            and not kind.is_latent
+            and kind.is_even
             and can_join_rows(kind.qk_dim)
         )
 

@@ -310,7 +310,7 @@ def _attention_bytes(
         )
     if isinstance(kind, DeltaAttention):
         return _delta_bytes(kind, dtype_bytes=dtype_bytes)
-    return FP32_BYTES * kind.width * (2 + kind.state_size)
+    return FP32_BYTES * (kind.kept_features or kind.width * (2 + kind.state_size))
 
 
 def _softmax_bytes(
@@ -324,7 +324,7 @@ def _softmax_bytes(
     CPU in fp32, capped ones before and after the softmax. A view keeps its whole base tensor alive.
     """
     num_heads, qk_dim, v_dim = kind.num_heads, kind.qk_dim, kind.v_dim
-    if kind.scores != "fused" or (is_cpu and kind.is_latent):
+    if kind.scores != "fused" or (is_cpu and not kind.is_even):
         element_bytes = dtype_bytes if kind.scores != "fused" else FP32_BYTES
         return num_heads * (2 * qk_dim + v_dim) * element_bytes + score_bytes_per_token(
             kind, seq_len=seq_len, dtype_bytes=dtype_bytes, is_cpu=is_cpu
@@ -345,7 +345,7 @@ def score_bytes_per_token(kind: Attention, *, seq_len: int, dtype_bytes: int, is
     if not isinstance(kind, SoftmaxAttention):
         return 0
     if kind.scores == "fused":
-        is_written = is_cpu and kind.is_latent
+        is_written = is_cpu and not kind.is_even
         return kind.num_heads * seq_len * FP32_BYTES if is_written else 0
     score_bytes = dtype_bytes
     if kind.scores == "capped":
