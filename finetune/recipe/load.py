@@ -710,15 +710,13 @@ _FLOAT, _FLOATS = "__float__", ("Infinity", "-Infinity", "NaN")
 """How transformers writes floats for which JSON has no form."""
 MAX_PARTS, MAX_NUMBER = 20_000, 2**48
 SHIPPED_FACTS = "shapes/facts.json"
-_NO_SHAPE = frozenset(
-    (
-        *("architectures", "attention_dropout", "bos_token_id", "dtype", "eos_token_id"),
-        *("initializer_range", "max_window_layers", "norm_topk_prob", "output_router_logits"),
-        *("pad_token_id", "pretraining_tp", "router_aux_loss_coef", "torch_dtype"),
-        *("transformers_version", "use_cache"),
-    )
+_NO_SHAPE = re.compile(
+    r"(vision|audio)_config|(.*\.)?(architectures|attention_dropout|auto_map|\w*dtype|\w*initializer"
+    r"_range|\w*_token_(id|index)|language_model_only|max_window_layers|mtp_.*|norm_topk_prob"
+    r"|num_nextn_predict_layers|output_router_logits|pretraining_tp|router_aux_loss_coef"
+    r"|transformers_version|use_cache)"
 )
-"""Fields of a config that do not change what a model is made of."""
+"""Fields of a config that do not change what text passes through."""
 
 
 @cache
@@ -744,16 +742,27 @@ def shape_of_id(hub_id: str) -> str | None:
 
 def shape_of(config: Mapping[str, Any]) -> str | None:
     """Return the shipped shape of which a config is, with fields at most that change no shape."""
-    given = {key: value for key, value in config.items() if value and key not in _NO_SHAPE}
+    fields = _sized(config)
+    given = {key for key, value in fields.items() if value}
     for name, shape in _shapes().items():
-        if shape.items() <= config.items() and given.keys() <= shape.keys():
+        if shape.items() <= fields.items() and given <= shape.keys():
             return name
     return None
 
 
+def _sized(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the fields of a config and of its parts that may size something, by dotted name."""
+    found: dict[str, Any] = {}
+    for key, value in config.items():
+        if not _NO_SHAPE.fullmatch(prefix + key):
+            is_part = key == "text_config" and isinstance(value, Mapping)
+            found |= _sized(value, f"{key}.") if is_part else {prefix + key: value}
+    return found
+
+
 @cache
 def _shapes() -> Mapping[str, Mapping[str, Any]]:
-    return {name: load_shape(name) for name in shipped_shapes()}
+    return {name: _sized(load_shape(name)) for name in shipped_shapes()}
 
 
 @cache

@@ -24,28 +24,27 @@ from tests.tools.reference import ROOT, table, with_part
 
 PAGE = ROOT / "docs" / "guides" / "recipes.md"
 MODELS = (
-    *("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b", "qwen3-14b", "qwen3-32b"),
-    *("qwen3-30b-a3b", "qwen3-235b-a22b"),
-    *("llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b", "llama-3.1-70b"),
-    *("gemma-3-1b", "gemma-3-4b-text", "gemma-3-12b-text", "gemma-3-27b-text"),
-    *("mistral-7b-v0.3", "mistral-nemo-12b", "mixtral-8x7b"),
+    *("qwen3.6-35b-a3b", "qwen3.6-27b", "qwen3.5-9b"),
+    *("gemma-4-26b-a4b", "gemma-4-31b"),
+    *("glm-4.7-flash", "nemotron-3-nano-30b-a3b", "lfm2-8b-a1b"),
     *("gpt-oss-20b", "gpt-oss-120b"),
+    *("qwen3-4b", "qwen3-8b", "qwen3-14b", "qwen3-32b", "qwen3-30b-a3b", "qwen3-235b-a22b"),
+    *("llama-3.2-1b", "llama-3.1-8b", "llama-3.1-70b", "gemma-3-4b-text"),
 )
 VRAM_GIB, RAM_GIB = (8, 12, 16, 24, 32), (32, 64, 128)
 SHIPPED: Mapping[str, tuple[str, int, int]] = {
     # recipe: model, GiB of VRAM, GiB of RAM
     "gemma3_4b_8gb": ("gemma-3-4b-text", 8, 32),
-    "gemma3_27b_24gb": ("gemma-3-27b-text", 24, 64),
+    "gemma4_26b_16gb": ("gemma-4-26b-a4b", 16, 64),
+    "glm47_flash_16gb": ("glm-4.7-flash", 16, 64),
     "gptoss_20b_16gb": ("gpt-oss-20b", 16, 64),
     "gptoss_120b_24gb": ("gpt-oss-120b", 24, 64),
-    "llama31_8b_12gb": ("llama-3.1-8b", 12, 32),
     "llama31_70b_24gb": ("llama-3.1-70b", 24, 64),
-    "llama32_3b_8gb": ("llama-3.2-3b", 8, 32),
-    "mistral_7b_12gb": ("mistral-7b-v0.3", 12, 32),
+    "nemotron3_nano_24gb": ("nemotron-3-nano-30b-a3b", 24, 64),
     "qwen3_4b_8gb": ("qwen3-4b", 8, 32),
-    "qwen3_14b_16gb": ("qwen3-14b", 16, 64),
     "qwen3_32b_24gb": ("qwen3-32b", 24, 64),
-    "qwen3_235b_32gb": ("qwen3-235b-a22b", 32, 128),
+    "qwen36_27b_24gb": ("qwen3.6-27b", 24, 64),
+    "qwen36_35b_24gb": ("qwen3.6-35b-a3b", 24, 64),
 }
 
 

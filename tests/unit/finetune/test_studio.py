@@ -62,7 +62,7 @@ def planned(words: list[str], capsys) -> dict[str, object]:
                 {},
                 {"method": "dora", "rank": 64, "seq_len": 1000},
                 {"method": "all", "tokens_per_step": 2048},
-                {"model": "llama-2-7b", "ram_gib": 48.5, "link_gb_per_s": 11.5},
+                {"model": "llama-3.1-8b", "ram_gib": 48.5, "link_gb_per_s": 11.5},
                 {"micro_batch_size": "auto", "tokens_per_step": 65536, "card": "h100"},
                 {"num_cards": 3, "codec": "nf4"},
                 {"num_cards": 4, "method": "all", "card": "h100", "ram_gib": 512.0},
@@ -168,7 +168,9 @@ def test_several_cards_train_all_weights_sharded(planner: Planner) -> None:
     assert answer["error"] is None
     assert "parallel: fsdp2" in answer["recipe"]
     assert answer["fits"]
-    short = planner.answer("plan", question(num_cards=2, method="all", model="llama-2-7b"))["error"]
+    short = planner.answer("plan", question(num_cards=2, method="all", model="llama-3.1-8b"))[
+        "error"
+    ]
     assert short["what"].startswith("sharded over 2 ranks the plan needs")
     assert short["hint"].startswith("`train.parallel: stream` with one process, more processes")
 

@@ -318,7 +318,7 @@ def test_fit_takes_all_shipped_shapes_but_toys() -> None:
     models = trained_models(None)
     assert "qwen3-235b-a22b" in models
     assert not any(model.startswith("tiny-") for model in models)
-    assert "tinyllama-1.1b" in models
+    assert "llama-3.2-1b" in models
 
 
 @pytest.mark.parametrize(
@@ -342,9 +342,9 @@ def test_a_budget_is_priced_at_the_slowest_card_for_a_desk_that_has_it(
 
 
 def test_what_fits_nothing_exits_with_3_and_names_the_nearest(capsys) -> None:
-    assert run("fit", "llama-2-7b", "--vram", "4", "--ram", "4") == 3
+    assert run("fit", "qwen3-8b", "--vram", "4", "--ram", "4") == 3
     err = capsys.readouterr().err
-    assert "nothing fits: the nearest is llama-2-7b with `offload.codec: nf4`" in err
+    assert "nothing fits: the nearest is qwen3-8b with `offload.codec: nf4`" in err
     assert "4.00 GiB of VRAM and 4.00 GiB of RAM may be used" in err
 
 

@@ -367,8 +367,8 @@ def assert_answers_agree(model: str, machine: Machine) -> None:
 @pytest.mark.parametrize(
     ("model", "ram_gib"),
     tiered(
-        itertools.product(["tinyllama-1.1b", "qwen3-4b"], RAMS_GIB),
-        default=[("tinyllama-1.1b", 6)],
+        itertools.product(["llama-3.2-1b", "qwen3-4b"], RAMS_GIB),
+        default=[("llama-3.2-1b", 6)],
         slow=[("qwen3-4b", 16)],
     ),
 )
