@@ -39,9 +39,10 @@ from transformers.models.auto.modeling_auto import (
 
 import offload
 from finetune.adapter.linear_lora import compute_in_base_dtype
+from finetune.model.facts import facts_of
 from offload.engine.batch import Batch
 from offload.engine.model.layers import LayeredModel
-from tests.parity.tiny_models import VOCABULARY, tiny_model, with_adapters
+from tests.parity.tiny_models import SETTINGS, VOCABULARY, tiny_model, with_adapters
 
 SLACK = 1.05  # of the plain library's error, the limit of grade REORDER
 SEEDS = range(12)  # for one model the ratio of two roundings is 1 +- 0.1, so a miss is pooled
@@ -198,7 +199,24 @@ def verdict_of(model_type: str) -> Verdict:
             return Verdict(model_type=model_type, is_exact=False, reason=reason)
     if squares["ours"] > SLACK**2 * squares["plain"]:
         raise InexactError(f"{model_type}: squared errors {squares}, the limit is {SLACK} in error")
-    return Verdict(model_type=model_type, is_exact=True, packs=packs_of(model_type)[0])
+    return Verdict(
+        model_type=model_type,
+        is_exact=True,
+        reason=_refused_by_plan(model_type),
+        packs=packs_of(model_type)[0],
+    )
+
+
+IN_LIBRARY = "in the library alone; `plan` and `finetune` refuse it: "
+
+
+def _refused_by_plan(model_type: str) -> str:
+    """Return why a plan refuses a type that the engine trains; nothing if it does not."""
+    try:
+        facts_of(tiny_model(model_type))
+    except offload.UnsupportedModelError as error:
+        return IN_LIBRARY + reason_of(error)
+    return ""
 
 
 def packs_of(model_type: str) -> tuple[str, float]:
@@ -336,7 +354,8 @@ class Table:
 
 def write_table(verdicts: Sequence[Verdict], images: Sequence[Verdict] = ()) -> str:
     """Return the tables of causal language models and of models for images and text."""
-    num_exact = sum(verdict.is_exact for verdict in verdicts)
+    types = [verdict for verdict in verdicts if verdict.model_type not in SETTINGS]
+    num_exact = sum(verdict.is_exact for verdict in types)
     num_packed = {
         way: sum(v.packs.startswith(way) for v in verdicts) for way in (TOGETHER, PARTLY, BY_ROW)
     }
@@ -346,14 +365,19 @@ def write_table(verdicts: Sequence[Verdict], images: Sequence[Verdict] = ()) -> 
         "Written by `python -m tests.parity.architectures --write docs/architectures.md`"
         f" with transformers {transformers.__version__} and torch {_torch_version()}.",
         "",
-        f"Of {len(verdicts)} causal language model types {num_exact} are exact and"
-        f" {len(verdicts) - num_exact} are refused.",
+        f"Of {len(types)} causal language model types {num_exact} are exact and"
+        f" {len(types) - num_exact} are refused.",
         "",
         "*Exact*: a step streamed through two slots has the loss and gradients of the resident step"
         " to the bit, and those of plain transformers, peft and autograd within rounding; the"
         " loss is the model's own.",
         "*Refused*: `offload.UnsupportedModelError` is raised, with this reason, at `attach` or"
         " before the first step's gradients.",
+        "",
+        "*Settings*: where published models of a type have settings with another verdict, those"
+        " are a row of their own. Rope types that transformers allows for an exact type, LongRoPE"
+        " and dynamic NTK too, are exact as for each row alone, and so are embeddings that are tied"
+        " or not, as the checkpoint has them.",
         "",
         "*Packs*: rows of several lengths packed into one sequence have the loss and gradients of"
         f" each row alone in plain transformers, within {PACKED:g} relative in float32; *within"
@@ -415,7 +439,7 @@ def read_table(path: Path) -> Table:
 
 
 def _read_rows(text: str) -> dict[str, Verdict]:
-    rows = re.findall(r"^\| (\S+) \| (exact|refused) \| (.*?) \| (.*) \|$", text, re.MULTILINE)
+    rows = re.findall(r"^\| ([^|]+) \| (exact|refused) \| (.*?) \| (.*) \|$", text, re.MULTILINE)
     return {
         name: Verdict(
             model_type=name,
@@ -469,7 +493,7 @@ def main() -> int:
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     found, missing, images = [], [], image_text_types()
-    for model_type in arguments.types or [*causal_types(), *images]:
+    for model_type in arguments.types or [*causal_types(), *SETTINGS, *images]:
         verdict = _verdict_in_child(model_type)
         if verdict is None:
             missing.append(model_type)

@@ -27,6 +27,7 @@ from offload.engine.model.layers import LayeredModel, find_towers
 from tests.builders import adapter
 from tests.checkpoints import loaded
 from tests.parity.architectures import (
+    IN_LIBRARY,
     ROUNDED,
     ROW_LENS,
     TOGETHER,
@@ -44,7 +45,7 @@ from tests.parity.architectures import (
     verdict_of,
     write_table,
 )
-from tests.parity.tiny_models import SPECIAL, small, tiny_model, with_adapters
+from tests.parity.tiny_models import SETTINGS, SPECIAL, small, tiny_model, with_adapters
 from tests.tiers import mostly_slow
 
 TABLE = read_table(Path(__file__).parents[2] / "docs" / "architectures.md")
@@ -78,7 +79,7 @@ SAMPLE_IMAGES = (
 )
 
 
-ALL = [*causal_types(), *image_text_types()]
+ALL = [*causal_types(), *SETTINGS, *image_text_types()]
 
 
 def check(model_type: str) -> None:
@@ -97,8 +98,8 @@ def _limit_aside(verdict: Verdict) -> Verdict:
 @pytest.mark.parametrize(
     "model_type",
     mostly_slow(
-        [name for name in (*SAMPLE, *SAMPLE_IMAGES) if name in ALL],
-        *("bloom", "gemma3n_text", "idefics3", "mistral3", "pix2struct"),
+        [name for name in (*SAMPLE, *SETTINGS, *SAMPLE_IMAGES) if name in ALL],
+        *("bloom", "gemma3n_text", "glm5_next", "idefics3", "kimi_k25", "minimax_m3_vl"),
     ),
 )
 def test_reorder_a_sample_of_types_is_exact_or_refused_as_committed(model_type: str) -> None:
@@ -131,10 +132,12 @@ def test_packed_rows_are_apart_by_rounding_and_not_if_a_row_sees_another(model_t
 @pytest.mark.usefixtures("one_thread")
 def test_the_table_lists_every_type_of_its_version() -> None:
     if transformers.__version__ == TABLE.transformers:
-        assert TABLE.verdicts.keys() == set(causal_types())
+        assert TABLE.verdicts.keys() == {*causal_types(), *SETTINGS}
         assert TABLE.images.keys() == set(image_text_types())
     every = [*TABLE.verdicts.values(), *TABLE.images.values()]
-    assert all(bool(verdict.reason) != verdict.is_exact for verdict in every)
+    reasons = [verdict.reason or IN_LIBRARY for verdict in every if verdict.is_exact]
+    assert all(reason.startswith(IN_LIBRARY) for reason in reasons)
+    assert all(verdict.reason or verdict.is_exact for verdict in every)
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -232,6 +232,14 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
     },
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
 }
+SETTINGS: Mapping[str, Mapping[str, Any]] = {
+    f"{name}, layers that share keys and values (E2B, E4B)": {
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    }
+    for name in ("gemma4", "gemma4_text")
+}
+"""Settings of published models that change the verdict of their type, which is before a comma."""
 
 
 def tiny_config(model_type: str) -> PreTrainedConfig:
@@ -239,7 +247,9 @@ def tiny_config(model_type: str) -> PreTrainedConfig:
 
     For some composites that is the text part alone.
     """
-    special = SPECIAL.get(model_type, SPECIAL.get(model_type.removesuffix("_text"), {}))
+    base = model_type.partition(",")[0]
+    special = SPECIAL.get(base, SPECIAL.get(base.removesuffix("_text"), {}))
+    special = {**special, **SETTINGS.get(model_type, {})}
     config_class = CONFIG_MAPPING[_built_as(model_type)]
     model_class = class_of(_built_as(model_type))
     if not issubclass(config_class, model_class.config_class):
@@ -293,7 +303,8 @@ def _is_dropout(name: str) -> bool:
 
 
 def _built_as(model_type: str) -> str:
-    return f"{model_type}_text" if model_type in _TEXT_ONLY else model_type
+    base = model_type.partition(",")[0]
+    return f"{base}_text" if base in _TEXT_ONLY else base
 
 
 def class_of(model_type: str) -> Any:

@@ -26,6 +26,7 @@ PAGE = ROOT / "docs" / "guides" / "recipes.md"
 MODELS = (
     *("qwen3.6-35b-a3b", "qwen3.6-27b", "qwen3.5-9b"),
     *("gemma-4-26b-a4b", "gemma-4-31b"),
+    *("ministral-3-8b", "ministral-3-14b", "mistral-small-4"),
     *("glm-4.7-flash", "nemotron-3-nano-30b-a3b", "lfm2-8b-a1b"),
     *("gpt-oss-20b", "gpt-oss-120b"),
     *("qwen3-4b", "qwen3-8b", "qwen3-14b", "qwen3-32b", "qwen3-30b-a3b", "qwen3-235b-a22b"),
@@ -40,6 +41,7 @@ SHIPPED: Mapping[str, tuple[str, int, int]] = {
     "gptoss_20b_16gb": ("gpt-oss-20b", 16, 64),
     "gptoss_120b_24gb": ("gpt-oss-120b", 24, 64),
     "llama31_70b_24gb": ("llama-3.1-70b", 24, 64),
+    "ministral3_8b_12gb": ("ministral-3-8b", 12, 32),
     "nemotron3_nano_24gb": ("nemotron-3-nano-30b-a3b", 24, 64),
     "qwen3_4b_8gb": ("qwen3-4b", 8, 32),
     "qwen3_32b_24gb": ("qwen3-32b", 24, 64),

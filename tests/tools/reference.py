@@ -353,9 +353,9 @@ def plan() -> str:
 
 
 FIT_MODELS = (
-    *("qwen3.5-9b", "gpt-oss-20b", "gemma-4-26b-a4b", "qwen3.6-27b", "glm-4.7-flash"),
-    *("nemotron-3-nano-30b-a3b", "qwen3.6-35b-a3b", "qwen3-8b", "qwen3-30b-a3b"),
-    *("llama-3.1-70b", "gpt-oss-120b", "qwen3-235b-a22b"),
+    *("ministral-3-8b", "qwen3.5-9b", "gpt-oss-20b", "gemma-4-26b-a4b", "qwen3.6-27b"),
+    *("glm-4.7-flash", "nemotron-3-nano-30b-a3b", "qwen3.6-35b-a3b", "qwen3-8b"),
+    *("qwen3-30b-a3b", "llama-3.1-70b", "gpt-oss-120b", "mistral-small-4"),
 )
 FitCodec = Literal["auto", "nf4"]
 FIT_CODECS: tuple[FitCodec, ...] = ("auto", "nf4")
