@@ -12,7 +12,6 @@ Shapes: B rows, T tokens, D model dim, P virtual tokens.
 Source: arXiv:2104.08691 (prompt tuning), arXiv:2103.10385 (p-tuning).
 """
 
-import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,6 +31,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from finetune.errors import CheckpointError, ConfigError, read_by_library
 from finetune.recipe.adapters import AdapterSection
 from finetune.run.adapter_folder import require_adapter_files
+from offload.engine.generation import cache_argument
 from offload.engine.model.layers import LayeredModel
 from offload.engine.model.recorders import ByLayer, FrontArguments
 
@@ -105,7 +105,7 @@ def _embedded(embedding: Any, ids_BT: torch.Tensor) -> torch.Tensor:
 
 PREFIX_ENCODER = "prefix_tuning"
 """Name of peft's encoder within the model."""
-_PAST, _MASK, _POSITIONS = "past_key_values", "attention_mask", "position_ids"
+_MASK, _POSITIONS = "attention_mask", "position_ids"
 
 
 def add_prefix(model: PreTrainedModel, adapter: AdapterSection, *, seed: int) -> PeftModel:
@@ -161,7 +161,7 @@ def _put_in_front(adapted: PeftModel) -> None:
     base: Any = adapted.get_base_model()
     name = adapted.active_adapter
     encoder, config = adapted.prompt_encoder[name], adapted.peft_config[name]
-    base.add_module(PREFIX_ENCODER, PrefixArguments(encoder, config, base.dtype))
+    base.add_module(PREFIX_ENCODER, PrefixArguments(encoder, config, base))
 
 
 def _refusal(model: PreTrainedModel, adapter: AdapterSection, why_not: str) -> ConfigError:
@@ -184,8 +184,7 @@ def require_plain_cache(model: PreTrainedModel, adapter: AdapterSection) -> None
 
 def _why_not(model: Any) -> str:
     """Return why a model's cache is not keys and values of whole heads; nothing if it is that."""
-    is_taken = _PAST in inspect.signature(model.forward).parameters
-    if not is_taken or not model._supports_default_dynamic_cache():
+    if cache_argument(model) is None:
         return "it takes no cache of keys and values"
     if model.config.get_text_config(decoder=True).to_dict().get("kv_lora_rank") is not None:
         return "its cache is that of latent attention"
@@ -231,13 +230,13 @@ class _Past(DynamicCache, ByLayer):
 class PrefixArguments(FrontArguments):
     """Gives a model the keys and values of its prefix, and counts them in mask and positions."""
 
-    def __init__(self, encoder: nn.Module, config: Any, dtype: torch.dtype) -> None:
+    def __init__(self, encoder: nn.Module, config: Any, model: Any) -> None:
         """Keep peft's encoder, whose weights train.
 
         Args:
             encoder: Of the prefix.
             config: Its own, as peft has completed it.
-            dtype: Of the keys in a model's own cache.
+            model: The one that it is in front of.
         """
         super().__init__()
         self.encoder: Any = encoder
@@ -246,7 +245,10 @@ class PrefixArguments(FrontArguments):
         self._num_tokens: int = config.num_virtual_tokens
         self._num_heads: int = config.num_attention_heads
         self._num_layers: int = config.num_layers
-        self._dtype = dtype
+        self._dtype: torch.dtype = model.dtype  # of the keys in its own cache
+        past = cache_argument(model)
+        assert past is not None, "`require_plain_cache` before"
+        self._past = past
 
     def forward(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the arguments of the model's forward for rows with the prefix in front.
@@ -264,9 +266,9 @@ class PrefixArguments(FrontArguments):
             more[_MASK] = torch.cat([ones_BP, mask_BT], dim=1)
         if positions_BT is not None:
             more[_POSITIONS] = positions_BT + self._num_tokens
-        cache = given.get(_PAST)
+        cache = given.get(self._past)
         if cache is None:
-            more[_PAST] = _Past(self._pairs(input_ids_BT.device))
+            more[self._past] = _Past(self._pairs(input_ids_BT.device))
         elif not cache.get_seq_length():
             for layer, pair in enumerate(self._pairs(input_ids_BT.device)):
                 of_rows = [x.expand(len(input_ids_BT), -1, -1, -1).to(self._dtype) for x in pair]

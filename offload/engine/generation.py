@@ -33,14 +33,20 @@ if TYPE_CHECKING:
     from transformers import DynamicCache
 
 
-NAMES = ("past_key_values", "cache_params")
-"""What models call the cache among the arguments of their forward."""
+_NAMES = ("cache", "past_key_values", "cache_params")  # the first is that of transformers 5.24
 _POSITIONS = "position_ids"
 _OWN_TO_TORCH = frozenset(vars(nn.Module()))
 _CACHE_ALONE = "what layers keep from token to token is in a cache of transformers, and only there"
 
 Held = dict[str, object]
 """Tensors in attributes of the layers' modules, by path."""
+
+
+def cache_argument(model: Any) -> str | None:
+    """Return what a model's forward calls its key-value cache; None if it takes no ordinary one."""
+    parameters = inspect.signature(model.forward).parameters
+    names = [name for name in _NAMES if name in parameters]
+    return names[0] if names and model._supports_default_dynamic_cache() else None
 
 
 class CachedModel:
@@ -54,11 +60,10 @@ class CachedModel:
         """
         self._layered = layered
         parameters = inspect.signature(layered.model.forward).parameters
-        names = [name for name in NAMES if name in parameters]
-        model: Any = layered.model
-        if not names or not model._supports_default_dynamic_cache():
+        name = cache_argument(layered.model)
+        if name is None:
             layered.refuse("takes no key-value cache of transformers", limit=_CACHE_ALONE)
-        self._name = names[0]
+        self._name = name
         self._keeps_logits = "logits_to_keep" in parameters
         self._takes_positions = _POSITIONS in parameters
 
@@ -109,7 +114,7 @@ class CachedModel:
             batch[_POSITIONS] = positions_T.expand(num_rows, -1)
         more = {self._name: cache, "use_cache": True}
         try:
-            notes = self._layered.notes(batch, cache=cache, **more)
+            notes = self._layered.notes(batch, shared=cache, **more)
         except torch.OutOfMemoryError:
             raise
         except FORWARD_ERRORS as error:

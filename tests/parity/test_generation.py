@@ -211,7 +211,7 @@ def test_a_model_that_uses_its_cache_after_its_layers_is_refused() -> None:
     caches: list[Any] = []
 
     def note(_module: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
-        caches[:] = [kwargs.get("past_key_values")]
+        caches[:] = [kwargs.get("cache", kwargs.get("past_key_values"))]
 
     def use(*_: Any) -> None:
         if caches and caches[0] is not None:

@@ -446,22 +446,22 @@ class LayeredModel:
         shared = tuple(cut[id(call)] for call in packed)
         return Front(hidden_BTD=hidden_BTD, calls=(), leaves=leaves, packed=shared)
 
-    def notes(self, batch: Batch, *, cache: object = None, **more: Any) -> list[Note]:
+    def notes(self, batch: Batch, *, shared: object = None, **more: Any) -> list[Note]:
         """Record the arguments of all layers, which may be kept.
 
         Args:
             batch: As for `front`, of rows that are not packed.
-            cache: An object that layers may share, if there is one.
+            shared: An object that layers may share, if there is one.
             more: Further arguments of the model.
 
         Raises:
             UnsupportedModelError: As for `front`.
         """
-        (notes,) = self._notes_of([batch], cache=cache, **more)
+        (notes,) = self._notes_of([batch], shared=shared, **more)
         return notes
 
     def _notes_of(
-        self, batches: Sequence[Batch], *, cache: object = None, **more: Any
+        self, batches: Sequence[Batch], *, shared: object = None, **more: Any
     ) -> list[list[Note]]:
         first = batches[0]
         try:
@@ -472,7 +472,7 @@ class LayeredModel:
             found = list(self._recorded(batches, self._forms, **more))
         except TouchedError as error:
             self.refuse(str(error), limit=ONE_STATE)
-        for layer, name, problem in (one for notes in found for one in problems(notes, cache)):
+        for layer, name, problem in (one for notes in found for one in problems(notes, shared)):
             self.refuse(
                 f"passes `{name}` to layer {layer}, {problem}",
                 limit="a layer may be passed constants, tensors and containers of them",

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from types import FunctionType, MethodType
+from types import FunctionType
 from typing import Any, cast
 
 import torch
@@ -28,6 +28,8 @@ from offload.engine.pointwise.recognise import (
     find_gated_mlp,
     find_norm,
     find_rotary,
+    own_forward,
+    renamed_arguments,
 )
 from offload.engine.visit_cache import patched
 from offload.plan.facts.workload import FusedPart
@@ -193,7 +195,7 @@ def _gated_mlp(module: nn.Module, form: GatedMlp, *args: Any, **kwargs: Any) -> 
 
 def _with_rotary(module: nn.Module, part: Rotary, normed: HeadNorms | None) -> Callable[..., Any]:
     """Return a module's forward, in which one function is the fused one."""
-    forward = cast("FunctionType", type(module).forward)
+    forward = own_forward(type(module))
     own = forward.__globals__[part.name]
     copy = FunctionType(
         forward.__code__,
@@ -203,7 +205,13 @@ def _with_rotary(module: nn.Module, part: Rotary, normed: HeadNorms | None) -> C
         forward.__closure__,
     )
     copy.__kwdefaults__ = forward.__kwdefaults__
-    return MethodType(copy, module)
+    renames = renamed_arguments(type(module))
+
+    def compute(*args: Any, **named: Any) -> Any:
+        new = {renames[name]: named.pop(name) for name in renames.keys() & named.keys()}
+        return copy(module, *args, **{**new, **named})
+
+    return compute
 
 
 def _rotate(

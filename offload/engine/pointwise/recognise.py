@@ -11,7 +11,6 @@ that was drawn before, and notes what it was handed.
 """
 
 import ast
-import dis
 import inspect
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import product
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any, cast
 
 import torch
@@ -37,6 +36,7 @@ SCALES = (0.0, 1e-20, 1e-6, 1e-3, 1e-2, 0.1, 1.0, 1.0, 1.0, 10.0, 100.0, 1e4)
 FP32_ERROR, FP64_ERROR = 4e-6, 1e-12  # relative, of values and of gradients
 ROTARY_ARGUMENTS = ("q", "k", "cos", "sin")
 _MODES = (True, False)  # training or not
+_RENAMING = "transformers.utils.deprecation"  # the module of the wrapper that renames arguments
 # Of a proof's failure: own code may do anything with a twin.
 FAILURES = (TypeError, ValueError, LookupError, AttributeError, RuntimeError, ArithmeticError)
 
@@ -93,22 +93,51 @@ def find_norm(module: nn.Module) -> Norm | None:
 
 def find_rotary(module: nn.Module) -> Rotary | None:
     """Return the function with which a module's own forward rotates queries and keys."""
-    forward = type(module).forward
+    forward = own_forward(type(module))
     if not isinstance(forward, FunctionType) or "forward" in vars(module):
         return None
-    if _writes_globals(forward.__code__):  # a copy of the forward would write to a copy of them
+    source = None if hasattr(forward, "__wrapped__") else _source_of(forward)
+    if source is None or _writes_globals(source):  # its copy would write to a copy of them
         return None
-    for name in forward.__code__.co_names:
-        function = forward.__globals__.get(name)
+    for name, function in inspect.getclosurevars(forward).globals.items():
         if isinstance(function, FunctionType) and _takes_angles(function):
             found = _proven_rotary(function)
             if found is not None:
-                norms = _norms_before(type(module), name)
+                norms = _norms_before(type(module), source, name)
                 return Rotary(name=name, dtypes=found[0], is_partial=found[1], norms=norms)
     return None
 
 
-def _norms_before(kind: type[nn.Module], rotary: str) -> tuple[str, str] | None:
+def own_forward(kind: type[nn.Module]) -> Any:
+    """Return the forward of a class, within wrappers of transformers that rename arguments."""
+
+    def is_own(function: Any) -> bool:
+        return getattr(function, "__globals__", {}).get("__name__") != _RENAMING
+
+    return inspect.unwrap(kind.forward, stop=is_own)
+
+
+def renamed_arguments(kind: type[nn.Module]) -> dict[str, str]:
+    """Return what those wrappers rename, by old name."""
+    names, forward = {}, cast("Any", kind.forward)
+    while forward is not own_forward(kind):
+        settings = inspect.getclosurevars(forward).nonlocals
+        names[settings["old_name"]] = settings["new_name"] or settings["old_name"]
+        forward = forward.__wrapped__
+    return names
+
+
+def _source_of(function: FunctionType) -> ast.FunctionDef | None:
+    try:
+        (source,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
+    except (OSError, SyntaxError, ValueError):
+        return None
+    return source if isinstance(source, ast.FunctionDef) else None
+
+
+def _norms_before(
+    kind: type[nn.Module], function: ast.FunctionDef, rotary: str
+) -> tuple[str, str] | None:
     """Return the children whose results a forward rotates and nothing else reads; None if unsure.
 
     Known is straight code alone, in the body of the forward itself:
@@ -121,12 +150,6 @@ def _norms_before(kind: type[nn.Module], rotary: str) -> tuple[str, str] | None:
     the children nor the function, and write nothing in place. No other code of the class names the
     children.
     """
-    forward = cast("FunctionType", kind.forward)
-    try:
-        (function,) = ast.parse(textwrap.dedent(inspect.getsource(forward.__code__))).body
-    except (OSError, SyntaxError, ValueError):
-        return None
-    assert isinstance(function, ast.FunctionDef)
     calls = [x for x in function.body if _rotated_names(x, rotary) is not None]
     if len(calls) != 1 or _num_named(function, rotary) != 1:
         return None
@@ -152,13 +175,8 @@ def _names_elsewhere(kind: type[nn.Module], child: str) -> bool:
         for name, x in vars(base).items()
         if name != "__init__" and callable(getattr(x, "fget", None) or x)
     ]
-    codes = [x.__code__ for x in functions if isinstance(x, FunctionType) and x != kind.forward]
-    return any(_has_name(code, child) for code in codes)
-
-
-def _has_name(code: CodeType, name: str) -> bool:
-    inner = (const for const in code.co_consts if isinstance(const, CodeType))
-    return name in code.co_names or any(_has_name(one, name) for one in inner)
+    others = (x for x in functions if isinstance(x, FunctionType) and x != own_forward(kind))
+    return any((code := _source_of(x)) is None or _num_named(code, child) for x in others)
 
 
 def _writes_in_place(statement: ast.stmt) -> bool:
@@ -334,16 +352,9 @@ def _normed(twin: nn.Module, num_features: int, dtype: torch.dtype, *rows: int) 
     type(twin).forward(twin, torch.empty(*rows, num_features, dtype=dtype))
 
 
-def _writes_globals(code: CodeType) -> bool:
+def _writes_globals(code: ast.AST) -> bool:
     """Return whether code writes global variables, or hands all of them on."""
-    inner = (const for const in code.co_consts if isinstance(const, CodeType))
-    return (
-        "globals" in code.co_names
-        or any(
-            one.opname in ("STORE_GLOBAL", "DELETE_GLOBAL") for one in dis.get_instructions(code)
-        )
-        or any(map(_writes_globals, inner))
-    )
+    return _num_named(code, "globals") > 0 or any(isinstance(x, ast.Global) for x in ast.walk(code))
 
 
 def _takes_angles(function: FunctionType) -> bool:

@@ -10,7 +10,6 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import FunctionType
 from typing import Any, cast
 
 import torch
@@ -19,7 +18,15 @@ from torch.nn import functional as F
 
 from offload.engine.pointwise import ops
 from offload.engine.pointwise.layers import NAMES, FusedLayers, FusedModule
-from offload.engine.pointwise.recognise import GatedMlp, Norm, Rotary, drawn_mlp, is_close, twin_of
+from offload.engine.pointwise.recognise import (
+    GatedMlp,
+    Norm,
+    Rotary,
+    drawn_mlp,
+    is_close,
+    own_forward,
+    twin_of,
+)
 from offload.engine.streams import release_cached, seconds_of
 from offload.plan.facts.workload import FusedPart
 
@@ -198,7 +205,7 @@ def _both(
         width = getattr(module, "head_dim", HEAD_DIM)
         angles = torch.rand(1, NUM_TOKENS, width, device=device)
         cos, sin = (f(angles).to(dtype) for f in (torch.cos, torch.sin))
-        own: Any = cast("FunctionType", type(module).forward).__globals__[part.name]
+        own: Any = own_forward(type(module)).__globals__[part.name]
         heads = (NUM_HEADS, NUM_KEY_HEADS)
         inputs = [torch.empty(1, NUM_TOKENS, n, width, device=meta) for n in heads]
         if normed is None:

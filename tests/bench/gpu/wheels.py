@@ -50,7 +50,7 @@ class Package:
 
 
 PACKAGES = (
-    Package(name="transformers>=5,<5.24", why="the project", drops=("transformers/cli/*",)),
+    Package(name="transformers>=5.23", why="the project", drops=("transformers/cli/*",)),
     Package(name="peft>=0.21", why="the project"),
     Package(name="pydantic>=2.11", why="the project"),
     Package(name="pydantic-core", why="pydantic"),

@@ -1,5 +1,6 @@
 """Fused operators of norms, rotations and activations: found in models and tried."""
 
+import functools
 import itertools
 from collections import Counter
 from dataclasses import replace
@@ -11,6 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
+from transformers.utils.deprecation import deprecate_kwarg
 
 from offload.engine.low_rank import AdaptedLinear, LowRank, apply_linears
 from offload.engine.pointwise import ops, trial
@@ -574,6 +576,35 @@ def test_norms_are_computed_with_the_rotation_unless_something_listens_to_them()
     torch.testing.assert_close((q, k), own[:2])
     assert torch.autograd.grad(q.sum(), attention.one.weight)[0].norm() > 0
     assert not any("forward" in vars(module) for module in attention.modules())
+
+
+class Renaming(Normed):
+    """Attention whose arguments have older names too, as transformers wraps it from 5.24 on."""
+
+    forward = deprecate_kwarg("angles", "99", new_name="cos")(Normed.forward)
+
+
+class Wrapped(Normed):
+    """Attention in a wrapper that may do anything."""
+
+    @functools.wraps(Normed.forward)
+    def forward(self, *args: Any) -> Any:  # type: ignore[override]  # mypy sees no signature
+        return Normed.forward(self, *args)
+
+
+@pytest.mark.filterwarnings("ignore:`angles` is deprecated:FutureWarning")
+def test_a_rotation_is_fused_within_the_wrapper_that_renames_arguments_and_no_other() -> None:
+    torch.manual_seed(0)
+    attention = Renaming()
+    x, cos, sin = torch.randn(2, 5, D), torch.randn(2, 5, D), torch.randn(2, 5, D)
+    fused = FusedLayers([attention])
+    with fused.visited(0), torch.no_grad(), Counted() as counted:
+        by_old_name, by_new_name = attention(x, angles=cos, sin=sin), attention(x, cos, sin)
+        both = attention(x, angles=sin, cos=cos, sin=sin)
+    assert counted.num_ops["norm_rotate"] == 3
+    torch.testing.assert_close(by_old_name, Normed.forward(attention, x, cos, sin))
+    assert all(map(torch.equal, (*by_old_name, *by_new_name), (*by_new_name, *both)))
+    assert find_rotary(Wrapped()) is None
 
 
 class ByMethod(Normed):
