@@ -13,6 +13,7 @@ from torch import nn
 from finetune.errors import ConfigError
 from offload.engine.experts.lora import take_branches
 from offload.engine.experts.products import Branch
+from offload.engine.internals import bare, has_hooks, num_writes, refer
 from offload.engine.low_rank import AdaptedLinear, LowRank, apply_linears
 from offload.engine.visit_cache import VISIT_CACHE
 from offload.errors import UnsupportedModelError
@@ -164,7 +165,7 @@ def hold_in_bf16(adapted: PeftModel, adapter: str) -> None:
             )
     for name, parameter in adapted.named_parameters():
         if adapter in name.split(".") and not is_trained_whole(name):
-            parameter.data = parameter.data.bfloat16()
+            refer(parameter, bare(parameter).bfloat16())
 
 
 def is_trained_whole(name: str) -> bool:
@@ -352,14 +353,14 @@ class Siblings:
             )
             return y
         outputs = apply_linears(x, [one.adapted() for one in self._members], key=id(self))
-        self._input = (x, x._version, torch.is_grad_enabled())
+        self._input = (x, num_writes(x), torch.is_grad_enabled())
         self._outputs = {id(one): y for one, y in zip(self._members, outputs, strict=True)}
         return self._take(member)
 
     def _is_input(self, x: torch.Tensor) -> bool:
         assert self._input is not None
         known, version, has_grad = self._input
-        return x is known and x._version == version and has_grad == torch.is_grad_enabled()
+        return x is known and num_writes(x) == version and has_grad == torch.is_grad_enabled()
 
     def _all_plain(self, x: torch.Tensor) -> bool:
         return all(one.is_plain(x) and not one.drops() for one in self._members)
@@ -377,4 +378,4 @@ class Siblings:
 
 def _is_bare(module: nn.Module, kind: type[nn.Module] = nn.Linear) -> bool:
     """Return whether a module is of this kind and nothing else, without hooks."""
-    return type(module) is kind and not (module._forward_hooks or module._forward_pre_hooks)
+    return type(module) is kind and not has_hooks(module)

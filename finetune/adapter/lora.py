@@ -148,15 +148,14 @@ def put(adapted: PeftModel, tensors: SavedTensors) -> None:
     for key, tensor in tensors.own.items():
         path, _, name = key.rpartition(".")
         module = adapted.get_submodule(path)
-        place = module._parameters[name] if name in module._parameters else module._buffers[name]
-        assert place is not None, "a name of the state dict"
+        place: torch.Tensor = getattr(module, name)
         if not place.is_meta:
             with torch.no_grad():
                 place.copy_(tensor)
-        elif name in module._parameters:
-            module._parameters[name] = nn.Parameter(tensor.float(), requires_grad=False)
+        elif isinstance(place, nn.Parameter):
+            setattr(module, name, nn.Parameter(tensor.float(), requires_grad=False))
         else:
-            module._buffers[name] = tensor.float()
+            setattr(module, name, tensor.float())
 
 
 def require_same_base(

@@ -11,16 +11,20 @@ from peft.tuners.lycoris_utils import LycorisLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.constants import TRANSFORMERS_MODELS_TO_IA3_FEEDFORWARD_MODULES_MAPPING
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from finetune.errors import ConfigError
 from finetune.model.classifier_head import auto_class
 from finetune.recipe.adapters import Adapter, AdapterSection
 from finetune.run.adapter_folder import ROW_TASK, TOKEN_TASK
+from offload.engine.internals import (
+    FakeTensorMode,
+    TorchDispatchMode,
+    memory_key,
+    storage_key,
+    tree_leaves,
+)
 from offload.engine.tracing.tracer import LiveBytes, Tracer, fake_copy
 from offload.plan.facts.facts import Line, MethodCounts, PassCounts, PeftMethod
 from offload.plan.facts.optimizer import Shape
@@ -256,15 +260,15 @@ class _Layer:
 
     def run(self, num_tokens: int) -> _Run:
         """Run it forward and backward."""
-        own = {one.untyped_storage()._cdata for one in self._held()}
+        own = {memory_key(one) for one in self._held()}
         memory, saved = LiveBytes(), dict[int, int]()
         with self._mode:
             x = torch.empty(num_tokens, self._d_in, dtype=self._dtype, requires_grad=True)
-        reads = x.untyped_storage()._cdata
+        reads = memory_key(x)
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             storage = tensor.untyped_storage()
-            saved[storage._cdata] = storage.nbytes()
+            saved[storage_key(storage)] = storage.nbytes()
             return tensor
 
         tracer = Tracer(memory)

@@ -119,11 +119,11 @@ class Changes:
             return torch.baddbmm(values, lhs[rows], rhs[rows], alpha=scaling)
         module: Any = layer.get_base_layer()
         attribute = layer.parameter_name if isinstance(layer, ParamWrapper) else "weight"
-        empty = module._parameters[attribute]
-        module._parameters[attribute] = nn.Parameter(values, requires_grad=False)
+        empty = getattr(module, attribute)
+        setattr(module, attribute, nn.Parameter(values, requires_grad=False))
         layer.merge()
-        merged: torch.Tensor = module._parameters[attribute].data
-        module._parameters[attribute] = empty
+        merged: torch.Tensor = getattr(module, attribute).detach()
+        setattr(module, attribute, empty)
         layer.merged_adapters.clear()
         return merged
 

@@ -330,7 +330,7 @@ def _router(name: str, module: nn.Module) -> dict[str, Linear]:
     for key, parameter in module.named_parameters(recurse=False):
         if parameter.dim() == NUM_STACK_DIMS - 1 and not key.endswith("bias"):
             d_out, d_in = parameter.shape
-            has_bias = vars(module)["_parameters"].get("bias") is not None
+            has_bias = getattr(module, "bias", None) is not None
             found[f"{name}.{key}"] = Linear(
                 name=name.rsplit(".", 1)[-1],
                 group="router",

@@ -14,6 +14,7 @@ from torch import nn
 from finetune.recipe.sections import TrainSection
 from finetune.run.checkpoint import Restored, Resumable, Saved
 from finetune.training.ranks import Ranks
+from offload.engine.internals import bare
 from offload.engine.passes.part import Reducer
 from offload.plan.facts.optimizer import OPTIMIZERS
 from offload.plan.schedule.schedule import Reduced
@@ -76,11 +77,11 @@ class RoundedWeights:
         """Give the copies the tensors' values in a context, and round what they are after it."""
         for name, copy in self.copies.items():
             copy.untyped_storage().resize_(copy.numel() * copy.element_size())
-            copy.data.copy_(self.held[name])
+            bare(copy).copy_(self.held[name])
         yield
         for name, copy in self.copies.items():
             generator = torch.Generator(copy.device).manual_seed(self._seed_of(name))
-            self.held[name].data.copy_(round_at_random(copy.data, generator))
+            bare(self.held[name]).copy_(round_at_random(bare(copy), generator))
             _empty(copy)
         self.num_updates += 1
 
@@ -331,7 +332,7 @@ class AdapterUpdate:
         with self._rounded.updated():
             update(self._optimizer, self._parameters, lr=lr, loraplus_ratio=self._loraplus_ratio)
             if not self._are_cards_alike:
-                self._ranks.send_from_main([weight.data for weight in self._parameters])
+                self._ranks.send_from_main([bare(weight) for weight in self._parameters])
         self.publish()
 
     def without_gradient(self) -> tuple[str, ...]:

@@ -12,7 +12,8 @@ from typing import Generic, TypeVar
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
+
+from offload.engine.internals import FakeTensorMode, enable_python_dispatcher, without_modes
 
 T = TypeVar("T")
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
@@ -28,15 +29,13 @@ def takes_decisions(compute: Callable[[int, int], object]) -> bool:
         compute: Runs it, given symbols for the numbers of rows and of tokens. Tensors that it makes
             have no values.
     """
-    # they import sympy
-    from torch._dispatch.python import enable_python_dispatcher
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    # imports sympy
     from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
     sizes = ShapeEnv()
     mode = FakeTensorMode(shape_env=sizes, allow_non_fake_inputs=True)
     both = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * 2)  # type: ignore[var-annotated]
-    with _disable_current_modes():  # others know no symbols
+    with without_modes():  # others know no symbols
         like = torch.empty(3, 5, device="cpu")
         try:
             # torch 2.11 folds the dimensions of a product in C++, which knows no symbols

@@ -28,6 +28,7 @@ from offload.engine.host.pagelock import aligned_empty
 from offload.engine.host.slab import Field, Stash, by_place
 from offload.engine.host.store import Backing
 from offload.engine.host.weights import HostGradients, HostWeights, LateUpdates
+from offload.engine.internals import num_writes
 from offload.engine.memory_meter import Arena
 from offload.engine.model import placement
 from offload.engine.model.encoding import Encoding
@@ -701,7 +702,7 @@ class Engine:
         return Generation(
             self._layered,
             where=(self._vocabulary, self._device.torch_device),
-            state=lambda: [executor.adapter, *(p._version for p in resident)],
+            state=lambda: [executor.adapter, *map(num_writes, resident)],
             ready=partial(self._ready_pass, has_labels=False),
             compute=executor.compute,
         )

@@ -21,8 +21,8 @@ from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from offload.engine.internals import TorchDispatchMode
 from offload.errors import OffloadError
 
 # ---------------------------------------------------------------------------------------------

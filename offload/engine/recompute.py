@@ -14,13 +14,18 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import nn
-from torch._ops import OpOverloadPacket
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from offload.engine.internals import (
+    OpOverloadPacket,
+    TorchDispatchMode,
+    num_writes,
+    schema_of,
+    tree_leaves,
+    tree_map_only,
+)
 from offload.engine.randomness import dropout_of
 from offload.plan.facts.linears import output_bytes
 
@@ -575,12 +580,12 @@ class Recorder(TorchFunctionMode):
         self._calls.append(seen.found)
         returned = tree_map_only(torch.Tensor, lambda x: x.detach(), returned)
         output = returned if func is _CALL else returned[0]
-        self._versions.append((output, output._version))
+        self._versions.append((output, num_writes(output)))
         return returned
 
     def recorded(self) -> Recorded:
         """Return what was recorded; nothing if the layer wrote to an output of attention."""
-        is_written = any(x._version != version for x, version in self._versions)
+        is_written = any(num_writes(x) != version for x, version in self._versions)
         return NOTHING if is_written else Recorded(calls=tuple(self._calls))
 
 
@@ -675,7 +680,7 @@ def _is_attention(func: Any) -> bool:
 def _names_of(func: Any) -> Sequence[str]:
     if func is _CALL:
         return _ORDER
-    return [argument.name for argument in func.default._schema.arguments]
+    return [argument.name for argument in schema_of(func.default).arguments]
 
 
 def _kernel_of(given: dict[str, Any]) -> int:
@@ -774,13 +779,13 @@ class SavedTensors:
     @property
     def is_unwritten(self) -> bool:
         """Whether the tensors are as they were when they were saved."""
-        return all(x._version == version for x, version in self._held)
+        return all(num_writes(x) == version for x, version in self._held)
 
     def pack(self, x: torch.Tensor) -> object:
         """Leave a note in the place of a tensor that autograd saves, unless it stays."""
         if not self._leaves(x):
             return x
-        self._held.append((x, x._version))
+        self._held.append((x, num_writes(x)))
         block = x.untyped_storage()
         number = self._numbers.setdefault((block.data_ptr(), block.nbytes()), self.num_blocks)
         if number == len(self._starts) - 1:

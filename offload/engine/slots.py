@@ -13,6 +13,7 @@ from itertools import pairwise
 import torch
 
 from offload.engine.host.slab import Allocate, Record
+from offload.engine.internals import refer
 from offload.engine.memory_meter import Arena
 from offload.plan.schedule.schedule import head_slots, slots_bytes
 
@@ -67,8 +68,10 @@ class Slots:
         for layer, record in enumerate(records):
             buffer = self._buffers[layer % num_slots]
             for field in record.fields:
-                field.parameter.data = (
-                    field.decoded(self._decoded) if record.decoded_bytes else field.view(buffer)
+                is_decoded = bool(record.decoded_bytes)
+                refer(
+                    field.parameter,
+                    field.decoded(self._decoded) if is_decoded else field.view(buffer),
                 )
 
     def target(self, slot: int, offset: int, num_bytes: int) -> torch.Tensor:

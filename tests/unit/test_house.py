@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.tools import private_uses
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = (ROOT / "finetune", ROOT / "offload")
 SOURCES = [ROOT / "cli.py", *(file for package in PACKAGES for file in package.rglob("*.py"))]
@@ -23,6 +25,27 @@ def named(path: Path) -> str:
 
 def _parsed(file: Path) -> ast.Module:
     return ast.parse(file.read_text())
+
+
+def test_private_names_of_other_libraries_are_few_and_each_has_the_version_it_was_read_in() -> None:
+    found = private_uses.uses()
+    read = {name for names in private_uses.READ_IN.values() for name in names.split()}
+    assert {name for names in found.values() for name in names} == read
+    assert sum(names.total() for names in found.values()) <= private_uses.MAX_USES
+    assert len(found) <= private_uses.MAX_FILES
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("library", [one for one in private_uses.READ_IN if "Python" not in one])
+def test_each_private_name_is_still_in_its_library(library: str) -> None:
+    (folder,) = importlib.import_module(library.split()[0]).__path__
+    left = {name.removeprefix("torch.") for name in private_uses.READ_IN[library].split()}
+    left = {name.replace(".", "/") for name in left}
+    for path in chain(Path(folder).rglob("*.py*"), Path(folder).rglob("*.h")):
+        if path.suffix != ".pyc":
+            text = path.read_text(errors="ignore")
+            left -= {name for name in left if name in text or name in str(path)}
+    assert not left
 
 
 def test_source_is_ascii() -> None:

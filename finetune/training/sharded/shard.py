@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from offload.engine.internals import bare, refer
 from offload.engine.model.layers import LayeredModel
 
 if TYPE_CHECKING:
@@ -73,4 +74,4 @@ def _widen(module: nn.Module) -> None:
     """Make fp32 masters of what trains in a module that is about to be cut."""
     for parameter in module.parameters():
         if parameter.requires_grad:
-            parameter.data = parameter.data.float()
+            refer(parameter, bare(parameter).float())

@@ -31,6 +31,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from offload.engine.host.slab import HostBlocks, Stash
+from offload.engine.internals import bare, refer
 from offload.engine.memory_meter import Arena
 from offload.engine.streams import Device
 from offload.engine.visit_cache import patched
@@ -88,10 +89,10 @@ class HostEmbedding:
         self._tokens: Mapping[int, torch.Tensor] = {}
         self._present: tuple[torch.Tensor, torch.Tensor] | None = None
         self._is_read = True
-        is_tied = head is not None and any(p is self.weight for p in head._parameters.values())
-        self._held_by_head: torch.Tensor | None = self.weight.data if is_tied else None
+        is_tied = head is not None and any(p is self.weight for p in head.parameters(recurse=False))
+        self._held_by_head: torch.Tensor | None = bare(self.weight) if is_tied else None
         if not is_tied:
-            self.weight.data = _alone_on_host(self.weight.data)
+            refer(self.weight, _alone_on_host(bare(self.weight)))
         vars(embedding)["forward"] = self._forward
 
     @property
@@ -99,12 +100,12 @@ class HostEmbedding:
         """The weight, unless the head holds it; the page-locked buffers of rows."""
         if self._held_by_head is not None:
             return (self._rows.arena,)
-        return (Arena(name=EMBEDDINGS, blocks=[self.weight.data]), self._rows.arena)
+        return (Arena(name=EMBEDDINGS, blocks=[bare(self.weight)]), self._rows.arena)
 
     @property
     def values(self) -> torch.Tensor:
         """The weight's values on the host (V, D), wherever a head lets the parameter refer to."""
-        return self.weight.data if self._held_by_head is None else self._held_by_head
+        return bare(self.weight) if self._held_by_head is None else self._held_by_head
 
     def let_go(self) -> None:
         """Give the lookups back; the weight stays where it is."""
@@ -253,7 +254,7 @@ def _require_alone(
     users = {
         module: path
         for path, module in model.named_modules()
-        if any(p is weight for p in module._parameters.values())
+        if any(p is weight for p in module.parameters(recurse=False))
     }
     name = users.pop(own, "it")
     if not users:
@@ -333,11 +334,11 @@ class HostHead:
         self.weight = own_weight(model, head, embeddings=embeddings)
         self._name = next(name for name, p in model.named_parameters() if p is self.weight)
         self._module = head
-        values = self.weight.data
+        values = bare(self.weight)
         self.num_bytes = values.nbytes
         self._on_host = blocks.hold(values)
         self._on_device: torch.Tensor | None = None
-        self.weight.data = self._on_host.view(values.dtype).view(values.shape)
+        refer(self.weight, self._on_host.view(values.dtype).view(values.shape))
 
     @property
     def arena(self) -> Arena:
@@ -362,18 +363,18 @@ class HostHead:
             OffloadError: The parameter refers to other memory than what is copied to the device.
         """
         assert self._on_device is not None
-        on_host = self.weight.data
+        on_host = bare(self.weight)
         if on_host.data_ptr() != self._on_host.data_ptr():
             raise OffloadError(
                 f"`{self._name}` was given other memory since the model was attached",
                 limit="a head in host memory is copied from where `offload.attach` has put it",
                 hint="write to it, `weight.copy_(...)`; or `engine.detach()`, and attach again",
             )
-        self.weight.data = self._on_device.view(on_host.dtype).view(on_host.shape)
+        refer(self.weight, self._on_device.view(on_host.dtype).view(on_host.shape))
         try:
             yield
         finally:
-            self.weight.data = on_host
+            refer(self.weight, on_host)
 
     def unread(self) -> AbstractContextManager[None]:
         """Return zeros from the head in a block, in which nothing reads them."""
@@ -424,7 +425,7 @@ def own_weight(
     )
     if weight.requires_grad:
         raise _refused(f"`{name}` trains", "a head in host memory is frozen", hint)
-    if not weight.data.is_contiguous():
+    if not weight.is_contiguous():
         raise _refused(f"`{name}` has a weight that is not contiguous", "its bytes are copied")
     return weight
 

@@ -18,6 +18,7 @@ from torch import nn
 
 from offload.engine.codec import NATIVE, Form
 from offload.engine.host.pagelock import Locker, aligned_empty, map_file
+from offload.engine.internals import bare, refer
 from offload.engine.memory_meter import Arena
 from offload.errors import CodecError, OffloadError, TransferError
 from offload.plan.facts.codec import aligned
@@ -159,7 +160,7 @@ def _adopt_layer(
         field = fields.get(parameter.data_ptr()) if parameter.numel() else None
         if field is None or (field.shape, field.dtype) != (parameter.shape, parameter.dtype):
             continue
-        if parameter.is_contiguous() or is_stand_in(parameter.data):
+        if parameter.is_contiguous() or is_stand_in(bare(parameter)):
             adopted.append(replace(field, parameter=parameter))
     return replace(record, fields=tuple(adopted))
 
@@ -325,7 +326,7 @@ class Slab:
             CodecError: Values cannot be encoded in their field's form.
         """
         for index, field in enumerate(self.records[layer].fields):
-            field.parameter.data = self.put(layer, index, field.parameter.data)
+            refer(field.parameter, self.put(layer, index, bare(field.parameter)))
 
     def alias(self, layer: int) -> None:
         """Let a layer's parameters alias its record, which is filled already.
@@ -333,7 +334,7 @@ class Slab:
         A parameter that is not encoded shows its values; an encoded one shows a placeholder.
         """
         for shown, field in zip(self._shown[layer], self.records[layer].fields, strict=True):
-            field.parameter.data = shown
+            refer(field.parameter, shown)
 
     def adopt(self, groups: Sequence[Sequence[nn.Parameter]]) -> None:
         """Make the parameters that already alias the records their fields.
@@ -400,7 +401,7 @@ def give_back(record: Record, memory: torch.Tensor, torch_device: torch.device) 
     for field in record.fields:
         values = torch.empty(field.shape, dtype=field.dtype)
         field.codec.decode(field.written(memory), values)
-        field.parameter.data = values.to(torch_device)
+        refer(field.parameter, values.to(torch_device))
 
 
 def new_block(num_bytes: int) -> Block:

@@ -34,6 +34,7 @@ from torch import nn
 from offload.engine.codec import NATIVE, form_named
 from offload.engine.host.pagelock import aligned_empty, map_file
 from offload.engine.host.slab import Copy, Field, Record, Slab, adopt, lay_out, stand_in, write
+from offload.engine.internals import bare
 from offload.errors import OffloadError, StoreError, TransferError
 from offload.plan.facts.workload import PAGE_BYTES, to_pages
 from offload.plan.machine.machine import GIB
@@ -307,7 +308,7 @@ class Store:
         self.records = tuple(replace(record, fields=()) for record in self._laid_out)
         self._shown = [
             [
-                field.view(memory).data if field.codec is NATIVE else stand_in(field)
+                bare(field.view(memory)) if field.codec is NATIVE else stand_in(field)
                 for field in record.fields
             ]
             for record, memory in zip(self._laid_out, self._layers, strict=True)
@@ -328,11 +329,11 @@ class Store:
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return every tensor by name: those of layers mapped, all others in memory.
 
-        Encoded tensors show a placeholder. Each is taken by `.data` because views of one block
+        Encoded tensors show a placeholder. Each is `bare` because views of one block
         also share its version counter: autograd would treat a change of one as a change of all.
         """
         rest = self._header.rest.entries
-        named = {entry.name: entry.field().view(self._rest).data for entry in rest}
+        named = {entry.name: bare(entry.field().view(self._rest)) for entry in rest}
         for stored, shown in zip(self._header.layers, self._shown, strict=True):
             named |= {e.name: tensor for e, tensor in zip(stored.entries, shown, strict=True)}
         return named

@@ -32,6 +32,7 @@ from offload.engine.host.slab import (
     lay_out,
 )
 from offload.engine.host.store import Store, StoreWriter
+from offload.engine.internals import bare, num_writes, refer
 from offload.engine.memory_meter import Arena
 from offload.errors import OffloadError
 from offload.plan.facts.optimizer import HOST_GRADIENTS
@@ -153,7 +154,7 @@ class HostGradients:
         """
         for field in (field for record in self._gradients for field in record.fields):
             name = self._names[id(field.parameter)]
-            with torch._C.DisableTorchFunctionSubclass():  # it is sealed between passes
+            with torch.DisableTorchFunctionSubclass():  # it is sealed between passes
                 is_left = field.parameter.grad is not None
             if is_left or self.parameters[name].grad is not None:
                 raise OffloadError(
@@ -241,14 +242,14 @@ def values_shown(backing: Slab | Store, layer: int) -> Iterator[None]:
         TransferError: The layer cannot be read.
     """
     record = backing.records[layer]
-    shown = [field.parameter.data for field in record.fields]
+    shown = [bare(field.parameter) for field in record.fields]
     if record.decoded_bytes:
         give_back(record, _in_memory(backing, layer), torch.device("cpu"))
     try:
         yield
     finally:
         for field, tensor in zip(record.fields, shown, strict=True):
-            field.parameter.data = tensor
+            refer(field.parameter, tensor)
 
 
 def _in_memory(backing: Slab | Store, layer: int) -> torch.Tensor:
@@ -372,7 +373,7 @@ class HostWeights:
     @property
     def num_writes(self) -> int:
         """Counter that grows when tensors that `shown` returned are written to."""
-        return sum(values._version for values in self._shown.values())
+        return sum(map(num_writes, self._shown.values()))
 
     def shown(self, layer: int, field: Field) -> torch.Tensor | None:
         """Return a field's values if they are in this process's memory and not encoded, else None.
@@ -522,11 +523,11 @@ def _written(
         with closing(writer):  # what is finished stays
             for layer, group in enumerate(groups):
                 for index, parameter in enumerate(group):
-                    writer.put(layer, index, parameter.data)
+                    writer.put(layer, index, bare(parameter))
             writer.finish({}, {})
         store = Store(path, identity={})
     for layer, group in enumerate(groups):
         for parameter, tensor in zip(group, store.layer_tensors(layer), strict=True):
-            parameter.data = tensor
+            refer(parameter, tensor)
     store.adopt(groups)
     return store

@@ -25,6 +25,7 @@ from torch.nn.modules import module as torch_module
 
 from offload.engine.host.pagelock import trim_heap
 from offload.engine.host.slab import Field, Record, lay_out
+from offload.engine.internals import bare, refer
 from offload.engine.model.encoding import Encoding
 from offload.engine.model.layers import LayeredModel
 
@@ -124,7 +125,7 @@ class CaptureWeights(Generic[H]):
             self._newest = layer
             trim_heap()
         num_bytes = parameter.nbytes
-        parameter.data = self.backing.put(layer, index, parameter.data)
+        refer(parameter, self.backing.put(layer, index, bare(parameter)))
         self._done_bytes += num_bytes
         self._on_put(self._done_bytes, self._all_bytes)
 

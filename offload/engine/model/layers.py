@@ -162,7 +162,7 @@ def _reset(module: nn.Module) -> None:
     """Set the frequencies to those of the config, in memory of their own."""
     for name, original in list(module.named_buffers(recurse=False)):
         if name.endswith(_ORIGINAL):
-            module._buffers[name.replace(_ORIGINAL, "inv_freq")] = original.clone()
+            setattr(module, name.replace(_ORIGINAL, "inv_freq"), original.clone())
     for name in list(vars(module)):
         if name.endswith(_CACHED):
             setattr(module, name, getattr(module, "original_max_seq_len"))  # noqa: B009 - untyped
@@ -389,7 +389,9 @@ class LayeredModel:
         self.around = modules_outside(self.model, self.layers)
         self.rotary = LengthRotary(self._owner, self.around)
         self.given = front_arguments(self.model)
-        self._buffered = [[m for m in layer.modules() if m._buffers] for layer in self.layers]
+        self._buffered = [
+            [m for m in layer.modules() if list(m.buffers(recurse=False))] for layer in self.layers
+        ]
         self._not_storing = [
             [(vars(module), {_STORES: False}) for module in unread]
             for unread in find_unread_stores(list(self.layers))
@@ -799,7 +801,7 @@ class LayeredModel:
             "its input": Snapshot(hidden_BTD),
             "its arguments": Snapshot(call.args, call.kwargs),
             "its buffers": Snapshot(
-                *(b for m in self._buffered[layer] for b in m._buffers.values())
+                *(b for m in self._buffered[layer] for b in m.buffers(recurse=False))
             ),
         }
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from offload.engine.host.slab import Record, is_stand_in
+from offload.engine.internals import bare, refer
 from offload.engine.model.layers import LayeredModel, homes_of
 from offload.errors import UnsupportedModelError
 
@@ -94,7 +95,7 @@ def require_values(model: nn.Module, records: Sequence[Record]) -> None:
     for name, parameter in model.named_parameters():
         if id(parameter) in frozen or parameter.is_meta:
             continue
-        values = parameter.data
+        values = bare(parameter)
         if is_stand_in(values) or (
             parameter.requires_grad and values.numel() and bool(values.isnan().all())
         ):
@@ -126,7 +127,7 @@ def move_the_rest(
     for module in modules_on_device(layered):
         for parameter in module.parameters(recurse=False):
             if id(parameter) not in streamed:
-                parameter.data = parameter.data.to(torch_device)
+                refer(parameter, bare(parameter).to(torch_device))
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(torch_device))
 

@@ -21,7 +21,8 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+
+from offload.engine.internals import FakeTensor, num_writes, unset_fake_temporarily
 
 # ---------------------------------------------------------------------------------------------
 # The arguments that a model passes to a layer besides the hidden state, and which are allowed.
@@ -258,7 +259,7 @@ def _changed(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 def look_of(value: object) -> object:
     """Return a version or size that changes when a value is written to."""
     if isinstance(value, torch.Tensor):  # torch does not count for inference tensors
-        return None if value.is_inference() else value._version
+        return None if value.is_inference() else num_writes(value)
     if type(value) in _PLAIN or isinstance(value, _WITHOUT_PARTS):
         return None
     if isinstance(value, tuple | list):
@@ -308,7 +309,7 @@ class Between(torch.Tensor):
     ) -> Any:
         """Answer queries of shape, dtype and device; refuse the rest."""
         if func in _LOOKS:
-            with torch._C.DisableTorchFunctionSubclass():
+            with torch.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", str(func))
         what = next((arg.what for arg in args if isinstance(arg, Between)), _HIDDEN)
@@ -371,7 +372,7 @@ FORMS = (
 
 def between(hidden: torch.Tensor, what: str = _HIDDEN) -> Between:
     """Return a tensor that looks like `hidden` and takes no memory of its own."""
-    with torch._C.DisableTorchFunctionSubclass(), unset_fake_temporarily():
+    with torch.DisableTorchFunctionSubclass(), unset_fake_temporarily():
         if isinstance(hidden, FakeTensor):  # cannot be of another class as well
             hidden = torch.empty_strided(
                 hidden.shape, hidden.stride(), dtype=hidden.dtype, device="meta"

@@ -58,7 +58,7 @@ class Sealed(nn.Parameter):
     ) -> Any:
         """Answer queries of shape, type and device, and `detach`; refuse the rest."""
         kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch.DisableTorchFunctionSubclass():
             sealed = next(_sealed_in((args, kwargs)))
             secret: _Secret = sealed.__dict__[_SECRET]
             if func == _GET_GRAD and secret.has_master:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from offload.engine.internals import refer
 from offload.engine.model.layers import FORWARD_ERRORS, LayerCall, LayeredModel
 from offload.engine.recompute import (
     NOTHING,
@@ -46,7 +47,7 @@ class Graph:
     def let_go(self) -> None:
         """Let go of the memory of input and output: a backward needs their shapes alone."""
         for x in (self.input_BTD, self.said[0]):
-            x.data = x.new_empty(()).expand(x.shape)
+            refer(x, x.new_empty(()).expand(x.shape))
 
     def with_input(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the layer's output with its graph, and the leaf that is its input."""

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from offload.engine.decisions import Proven
+from offload.engine.internals import has_hooks
 from offload.engine.pointwise import ops
 from offload.engine.pointwise.recognise import (
     DTYPES,
@@ -77,9 +78,7 @@ class HeadNorms:
     @property
     def weights(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The weights of both."""
-        q, k = (x for norm in self.modules for x in norm._parameters.values())
-        assert q is not None
-        assert k is not None
+        q, k = (x for norm in self.modules for x in norm.parameters(recurse=False))
         return q, k
 
 
@@ -156,7 +155,8 @@ def _normed(module: nn.Module, part: Part, found: Mapping[nn.Module, Part]) -> H
     """
     if not isinstance(part, Rotary) or part.norms is None:
         return None
-    norms = [module._modules.get(name) for name in part.norms]
+    children = dict(module.named_children())
+    norms = [children.get(name) for name in part.norms]
     forms = {found.get(norm) if norm is not None else None for norm in norms}
     if len(forms) != 1 or not isinstance(form := forms.pop(), Norm):
         return None
@@ -173,9 +173,9 @@ def _part_of(module: nn.Module) -> Part | None:
 
 
 def _norm(module: nn.Module, form: Norm, *args: Any, **kwargs: Any) -> torch.Tensor:
-    (weight,) = module._parameters.values()
+    (weight,) = module.parameters(recurse=False)
     x = args[0] if len(args) == 1 and not kwargs else None
-    if x is None or weight is None or weight.requires_grad or weight.dtype != x.dtype:
+    if x is None or weight.requires_grad or weight.dtype != x.dtype:
         return cast("torch.Tensor", _own(module, *args, **kwargs))
     return ops.norm(x, weight, eps=form.eps, offset=form.offset, is_cast_first=form.is_cast_first)
 
@@ -185,9 +185,9 @@ def _gated_mlp(module: nn.Module, form: GatedMlp, *args: Any, **kwargs: Any) -> 
     others = (x for name, x in module.named_children() if name not in (*form.first, form.down))
     if not is_known or any(map(has_hooks, others)):
         return cast("torch.Tensor", _own(module, *args, **kwargs))
-    outputs = {name: cast("Any", module._modules[name])(args[0]) for name in form.first}
+    outputs = {name: getattr(module, name)(args[0]) for name in form.first}
     (up,) = set(form.first) - {form.gate}
-    y: torch.Tensor = cast("Any", module._modules[form.down])(
+    y: torch.Tensor = getattr(module, form.down)(
         ops.gated(outputs[form.gate], outputs[up], form.curve)
     )
     return y
@@ -253,12 +253,6 @@ def _is_as_proven(
         and (cos.shape[-1] == width or (part.is_partial and cos.shape[-1] < width))
         and not (cos.requires_grad or sin.requires_grad)
     )
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Return whether something listens to a module's calls."""
-    tables = ("forward_pre", "forward", "backward_pre", "backward")
-    return any(vars(module)[f"_{table}_hooks"] for table in tables)
 
 
 def _own(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

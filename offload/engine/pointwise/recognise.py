@@ -23,9 +23,9 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from offload.engine.decisions import takes_decisions
+from offload.engine.internals import unset_fake_temporarily
 from offload.engine.pointwise import reference
 from offload.engine.pointwise.reference import CURVES, Curve
 
@@ -75,9 +75,9 @@ class GatedMlp:
 
 def find_norm(module: nn.Module) -> Norm | None:
     """Return what a module computes if it is an RMSNorm with a frozen weight."""
-    parameters = list(module._parameters.values())
+    parameters = list(module.parameters(recurse=False))
     (weight,) = parameters if len(parameters) == 1 else (None,)
-    if weight is None or not _is_leaf(module) or module._buffers or weight.dim() != 1:
+    if weight is None or not _is_leaf(module) or _has_tensors(module.buffers) or weight.dim() != 1:
         return None
     if weight.requires_grad or weight.dtype not in DTYPES or len(weight) > MAX_FEATURES:
         return None
@@ -250,9 +250,11 @@ def find_gated_mlp(module: nn.Module) -> GatedMlp | None:
     children = dict(module.named_children())
     linears = {name: child for name, child in children.items() if _features(child) is not None}
     others = [child for name, child in children.items() if name not in linears]
-    if len(linears) != 3 or module._parameters or module._buffers or "forward" in vars(module):
+    if len(linears) != 3 or _has_tensors(module.parameters) or _has_tensors(module.buffers):
         return None
-    if not all(_is_leaf(child) and not child._parameters for child in others):
+    if "forward" in vars(module):
+        return None
+    if not all(_is_leaf(child) and not _has_tensors(child.parameters) for child in others):
         return None
     with _proving():
         found = {_proven_mlp(module, linears, is_training=is_on) for is_on in _MODES}
@@ -275,18 +277,27 @@ def _proving() -> Iterator[None]:
         yield
 
 
-def twin_of(module: nn.Module, **changed: object) -> Any:
-    """Return a module of the same code and attributes, without hooks."""
+def _has_tensors(of: Callable[..., Iterator[torch.Tensor]]) -> bool:
+    """Return whether a module has parameters, or buffers, of its own."""
+    return next(of(recurse=False), None) is not None
+
+
+def twin_of(
+    module: nn.Module, parts: Mapping[str, nn.Module | nn.Parameter], **changed: object
+) -> Any:
+    """Return a module of the same code and attributes, with other parts, and without hooks."""
     twin = nn.Module.__new__(type(module))
     nn.Module.__init__(twin)
     empty = dict(vars(twin))
     vars(twin).update({name: x for name, x in vars(module).items() if name not in empty})
     vars(twin).update(changed)
+    for name, part in parts.items():
+        setattr(twin, name, part)
     return twin
 
 
 def _is_leaf(module: nn.Module) -> bool:
-    return not module._modules and "forward" not in vars(module)
+    return next(module.children(), None) is None and "forward" not in vars(module)
 
 
 def _drawn(num_features: int, dtype: torch.dtype) -> torch.Tensor:
@@ -320,11 +331,11 @@ def _proven_norm(
 ) -> Norm | None:
     """Return the form whose values are the module's in all dtypes, with the least bits apart."""
     distance: dict[Norm, float] = dict.fromkeys(forms, 0.0)
-    (name,) = module._parameters
+    ((name, _),) = module.named_parameters(recurse=False)
     for dtype in DTYPES[::2]:
         weight = (1 + 0.3 * torch.randn(num_features)).to(dtype)
         frozen = nn.Parameter(weight, requires_grad=False)
-        twin = twin_of(module, _parameters={name: frozen}, training=is_training)
+        twin = twin_of(module, {name: frozen}, training=is_training)
         if takes_decisions(partial(_normed, twin, num_features, dtype)):
             return None
         x = _drawn(num_features, dtype).requires_grad_()
@@ -407,7 +418,7 @@ def drawn_mlp(
 ) -> Callable[[Mapping[str, torch.Tensor]], torch.Tensor]:
     """Return an MLP's own code between its linears: from the outputs of the first, by name."""
     others = {
-        name: twin_of(child, training=is_training)
+        name: twin_of(child, {}, training=is_training)
         for name, child in module.named_children()
         if name not in (*form.first, form.down)
     }
@@ -416,7 +427,8 @@ def drawn_mlp(
         (gate, *_) = outputs.values()
         twins = {name: _Linear(drawn, []) for name, drawn in outputs.items()}
         down = _Linear(gate, [])
-        twin = twin_of(module, _modules={**others, **twins, form.down: down}, training=is_training)
+        parts = {**others, **twins, form.down: down}
+        twin = twin_of(module, parts, training=is_training)
         type(module).forward(twin, gate)
         assert down.given is not None
         return down.given
@@ -448,11 +460,11 @@ def _proven_mlp(
         drawn = _drawn(features, torch.float64).requires_grad_()
         twins[name] = _Linear(drawn, calls)
     others = {
-        name: twin_of(child, training=is_training)
+        name: twin_of(child, {}, training=is_training)
         for name, child in module.named_children()
         if name not in linears
     }
-    twin = twin_of(module, _modules={**others, **twins}, training=is_training)
+    twin = twin_of(module, {**others, **twins}, training=is_training)
     x = torch.randn(1, NUM_ROWS, _widest_input(linears), dtype=torch.float64)
     try:
         y = type(module).forward(twin, x)

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -94,8 +94,7 @@ class _WrongError(Exception):
 def _kinds(fused: FusedLayers) -> Iterator[FusedModule]:
     seen = set()
     for one in fused.parts():
-        parameters = one.module._parameters.values()
-        shapes = tuple(tuple(p.shape) for p in parameters if p is not None)
+        shapes = tuple(tuple(p.shape) for p in one.module.parameters(recurse=False))
         kind = (type(one.module), one.part, one.normed and one.normed.form, shapes)
         if kind not in seen:
             seen.add(kind)
@@ -174,9 +173,9 @@ def _compared(
 
 def _frozen_twin(norm: nn.Module, dtype: torch.dtype, device: torch.device) -> Any:
     """Return a norm of the same code with weights of its own."""
-    ((name, like),) = norm._parameters.items()
-    weight = 1 + 0.1 * torch.randn(cast("torch.Tensor", like).shape, device=device)
-    return twin_of(norm, _parameters={name: nn.Parameter(weight.to(dtype), requires_grad=False)})
+    ((name, like),) = norm.named_parameters(recurse=False)
+    weight = 1 + 0.1 * torch.randn(like.shape, device=device)
+    return twin_of(norm, {name: nn.Parameter(weight.to(dtype), requires_grad=False)})
 
 
 def _both(
@@ -186,7 +185,7 @@ def _both(
     meta, module, part, normed = torch.device("meta"), one.module, one.part, one.normed
     if isinstance(part, Norm):
         twin = _frozen_twin(module, dtype, device)
-        (frozen,) = twin._parameters.values()
+        (frozen,) = twin.parameters()
         x = torch.empty(1, NUM_TOKENS, len(frozen), device=meta)
         return (
             lambda x: (type(module).forward(twin, x),),
@@ -232,7 +231,7 @@ def _both(
 
         return plain_rotation, fused_rotation, inputs
     assert isinstance(part, GatedMlp)
-    width = cast("Any", module._modules[part.gate]).out_features
+    width = getattr(module, part.gate).out_features
     (up,) = set(part.first) - {part.gate}
     plain = drawn_mlp(module, part)
     both = [torch.empty(1, NUM_TOKENS, width, device=meta) for _ in range(2)]

@@ -28,6 +28,7 @@ import torch
 from torch import nn
 
 from offload.engine.closeness import is_near, rounding_of
+from offload.engine.internals import bare, refer
 from offload.engine.model.layers import LayeredModel
 from offload.engine.model.packed_rows import PackedCall
 from offload.engine.safety.tail_trial import subsets_apart
@@ -212,7 +213,7 @@ def _widened(
 
     module = model.layers[layer]
     held = [*module.parameters(), *module.buffers()]
-    before = [x.data for x in held]
+    before = list(map(bare, held))
     configs = {id(c): c for c in (getattr(m, "config", None) for m in module.modules()) if c}
     experts = [(c, str(getattr(c, EXPERTS))) for c in configs.values() if hasattr(c, EXPERTS)]
     own_code = [
@@ -222,11 +223,11 @@ def _widened(
     try:
         with patched((vars(model), {"fused": None}), *own_code):
             for x in held:
-                x.data = widen(x.data)
+                refer(x, widen(bare(x)))
             yield call.changed(widen)
     finally:
         for x, data in zip(held, before, strict=True):
-            x.data = data
+            refer(x, data)
 
 
 def _without_dropout(layer: nn.Module) -> AbstractContextManager[None]:

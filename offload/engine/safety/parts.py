@@ -28,11 +28,17 @@ import torch
 from torch import nn
 from torch.autograd.graph import Node
 from torch.nn.modules import module as torch_module
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from offload.engine.closeness import are_close
 from offload.engine.decisions import Proven, takes_decisions
+from offload.engine.internals import (
+    HOOKS,
+    TorchDispatchMode,
+    gradient_hooks,
+    has_hooks,
+    memory_key,
+    tree_leaves,
+)
 from offload.engine.model.visits import Graph, attempt
 from offload.engine.recompute import (
     Path,
@@ -49,9 +55,7 @@ from offload.engine.visit_cache import patched
 Visit = Callable[[Sequence[Unread]], Graph]
 """Computes a layer with its graph, always the same, leaving these products out."""
 
-_HOOKS = ("forward", "forward_pre", "backward", "backward_pre")
-_TABLES = tuple(f"_{kind}_hooks" for kind in _HOOKS)
-_GLOBAL_TABLES = tuple(f"_global{table}" for table in _TABLES)
+_GLOBAL_TABLES = tuple(f"_global{table}" for table in HOOKS)
 _READS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 _NONE: Mapping[str, TiledMlp] = {}
 _MAX_PATH = 12  # nodes between a layer's output and a product that is only added to it
@@ -90,9 +94,9 @@ def is_hooked(layer: nn.Module) -> bool:
         return True
     for module in layer.modules():
         own = vars(module)
-        if any(own[table] for table in _TABLES) or own.get("_compiled_call_impl") is not None:
+        if has_hooks(module) or own.get("_compiled_call_impl") is not None:
             return True
-    is_followed = any(p.requires_grad and p._backward_hooks for p in layer.parameters())
+    is_followed = any(p.requires_grad and gradient_hooks(p) for p in layer.parameters())
     return is_followed or _is_wrapped(layer)
 
 
@@ -202,14 +206,14 @@ class Taint(FollowsMemory):
 
     def mark(self, tensor: torch.Tensor, marks: int) -> None:
         """Follow a tensor's memory."""
-        self._know(tensor, self._known.get(_key(tensor), 0) | marks)
+        self._know(tensor, self._known.get(memory_key(tensor), 0) | marks)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         """Run an operation; what it makes of marked memory, or writes to, is marked."""
         given = _tensors((args, kwargs))
-        marks = _union(self._known.get(_key(t), 0) for t in given)
+        marks = _union(self._known.get(memory_key(t), 0) for t in given)
         out = func(*args, **(kwargs or {}))
         if not marks:
             return out
@@ -419,7 +423,7 @@ class _WithinTokens(TorchDispatchMode):
         if not isinstance(x, torch.Tensor) or x.dim() < _MATRIX_DIM or name in self._active:
             self._refused.add(name)
             return own.forward(module, *args, **kwargs)
-        self._reached[name] = {x.untyped_storage()._cdata: x}
+        self._reached[name] = {memory_key(x): x}
         self._active.append(name)
         try:
             y = own.forward(module, x)
@@ -448,20 +452,16 @@ class _WithinTokens(TorchDispatchMode):
             leaves = [t if t._base is None else t._base for t in given if t.requires_grad]
             if any(leaf.is_leaf and id(leaf) not in self._own[name] for leaf in leaves):
                 self._refused.add(name)  # a gradient would be lost
-            if not any(_key(t) in reached for t in given):
+            if not any(memory_key(t) in reached for t in given):
                 if _DRAWS in func.tags:
                     self._refused.add(name)
                 continue
             if not _is_within_tokens(func, args, reached):
                 self._refused.add(name)
-            reached |= {_key(t): t for t in results}  # what is written to is returned too
+            reached |= {memory_key(t): t for t in results}  # what is written to is returned too
             width = max((t.shape[-1] for t in results if t.dim()), default=0)
             self._widest[name] = max(self._widest.get(name, 0), width)
         return out
-
-
-def _key(tensor: torch.Tensor) -> int:
-    return cast("int", tensor.untyped_storage()._cdata)
 
 
 def _is_within_tokens(func: Any, args: Sequence[Any], reached: dict[int, torch.Tensor]) -> bool:
@@ -470,7 +470,7 @@ def _is_within_tokens(func: Any, args: Sequence[Any], reached: dict[int, torch.T
         return False
     if func in _PRODUCTS:
         factors = args[_PRODUCTS[func] : _PRODUCTS[func] + 2]
-        return _key(factors[0]) in reached and _key(factors[1]) not in reached
+        return memory_key(factors[0]) in reached and memory_key(factors[1]) not in reached
     if func in _MEANS:
         return list(args[1] or ()) in ([-1], [args[0].dim() - 1])
     return func in _SHAPED or torch.Tag.pointwise in func.tags

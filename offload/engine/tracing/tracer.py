@@ -14,11 +14,15 @@ from unittest import mock
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from offload.engine.host.slab import is_stand_in
+from offload.engine.internals import (
+    FakeTensorMode,
+    TorchDispatchMode,
+    memory_key,
+    storage_key,
+    tree_leaves,
+)
 from offload.engine.model.layers import LayeredModel
 
 
@@ -135,7 +139,7 @@ class Tracer(TorchDispatchMode):
         """Leave tensors out that something else has a place for."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            key = storage._cdata
+            key = storage_key(storage)
             self._storages[key] = weakref.ref(storage, partial(self._forget, key))
 
     def _forget(self, key: int, _: object) -> None:
@@ -157,13 +161,11 @@ class Tracer(TorchDispatchMode):
         return out
 
     def _is_new(self, leaf: object) -> bool:
-        return (
-            isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in self._storages
-        )
+        return isinstance(leaf, torch.Tensor) and memory_key(leaf) not in self._storages
 
     def _place(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
-        key, num_bytes = storage._cdata, storage.nbytes()
+        key, num_bytes = storage_key(storage), storage.nbytes()
         if key in self._storages or not num_bytes:
             return
         handle = self._memory.allocate(num_bytes)

@@ -14,12 +14,11 @@ from unittest import mock
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload.engine.experts import fused
 from offload.engine.experts.launcher import Blocks, Launcher, blocks_for
 from offload.engine.experts.products import Gate, Loop, Routing, gate_of, goes_through_interface
+from offload.engine.internals import FakeTensorMode, TorchDispatchMode
 from offload.engine.model.layers import (
     Front,
     LayeredModel,
