@@ -18,13 +18,7 @@ from finetune.errors import ConfigError
 from finetune.model.classifier_head import auto_class
 from finetune.recipe.adapters import Adapter, AdapterSection
 from finetune.run.adapter_folder import ROW_TASK, TOKEN_TASK
-from offload.engine.internals import (
-    FakeTensorMode,
-    TorchDispatchMode,
-    memory_key,
-    storage_key,
-    tree_leaves,
-)
+from offload.engine.internals import FakeTensorMode, TorchDispatchMode, memory_key, tree_leaves
 from offload.engine.tracing.tracer import LiveBytes, Tracer, fake_copy
 from offload.plan.facts.facts import Line, MethodCounts, PassCounts, PeftMethod
 from offload.plan.facts.optimizer import Shape
@@ -268,7 +262,7 @@ class _Layer:
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             storage = tensor.untyped_storage()
-            saved[storage_key(storage)] = storage.nbytes()
+            saved[memory_key(tensor)] = storage.nbytes()
             return tensor
 
         tracer = Tracer(memory)

@@ -4,22 +4,26 @@
 each name was read.
 """
 
-from typing import Any
-
 import torch
 from torch import nn
-from torch._dispatch.python import enable_python_dispatcher as enable_python_dispatcher
-from torch._ops import OpOverloadPacket as OpOverloadPacket
-from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
-from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
-from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves as tree_leaves
-from torch.utils._pytree import tree_map_only as tree_map_only
+from torch._dispatch.python import enable_python_dispatcher
+from torch._ops import OpOverloadPacket
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+__all__ = [
+    "FakeTensor",
+    "FakeTensorMode",
+    "OpOverloadPacket",
+    "TorchDispatchMode",
+    "enable_python_dispatcher",
+    "tree_leaves",
+    "tree_map_only",
+    "unset_fake_temporarily",
+]
 
 without_modes = _disable_current_modes
-
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 """Attributes of a module that hold what listens to its calls; those of calls come first."""
 
@@ -39,31 +43,11 @@ def num_writes(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
-def storage_key(storage: torch.UntypedStorage) -> int:
-    """Return what tells a storage from others while it lives, with memory or without."""
-    return int(storage._cdata)
-
-
 def memory_key(tensor: torch.Tensor) -> int:
-    """Return `storage_key` of the memory that a tensor refers to."""
-    return storage_key(tensor.untyped_storage())
+    """Return what tells a tensor's storage from others while it lives, with memory or without."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 def has_hooks(module: nn.Module) -> bool:
     """Return whether something listens to a module's calls."""
     return any(vars(module)[table] for table in HOOKS)
-
-
-def gradient_hooks(parameter: torch.Tensor) -> Any:
-    """Return the hooks of `register_hook`, by number; None or empty if there are none."""
-    return parameter._backward_hooks
-
-
-def arrival_hooks(parameter: torch.Tensor) -> Any:
-    """Return the hooks of `register_post_accumulate_grad_hook`, likewise."""
-    return parameter._post_accumulate_grad_hooks
-
-
-def schema_of(operation: Any) -> Any:
-    """Return what an operation takes and writes to."""
-    return operation._schema

@@ -22,7 +22,6 @@ from offload.engine.internals import (
     OpOverloadPacket,
     TorchDispatchMode,
     num_writes,
-    schema_of,
     tree_leaves,
     tree_map_only,
 )
@@ -680,7 +679,7 @@ def _is_attention(func: Any) -> bool:
 def _names_of(func: Any) -> Sequence[str]:
     if func is _CALL:
         return _ORDER
-    return [argument.name for argument in schema_of(func.default).arguments]
+    return [argument.name for argument in func.default._schema.arguments]
 
 
 def _kernel_of(given: dict[str, Any]) -> int:

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.engine.internals import arrival_hooks, gradient_hooks
 from offload.engine.model.layers import LayeredModel, homes_of
 from offload.errors import OffloadError
 
@@ -119,19 +118,19 @@ class Attached:
     def _problems(self) -> Iterator[tuple[str, str]]:
         trained = ((name, p) for name, (p, traits) in self._named.items() if traits and traits[0])
         for name, parameter in trained:
-            after = arrival_hooks(parameter) or {}
+            after = parameter._post_accumulate_grad_hooks or {}
             if not all(getattr(hook, "takes_partial_gradients", False) for hook in after.values()):
                 yield (
                     f"{name} has a hook of `register_post_accumulate_grad_hook`",
                     "a step adds to `.grad` in parts, layer by layer, and the hook runs at each",
                 )
-            if gradient_hooks(parameter) and id(parameter) not in self._inside:
+            if parameter._backward_hooks and id(parameter) not in self._inside:
                 yield (
                     f"{name} has a hook of `register_hook` and is not in exactly one layer",
                     "its gradient arrives in parts, and the hook runs at each",
                 )
         for name, master in self._masters.items():
-            if gradient_hooks(master) or arrival_hooks(master):
+            if master._backward_hooks or master._post_accumulate_grad_hooks:
                 yield (
                     f"{name}, as `engine.trained_parameters` lists it, has a hook",
                     "its gradient is copied from the device, where no hook of it runs",

@@ -31,14 +31,7 @@ from torch.nn.modules import module as torch_module
 
 from offload.engine.closeness import are_close
 from offload.engine.decisions import Proven, takes_decisions
-from offload.engine.internals import (
-    HOOKS,
-    TorchDispatchMode,
-    gradient_hooks,
-    has_hooks,
-    memory_key,
-    tree_leaves,
-)
+from offload.engine.internals import HOOKS, TorchDispatchMode, has_hooks, memory_key, tree_leaves
 from offload.engine.model.visits import Graph, attempt
 from offload.engine.recompute import (
     Path,
@@ -96,7 +89,7 @@ def is_hooked(layer: nn.Module) -> bool:
         own = vars(module)
         if has_hooks(module) or own.get("_compiled_call_impl") is not None:
             return True
-    is_followed = any(p.requires_grad and gradient_hooks(p) for p in layer.parameters())
+    is_followed = any(p.requires_grad and p._backward_hooks for p in layer.parameters())
     return is_followed or _is_wrapped(layer)
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from offload.engine.internals import HOOKS, TorchDispatchMode, schema_of, storage_key, tree_leaves
+from offload.engine.internals import HOOKS, TorchDispatchMode, memory_key, tree_leaves
 from offload.engine.model.recorders import look_of
 
 _Key = int
@@ -115,7 +115,7 @@ class Watch(FollowsMemory):
         kwargs = kwargs or {}
         read = _tensors_in(args) + _tensors_in(kwargs)
         before = {self._read(tensor) for tensor in read}
-        is_mutable = schema_of(func).is_mutable
+        is_mutable = func._schema.is_mutable
         if is_mutable:
             for tensor in _written_by(func, args, kwargs):
                 key, storage = _storage(tensor)
@@ -152,7 +152,7 @@ _LIFTS = {torch.ops.aten.lift_fresh.default, torch.ops.aten.lift.default}
 
 def _storage(tensor: torch.Tensor) -> tuple[_Key, Any]:
     storage = tensor.untyped_storage()
-    return storage_key(storage), storage
+    return memory_key(tensor), storage
 
 
 def _keys(tensors: Iterable[torch.Tensor]) -> list[_Key]:
@@ -165,7 +165,7 @@ def _written_by(
     """Yield the arguments that an operation writes to."""
     if func is torch.ops.aten.set_.source_Tensor and args[0] is args[1]:
         return  # as `nn.utils.parametrize` does; nothing is written
-    for i, argument in enumerate(schema_of(func).arguments):
+    for i, argument in enumerate(func._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         value = args[i] if i < len(args) else kwargs.get(argument.name)

@@ -16,13 +16,7 @@ import torch
 from torch import nn
 
 from offload.engine.host.slab import is_stand_in
-from offload.engine.internals import (
-    FakeTensorMode,
-    TorchDispatchMode,
-    memory_key,
-    storage_key,
-    tree_leaves,
-)
+from offload.engine.internals import FakeTensorMode, TorchDispatchMode, memory_key, tree_leaves
 from offload.engine.model.layers import LayeredModel
 
 
@@ -139,7 +133,7 @@ class Tracer(TorchDispatchMode):
         """Leave tensors out that something else has a place for."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            key = storage_key(storage)
+            key = memory_key(tensor)
             self._storages[key] = weakref.ref(storage, partial(self._forget, key))
 
     def _forget(self, key: int, _: object) -> None:
@@ -165,7 +159,7 @@ class Tracer(TorchDispatchMode):
 
     def _place(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
-        key, num_bytes = storage_key(storage), storage.nbytes()
+        key, num_bytes = memory_key(tensor), storage.nbytes()
         if key in self._storages or not num_bytes:
             return
         handle = self._memory.allocate(num_bytes)
