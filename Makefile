@@ -1,5 +1,5 @@
 # What a contributor runs; CONTRIBUTING.md says when. `.ci/run` runs all of it in a fresh environment.
-.PHONY: check test test-all docs site generate
+.PHONY: check test test-all nightly docs site generate
 
 check: ## lint, types, import rules, generated pages
 	ruff format --check .
@@ -13,6 +13,9 @@ test: ## the default tests
 
 test-all: ## and the thorough and the slow ones
 	python -m pytest -m "not gpu and not exhaustive and not network"
+
+nightly: ## quickstart, default tests and architectures on the oldest and newest versions; slow tests
+	bash .ci/nightly
 
 docs: ## the documentation, into site/
 	NO_MKDOCS_2_WARNING=1 mkdocs build --strict

@@ -37,6 +37,8 @@ from offload.plan.facts.linears import Linear
 from offload.plan.machine.machine import GIB
 from offload.plan.plan import Plan, calibrate, costs_of, with_costs
 from offload.plan.schedule.schedule import MIN_SLOTS
+from offload.probe.doctor import untested
+from offload.probe.machine import installed_version
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -68,7 +70,8 @@ def on_engine(
         add_noise(loaded.model, alpha=first.recipe.train.neftune_alpha)
     model.train()
     adapted = Adapted(model=model, backing=loaded.backing)
-    notes = [*loaded.notes, *kind.notes(model, first.recipe)]
+    warning = untested(installed_version("transformers"))
+    notes = [*filter(None, [warning]), *loaded.notes, *kind.notes(model, first.recipe)]
     if not plan.request.is_sharded:
         plan, traced = trace_memory(
             adapted.streamed,

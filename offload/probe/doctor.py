@@ -355,6 +355,7 @@ def _rate(link: Link) -> str:
 PACKAGE = "sluice-finetune"
 NEEDED = ("torch", "transformers", "peft", "accelerate", "bitsandbytes", "datasets", "numpy")
 OPTIONAL = ("triton",)
+TESTED = ("5.23", "5.24")  # minor versions of transformers; `make nightly` runs on both ends
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -468,7 +469,19 @@ def versions(version_of: Callable[[str], str | None], *, python: str, has_gpu: b
             hint=f"`pip install {' '.join(missing)}`",
         )
     lacks_triton = has_gpu and found["triton"] is None
-    return finding("versions", value, warning="`pip install triton`" if lacks_triton else None)
+    warning = "`pip install triton`" if lacks_triton else untested(found["transformers"])
+    return finding("versions", value, warning=warning)
+
+
+def untested(version: str | None) -> str | None:
+    """Return what to say of a version of transformers; nothing of one that was tested."""
+    if version is None or ".".join(version.split(".")[:2]) in TESTED:
+        return None
+    return (
+        f"transformers {version} was not tested, only {' and '.join(TESTED)}: each model is still"
+        " compared before its first gradient, but may be slower;"
+        f" `pip install 'transformers=={TESTED[-1]}.*'` for one that was"
+    )
 
 
 def without_paths(text: str, *, home: Path) -> str:

@@ -325,10 +325,17 @@ def test_a_missing_package_makes_training_impossible_and_missing_triton_does_not
     assert (found.status, found.hint) == ("error", "`pip install peft`")
     assert "sluice (a checkout)" in found.value
     assert "peft missing" in found.value
-    known = dict.fromkeys(NEEDED, "1.0")
+    known = dict.fromkeys(NEEDED, "1.0") | {"transformers": "5.24.1"}
     found = versions(known.get, python="3.12.1", has_gpu=True)
     assert (found.status, found.hint) == ("warning", "`pip install triton`")
     assert versions(known.get, python="3.12.1", has_gpu=False).status == "ok"
+
+
+def test_a_minor_version_of_transformers_that_was_not_tested_is_a_warning() -> None:
+    known = dict.fromkeys(NEEDED, "1.0") | {"transformers": "5.25.0.dev0"}
+    found = versions(known.get, python="3.12.1", has_gpu=False)
+    assert found.status == "warning"
+    assert found.hint.startswith("transformers 5.25.0.dev0 was not tested, only 5.23 and 5.24:")
 
 
 @pytest.mark.parametrize(
