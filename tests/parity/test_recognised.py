@@ -1,0 +1,31 @@
+"""What is recognised of each exact type is what the committed table says."""
+
+import functools
+from typing import Any
+
+import pytest
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
+
+from tests.parity.recognised import exact_types, read_rows, recognised_of
+from tests.tiers import mostly_slow
+
+ROWS = read_rows()
+
+
+def test_each_exact_type_has_a_row() -> None:
+    assert sorted(ROWS) == sorted(exact_types())
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("model_type", mostly_slow([*ROWS], "gpt_oss", "nemotron_h", "qwen3"))
+def test_nothing_that_was_recognised_of_a_type_is_lost(model_type: str) -> None:
+    assert recognised_of(model_type) == ROWS[model_type]
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_wrapper_of_a_forward_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    own: Any = Qwen3Attention.forward
+    wrapper = functools.wraps(own)(lambda *args, **kwargs: own(*args, **kwargs))
+    monkeypatch.setattr(Qwen3Attention, "forward", wrapper)
+    lost = dict(ROWS["qwen3"].items() - recognised_of("qwen3").items())
+    assert lost == {"HeadNorms": 8, "Rotary": 4}
