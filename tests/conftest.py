@@ -15,7 +15,7 @@ import torch
 pytest_plugins = ["pytester"]
 
 PARTED = ("slow", "bench")  # tests of which CI runs another part with each commit
-NUM_THOROUGH_PARTS = 3  # and of thorough ones it runs one of so many
+NUM_THOROUGH_PARTS = 4  # and of thorough ones it runs one of so many
 EXPECTED_SKIPS = (
     "torch sees no CUDA device",
     "there is a CUDA device",  # what holds without one
