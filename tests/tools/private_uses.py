@@ -39,7 +39,7 @@ READ_IN: Mapping[str, str] = {
 }
 """The names by the version of the library that they were read in: their only home."""
 _OWN_ROOTS = ("finetune", "offload")
-_OF_PYTHON = frozenset({"_exit", "_fields", "_make", "_replace"})
+_OF_PYTHON = frozenset({"_exit", "_fields", "_make", "_replace", "_value_"})
 _OF_MODULES = frozenset({"_buffers", "_modules", "_parameters"})  # classes of ours have such too
 # What `Tensor.data` is not: the section of a recipe, and the memory of an array.
 _NOT_TENSORS = ("recipe", "settings", "prepared", "public", "info", "first", "one", "self")

@@ -94,15 +94,15 @@ def test_default():
 """
 
 
-def test_each_slow_test_is_in_one_part_and_each_thorough_one_in_a_third_of_them(
+def test_each_slow_test_is_in_one_part_and_each_thorough_one_in_a_quarter_of_them(
     pytester: pytest.Pytester,
 ) -> None:
     pytester.makeconftest(CONFTEST.read_text())
     pytester.makeini("[pytest]\nmarkers =\n    slow\n    thorough\n")
     pytester.makepyfile(PARTS_TESTS)
     parts = list[list[str]]()
-    for part in range(6):
-        words = ("--part", f"{part + 1}/6", "--collect-only", "-q", "-p", "no:cacheprovider")
+    for part in range(8):
+        words = ("--part", f"{part + 1}/8", "--collect-only", "-q", "-p", "no:cacheprovider")
         lines = pytester.runpytest_inprocess(*words).outlines
         parts.append([line.partition("::")[2] for line in lines if "::" in line])
     assert all("test_default" in part for part in parts)
@@ -113,8 +113,8 @@ def test_each_slow_test_is_in_one_part_and_each_thorough_one_in_a_third_of_them(
     assert all(slow)
     assert sorted(chain(*slow)) == sorted(f"test_slow[{case}]" for case in range(24))
     assert all(thorough)
-    assert thorough[:3] == thorough[3:]
-    assert sorted(chain(*thorough[:3])) == sorted(f"test_thorough[{case}]" for case in range(24))
+    assert thorough[:4] == thorough[4:]
+    assert sorted(chain(*thorough[:4])) == sorted(f"test_thorough[{case}]" for case in range(24))
 
 
 # ------------------------------------------------------------------------------------------- public
