@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from peft import AutoPeftModel, AutoPeftModelForCausalLM
-from safetensors.torch import load_file
+from peft import AutoPeftModel, AutoPeftModelForCausalLM, LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForImageTextToText
 
+from finetune.export.merge import merge
 from finetune.model.empty import model_class
 from tests.chat_templates import PARTS
 from tests.doubles import tiny_tokenizer
@@ -46,7 +47,10 @@ CAUSAL = (
     "qwen3_5",  # published for images and text, trained as text alone
     "qwen3_5_moe",
 )
-WITH_EXPERTS = {name for name in CAUSAL if re.search("moe|mixtral|oss|nemotron", name)}
+MIXTURES = (
+    *("glm4_moe_lite", "gpt_oss", "lfm2_moe", "mixtral", "nemotron_h", "qwen3_5_moe"),
+    *("glm5_next", "kimi_k25", "minimax_m3_vl", "mistral4", "qwen3_vl_moe"),
+)
 CHANGES = {"gemma4": {"hidden_size_per_layer_input": 0}}
 TOWER = re.compile("vision|visual|vit_|tower|projector")
 
@@ -82,10 +86,9 @@ def test_a_published_model_is_trained_and_what_is_written_loads_elsewhere(
     sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 128}
     publish(model_type, base, **sizes, **CHANGES.get(model_type, {}))
     tokenizer.save_pretrained(base)
-    has_experts = model_type in WITH_EXPERTS
     recipe = write_recipe(
         model={"path": str(base), "dtype": "float32"},
-        adapter={"rank": 4, "alpha": 8, "targets": "all-linear", "experts": has_experts},
+        adapter={"targets": "all-linear", "experts": model_type in MIXTURES},
         train={"steps": 5},
         output={"checkpoint_every": 5},
         report={"samples": 1, "log_to": []},
@@ -121,3 +124,30 @@ def test_a_published_model_is_trained_and_what_is_written_loads_elsewhere(
         keys = load_file(tmp_path / "vllm" / "adapter_model.safetensors")
         lost = {key for key in keys if SERVED[model_type].module(key) is None}
         assert all(key.split(".lora_")[0].endswith("shared_expert_gate") for key in lost), lost
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.thorough
+@pytest.mark.parametrize("whole", ["lm_head", "embed_tokens"])
+def test_a_head_of_its_own_is_merged_though_the_config_says_tied(
+    whole: str, tmp_path: Path
+) -> None:
+    base = tmp_path / "base"
+    publish("mistral3", base)
+    file = base / "model.safetensors"
+    tensors = load_file(file)
+    embedding = tensors["language_model.model.embed_tokens.weight"]
+    tensors["language_model.lm_head.weight"] = embedding + torch.randn_like(embedding)
+    save_file(tensors, file, metadata={"format": "pt"})
+    plain: Any = AutoModelForImageTextToText.from_pretrained(base)
+    assert plain.config.tie_word_embeddings
+    config = LoraConfig(r=2, target_modules=r".*language_model.*q_proj", modules_to_save=[whole])
+    adapted = get_peft_model(plain, config)
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.1)
+    adapted.save_pretrained(str(tmp_path / "adapter"))
+    merge(base, tmp_path / "adapter", tmp_path / "merged")
+    again = AutoModelForImageTextToText.from_pretrained(tmp_path / "merged")
+    ids = torch.arange(5, 20).view(1, -1)
+    torch.testing.assert_close(logits(again, ids), logits(adapted, ids), rtol=0, atol=2e-5)

@@ -26,6 +26,7 @@ from finetune.errors import ConfigError
 from finetune.recipe.adapters import METHODS, Adapter, AdapterSection, LoraSection
 from offload import attach
 from offload.engine.experts.lora import SUFFIX
+from offload.engine.generation import cache_argument
 from tests.builders import adapter, of_method
 from tests.parity import router_loss
 from tests.parity.architectures import (
@@ -622,10 +623,16 @@ def test_move_a_second_step_finds_the_prefix_as_the_first_did() -> None:
 def test_move_a_prefix_answers_as_plain_peft_does_with_its_cache(model_type: str, num: int) -> None:
     ours, theirs = (one.eval() for one in with_prefix(model_type, num))
     base = ours.get_base_model().requires_grad_(requires_grad=False)
-    with torch.no_grad():
-        wanted = plain_of_generations(theirs)
     with attached(base) as engine, engine.generation() as generation:
         found = generated(generation, prompts())
+    with torch.no_grad():
+        if cache_argument(base) == "cache":  # whose `generate` drops the prefix of peft 0.21
+            for group, (logits_BTV, tokens_BT) in found.items():
+                rows_BT = torch.cat([prompts()[group], tokens_BT], dim=1)
+                wanted_BTV = theirs(input_ids=rows_BT).logits[:, -1 - tokens_BT.shape[1] : -1]
+                torch.testing.assert_close(logits_BTV, wanted_BTV, rtol=1e-4, atol=1e-5)
+            return
+        wanted = plain_of_generations(theirs)
     for group, (logits_BTV, tokens) in wanted.items():
         assert torch.equal(found[group][0], logits_BTV)
         assert torch.equal(found[group][1], tokens)
