@@ -37,8 +37,8 @@ from offload.plan.facts.linears import Linear
 from offload.plan.machine.machine import GIB
 from offload.plan.plan import Plan, calibrate, costs_of, with_costs
 from offload.plan.schedule.schedule import MIN_SLOTS
-from offload.probe.doctor import untested
 from offload.probe.machine import installed_version
+from offload.probe.versions import untested
 
 if TYPE_CHECKING:
     from peft import PeftModel

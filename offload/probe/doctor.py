@@ -19,6 +19,7 @@ from offload.engine.host.nvml import Driver, Gpu, Link, find_driver
 from offload.errors import MachineError
 from offload.plan.machine.machine import GIB, Rate
 from offload.probe.machine import disk_rate, installed_version, pinned_bytes
+from offload.probe.versions import untested
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -355,7 +356,6 @@ def _rate(link: Link) -> str:
 PACKAGE = "sluice-finetune"
 NEEDED = ("torch", "transformers", "peft", "accelerate", "bitsandbytes", "datasets", "numpy")
 OPTIONAL = ("triton",)
-TESTED = ("5.23", "5.24")  # minor versions of transformers; `make nightly` runs on both ends
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -471,17 +471,6 @@ def versions(version_of: Callable[[str], str | None], *, python: str, has_gpu: b
     lacks_triton = has_gpu and found["triton"] is None
     warning = "`pip install triton`" if lacks_triton else untested(found["transformers"])
     return finding("versions", value, warning=warning)
-
-
-def untested(version: str | None) -> str | None:
-    """Return what to say of a version of transformers; nothing of one that was tested."""
-    if version is None or ".".join(version.split(".")[:2]) in TESTED:
-        return None
-    return (
-        f"transformers {version} was not tested, only {' and '.join(TESTED)}: each model is still"
-        " compared before its first gradient, but may be slower;"
-        f" `pip install 'transformers=={TESTED[-1]}.*'` for one that was"
-    )
 
 
 def without_paths(text: str, *, home: Path) -> str:
