@@ -1692,12 +1692,22 @@ def bert() -> Any:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("build", [bart, bert, lambda: tiny_model("pegasus")])
-def test_a_loss_that_is_not_shifted_is_refused(build: Callable[[], Any]) -> None:
+@pytest.mark.parametrize(
+    ("build", "match"),
+    [
+        (bart, "is an encoder with a decoder"),
+        (bert, "compares each token's logits with the label in its own place"),
+        (
+            lambda: tiny_model("pegasus"),
+            "compares each token's logits with the label in its own place",
+        ),
+    ],
+)
+def test_a_loss_that_is_not_shifted_is_refused(build: Callable[[], Any], match: str) -> None:
     model = build()
     names = ["q_proj"] if "Bert" not in type(model).__name__ else ["query"]
     adapted = get_peft_model(model, LoraConfig(r=2, target_modules=names)).train()
-    assert_refused(adapted, "compares each token's logits with the label in its own place")
+    assert_refused(adapted, match)
 
 
 # ----------------------------------------------------------------------------------- gradient hooks
