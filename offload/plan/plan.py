@@ -345,7 +345,7 @@ def calibrate(
         costs: The prices; copies that the measured step did not need keep their priced rate.
         measured: A step of the typical micro-batches.
         optimizer_s: The measured time of the update alone.
-        saved: What its layers saved.
+        saved: The outputs and graphs that layers of the measured step saved.
     """
     if not measured.busy_s(Kind.FORWARD):  # a step of a head on features
         tail_s = _mean_s(measured, Kind.TAIL, None)
@@ -438,10 +438,9 @@ def with_costs(plan: Plan, costs: Costs) -> Plan:
 def _speed(timeline: Timeline, route: Route, priced: Speed) -> Speed:
     """Return the measured speed of a route; the priced one of what did not run, or has waits."""
     spans = [span for span in timeline.spans if span.kind.route is route]
-    busy_s = sum(span.duration_s for span in spans)
-    if not busy_s or route is Route.NETWORK:
-        return priced
-    return Speed(sum(span.num_bytes for span in spans) / busy_s)
+    num_bytes, busy_s = sum(s.num_bytes for s in spans), sum(s.duration_s for s in spans)
+    is_known = num_bytes and busy_s and route is not Route.NETWORK
+    return Speed(num_bytes / busy_s) if is_known else priced
 
 
 def _mean_s(timeline: Timeline, kind: Kind, layer: int | None) -> float:

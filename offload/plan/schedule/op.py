@@ -130,7 +130,7 @@ class Save(NamedTuple):
 
 RECOMPUTE, KEPT_OUTPUT, KEPT_GRAPH = Save(), Save("output"), Save("graph")
 SENT_OUTPUT, SENT_GRAPH = Save("output", is_sent=True), Save("graph", is_sent=True)
-SAVES = (RECOMPUTE, KEPT_OUTPUT, KEPT_GRAPH, SENT_OUTPUT, SENT_GRAPH)
+SAVES = (KEPT_OUTPUT, SENT_OUTPUT, KEPT_GRAPH, SENT_GRAPH)
 
 
 class Op(NamedTuple):

@@ -61,7 +61,7 @@ one begins: 2 * M * (L - C) loads, and the memory of one micro-batch for layer i
 it pays where most layers fit, and in their place more graphs would. A plan weighs both orders.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property, lru_cache
@@ -326,45 +326,50 @@ class Residency(NamedTuple):
             output_bytes: By layer and micro-batch; none for a layer whose attention is not fused.
             graph_bytes: The same of what autograd saves of a layer; none where no graph is sent.
         """
-        num_recomputed = len(output_bytes) - self.num_kept_graphs
-        layers = [RECOMPUTE] * num_recomputed + [KEPT_GRAPH] * self.num_kept_graphs
-        for layer in self.sent_graphs(len(output_bytes)):
-            layers[layer] = SENT_GRAPH
-        able = [i for i, save in enumerate(layers) if save == RECOMPUTE and output_bytes[i]]
+        num_layers = len(output_bytes)
+        first_graph, graphs = num_layers - self.num_kept_graphs, self.sent_graphs(num_layers)
+        able = [i for i in range(first_graph) if output_bytes[i] and i not in graphs]
         num_below = max(0, len(able) - self.num_kept_outputs)
-        for layer in able[num_below:]:
-            layers[layer] = KEPT_OUTPUT
-        for layer in _spread(tuple(able[:num_below]), self.num_sent_outputs):
-            layers[layer] = SENT_OUTPUT
-        return Saved(layers=tuple(layers), output_bytes=output_bytes, graph_bytes=graph_bytes)
+        return Saved(
+            which={
+                KEPT_OUTPUT: able[num_below:],
+                SENT_OUTPUT: _spread(tuple(able[:num_below]), self.num_sent_outputs),
+                KEPT_GRAPH: range(first_graph, num_layers),
+                SENT_GRAPH: graphs,
+            },
+            output_bytes=output_bytes,
+            graph_bytes=graph_bytes,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)  # no slots: what is asked of again is kept
 class Saved:
     """What each layer saves on the way up: the checkpointing of a step."""
 
-    layers: tuple[Save, ...] = ()  # what each layer saves; nothing if it is left out
+    # The layers by what they save; those that are left out are computed again.
+    which: Mapping[Save, Collection[int]] = field(default_factory=lambda: dict.fromkeys(SAVES, ()))
     # Bytes of an attention's output and log-sum-exp, by layer and micro-batch.
     output_bytes: tuple[tuple[int, ...], ...] = ()
     # Bytes of what autograd saves, by layer and micro-batch.
     graph_bytes: tuple[tuple[int, ...], ...] = ()
 
+    @cached_property
+    def layers(self) -> tuple[Save, ...]:
+        """What each layer saves, in forward order; empty if sizes of none are known."""
+        found = [RECOMPUTE] * len(self.output_bytes)
+        for save, layers in self.which.items():
+            for layer in layers:
+                found[layer] = save
+        return tuple(found)
+
     def of(self, layer: int) -> Save:
         """Return what a layer saves."""
         return self.layers[layer] if self.layers else RECOMPUTE
 
-    @cached_property
-    def which(self) -> Mapping[Save, Sequence[int]]:
-        """The layers by what they save, in forward order."""
-        found: dict[Save, list[int]] = {save: [] for save in SAVES}
-        for layer, save in enumerate(self.layers):
-            found[save].append(layer)
-        return found
-
     @property
     def leaving(self) -> list[int]:
-        """The layers that send anything."""
-        return [*self.which[SENT_OUTPUT], *self.which[SENT_GRAPH]]
+        """The layers that send anything, in forward order."""
+        return sorted([*self.which[SENT_OUTPUT], *self.which[SENT_GRAPH]])
 
     def sent_bytes(self, layer: int) -> tuple[int, ...]:
         """Return what a layer that sends anything sends, by micro-batch."""
@@ -585,7 +590,7 @@ def step_schedule(
         trains_front: Whether a gradient has to flow back through the embeddings.
         input_bytes: Size of a layer's input by micro-batch that is trained on, if inputs are
             stashed in host memory for their backward visit; empty if they stay on the device.
-        saved: What the other layers keep or send, so that less is computed again.
+        saved: The outputs and graphs that layers save, so that less is computed again.
     """
     assert len(sizes.reduced) in (0, len(runs))
     assert order is Order.LAYER_MAJOR or not any(sizes.gradient_bytes)

@@ -37,7 +37,7 @@ def r3_bound_s(
         costs: Of the ops.
         num_slots: Layers on the device at a time, at most all.
         num_micro_batches: Micro-batches of the step.
-        saved: What the layers keep or send.
+        saved: The outputs and graphs that layers save.
         stashed_bytes: Size of one micro-batch's layer input, if inputs wait in host memory.
         is_staged: Whether loads pass through staging buffers, filled from memory or from disk.
     """
@@ -64,7 +64,7 @@ def r3_bound_s(
         loaded_s += costs.head_bytes / costs.speed(Route.FETCH).bytes_per_s
         turn_s = max(turn_s, loaded_s)
 
-    stashed = [i for i in range(last) if stashed_bytes and saves[i].what != "graph"]
+    stashed = [i for i in range(last) if saves[i].what != "graph"] if stashed_bytes else []
     leaving_s = _copies_s(costs, saved, stashed, stashed_bytes, Route.LEAVE)
     coming_s = _copies_s(costs, saved, stashed, stashed_bytes, Route.FETCH)
     kept = last if decodes_s[last] else None  # it is decoded once for both of its visits

@@ -16,6 +16,7 @@ from offload.plan.request import PlanRequest, Reduction, with_workload
 from offload.plan.schedule.op import KEPT_GRAPH, RECOMPUTE, Kind, Route
 from offload.plan.schedule.schedule import NUM_STAGING, PIECE_BYTES, Order, Residency
 from offload.plan.schedule.simulate import simulate
+from offload.plan.schedule.timeline import Span
 from offload.plan.search import search
 from offload.plan.split import Split
 from offload.plan.step import FREE_FRAC, duration_of
@@ -370,6 +371,32 @@ def test_calibration_replaces_the_rate_of_each_kind_of_copy_that_was_measured() 
     assert calibrated.speed(Route.LOAD) == pytest.approx(Speed(3e9))
     assert calibrated.speed(Route.READ) == pytest.approx(Speed(2e9))
     assert calibrated.speed(Route.FETCH) == costs.speed(Route.FETCH)
+
+
+def test_copies_of_nothing_say_nothing_of_a_rate() -> None:
+    """As of a graph that was too large to be sent: a rate of zero would last for ever."""
+    found = on_disk(CARD, gb_per_s=0.5)
+    steps = found.predict()
+    empty = Span(Kind.SEND, 0, 0, 0, 0.0, 1e-3)
+    calibrated = calibrate(
+        found.costs, replace(steps, spans=(*steps.spans, empty)), optimizer_s=1.0
+    )
+    assert calibrated.speed(Route.LEAVE) == found.costs.speed(Route.LEAVE)
+
+
+def test_copies_to_the_host_are_calibrated_as_those_from_it() -> None:
+    request = replace(REQUEST, num_slots=2, is_stashed=True)
+    found = plan(FACTS, CARD, request)
+    rates = {Kind.STASH: 2e9, Kind.FETCH: 3e9}
+    priced_s = duration_of(found.costs)
+    measured = simulate(
+        found.schedule,
+        lambda op: op.num_bytes / rates[op.kind] if op.kind in rates else priced_s(op),
+    )
+    calibrated = calibrate(found.costs, measured, optimizer_s=1.0, saved=found.saved)
+    assert calibrated.speed(Route.LEAVE).bytes_per_s == pytest.approx(2e9)
+    assert calibrated.speed(Route.FETCH).bytes_per_s == pytest.approx(3e9)
+    assert with_costs(found, calibrated).predict().step_s == pytest.approx(measured.step_s)
 
 
 # ---------------------------------------------------------------------------------------------
