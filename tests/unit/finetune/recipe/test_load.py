@@ -3,14 +3,23 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from finetune.errors import ConfigError
 from finetune.recipe.adapters import ADAPTERS
-from finetune.recipe.load import REPLACED, UNSUPPORTED, load_recipe, read_draft, renamed
+from finetune.recipe.load import (
+    REPLACED,
+    UNSUPPORTED,
+    CoreLoader,
+    load_recipe,
+    read_draft,
+    renamed,
+)
 from finetune.recipe.recipe import near_path, resolved_yaml, sections, settings, shipped_recipes
 from tests.unit.finetune.recipe.written import VALID, assert_refused, refusal, replaced, write
 
@@ -608,6 +617,51 @@ def test_any_text_is_a_draft_or_a_named_refusal(text: str) -> None:
         assert error.what.startswith("r.yaml:")  # noqa: PT017 - either outcome is right
     else:
         assert isinstance(draft.values, dict)
+
+
+class InPython(yaml.SafeLoader):
+    """The reader where PyYAML has no library in C, as on the planning page."""
+
+
+InPython.yaml_implicit_resolvers = CoreLoader.yaml_implicit_resolvers
+BITS = (
+    *(
+        "a",
+        "b: c",
+        ":",
+        " ",
+        "\n",
+        "\n  ",
+        "- ",
+        "{",
+        "}",
+        "[",
+        "]",
+        ",",
+        "'",
+        '"',
+        "#",
+        "|-\n",
+        ">\n",
+    ),
+    *("1e-4", "~", "no", "12:30", "http://x", "\\n", "\\u00e9", "é", "\r\n", "? ", "&a ", "!!str "),
+)
+
+
+def tree(node: yaml.Node | None) -> Any:
+    if not isinstance(node, yaml.CollectionNode):
+        return node and (node.tag, node.value)
+    return node.tag, [tuple(map(tree, x)) if isinstance(x, tuple) else tree(x) for x in node.value]
+
+
+@pytest.mark.thorough
+@given(st.lists(st.sampled_from(BITS), max_size=14).map("".join))
+def test_a_text_that_both_readers_take_has_one_meaning(text: str) -> None:
+    try:
+        nodes = [yaml.compose(text, Loader=one) for one in (CoreLoader, InPython)]
+    except yaml.YAMLError:
+        return
+    assert tree(nodes[0]) == tree(nodes[1])
 
 
 KEYS = ["model", "train", "trian", "steps", "lr", "lr.x", "data", "path", "report", "", "1"]

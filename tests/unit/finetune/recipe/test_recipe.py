@@ -18,7 +18,7 @@ from finetune.errors import ConfigError
 from finetune.model.config import read_config
 from finetune.recipe.adapters import ADAPTERS
 from finetune.recipe.extensions import OBJECTIVES, Choice, ObjectiveSection, Section
-from finetune.recipe.load import load_shape, published_ids, shape_of_id, shipped_shapes
+from finetune.recipe.load import load_shape, published_ids, shape_of, shape_of_id, shipped_shapes
 from finetune.recipe.recipe import (
     Recipe,
     differences,
@@ -618,6 +618,13 @@ def test_a_hub_id_finds_its_shape_by_what_is_published_or_by_its_name() -> None:
     assert shape_of_id("Qwen/Qwen3-8B") == "qwen3-8b"
     assert shape_of_id("unsloth/Qwen3-8B") == "qwen3-8b"
     assert shape_of_id("Qwen/Qwen3-9000B") is None
+
+
+def test_a_config_with_a_router_loss_is_no_shipped_shape() -> None:
+    """Some types cannot be built with it, which facts of a shape would not say."""
+    shape = load_shape("glm-4.7-flash")
+    assert shape_of(shape) == shape_of(shape | {"use_cache": False}) == "glm-4.7-flash"
+    assert shape_of(shape | {"output_router_logits": True}) is None
 
 
 def test_a_published_model_that_was_never_downloaded_is_read_from_its_shape() -> None:
