@@ -236,7 +236,7 @@ class PrefixArguments(FrontArguments):
         Args:
             encoder: Of the prefix.
             config: Its own, as peft has completed it.
-            model: The one that it is in front of.
+            model: The model that the prefix is in front of.
         """
         super().__init__()
         self.encoder: Any = encoder

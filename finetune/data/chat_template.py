@@ -59,7 +59,7 @@ def render(
     Args:
         messages: At least one.
         tokenizer: With a template.
-        source: Of the row, for errors.
+        source: The row, as errors name it.
         tools: Definitions of tools.
         is_prompt: Whether the text includes the generation prompt.
         settings: Values of the template's own variables.
@@ -133,9 +133,9 @@ def turns_for(
     """Return turns with contents in the form that a tokenizer's template writes.
 
     Args:
-        tokenizer: With a template.
-        turns: With texts.
-        source: Of the row, for errors.
+        tokenizer: A tokenizer with a template.
+        turns: Messages whose contents are texts.
+        source: The row, as errors name it.
 
     Raises:
         DataError: The template writes neither form of a question.
@@ -188,7 +188,7 @@ def limited(source: str, limits: Limits = LIMITS) -> Iterator[None]:
     A block within another one changes nothing: to set the limits takes as long as to render.
 
     Args:
-        source: Of the row, for errors.
+        source: The row, as errors name it.
         limits: The limits.
 
     Raises:

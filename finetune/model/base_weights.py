@@ -35,9 +35,9 @@ class BaseWeights:
     """The weights in a folder.
 
     Attributes:
-        specs: What each tensor is, by its published name, in the order of the files. A quantised
-            one is what it decodes to.
-        is_quantised: Whether any is.
+        specs: The type and shape of each tensor, by its published name, in the order of the files;
+            of a quantised one, those that it decodes to.
+        is_quantised: Whether any tensor is quantised.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -123,8 +123,8 @@ def empty_from(fields: Mapping[str, Any], *, path: str | None = None) -> PreTrai
     """Build a language model from the fields of a config.
 
     Args:
-        fields: The config's.
-        path: Where its weights are, or will be; None if they are random.
+        fields: The fields of config.json.
+        path: The folder or hub id of the weights; None if they are random.
 
     Raises:
         ModelError: transformers has none of this type, or not of these sizes.
@@ -232,7 +232,7 @@ def _untie(model: PreTrainedModel, files: Mapping[str, Path]) -> None:
     }
     for target, source in list(ties.items()):
         pair = [published[name] for name in (target, source) if name in published]
-        if len(pair) == 1 or not pair or _are_equal(pair, files):
+        if len(pair) < 2 or _are_equal(pair, files):
             continue
         owner, _, name = target.rpartition(".")
         alone = nn.Parameter(torch.empty_like(model.get_parameter(target)))

@@ -69,8 +69,8 @@ def facts_from(config: Mapping[str, Any], *, path: str | None = None) -> ModelFa
     """Return the facts of the model of a config, if `finetune` can build and stream it.
 
     Args:
-        config: Its fields.
-        path: Where its weights are, or will be; None if they are random.
+        config: The fields of config.json.
+        path: The folder or hub id of the weights; None if they are random.
 
     Raises:
         ModelError: transformers builds no language model from the config.
