@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.model.empty import empty_from, implementation_of, linear_modules
 from finetune.model.layer_facts import Reader, is_norm
+from offload.engine.experts.products import reason_outside
 from offload.engine.model.layers import ONE_STATE, RESIDENT_HINT, LayeredModel
 from offload.engine.model.placement import modules_on_device
 from offload.engine.pointwise.layers import FusedLayers
@@ -143,7 +144,20 @@ def facts_of(model: "PreTrainedModel") -> ModelFacts:
         ),
         layers=tuple(layers),
         is_memory_tested=config.model_type in MEMORY_TESTED,
+        own_experts=_own_experts(layered),
     )
+
+
+def _own_experts(layered: LayeredModel) -> str:
+    """Return why no adapter goes onto the fused experts, or nothing."""
+    fused = (
+        module
+        for name, module in layered.layers.named_modules()
+        if name.endswith(".experts")
+        or (name.endswith("experts") and any(True for _ in module.parameters(recurse=False)))
+    )
+    whys = ((type(module).__name__, reason_outside(module)) for module in fused)
+    return next((f"{name} {why}" for name, why in whys if why), "")
 
 
 def _unread(model: "PreTrainedModel") -> tuple[frozenset[str], ...]:

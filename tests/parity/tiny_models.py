@@ -28,6 +28,7 @@ VOCABULARY = 64
 
 GENERIC: Mapping[str, Any] = {
     "vocab_size": VOCABULARY,
+    "unpadded_vocab_size": VOCABULARY,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
@@ -118,6 +119,10 @@ _PUBLISHED = dict.fromkeys(
 _TEXT_MROPE = {"text_config": {"rope_parameters": _MROPE}}
 _HALF = ["linear_attention", "full_attention"] * 2
 SPECIAL: Mapping[str, Mapping[str, Any]] = {
+    "apertus1p5": {
+        **{"codebook_dim": 32, "codebook_size": 8, "image_token_offset": 40},
+        "audio_token_offset": 48,
+    },
     "axk1": _FEW_KV,
     "axk2": _FEW_KV,
     "bamba": {"attn_layer_indices": [1, 3]},
@@ -172,6 +177,7 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
         "vision_config": {"image_size": 32, "hidden_size": 64},
     },
     "granitemoehybrid": {"layer_types": _HALF},
+    "hy_v4_vl": {"text_config": {"rope_parameters": {**_MROPE, "mrope_section": [1, 1, 0]}}},
     "hunyuan_vl": {"text_config": {"rope_parameters": _MROPE}},
     "inkling_mm_model": {"vision_config": {"patch_size": 2}},
     "janus": {"base_channels": 32, "num_embeddings": 64, "image_token_embed_dim": 32},
@@ -199,6 +205,7 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
     "qwen2_vl": {**_TEXT_MROPE, "vision_config": {"embed_dim": 32, "hidden_size": 32}},
     "qwen3_vl": _TEXT_MROPE,
     "qwen3_vl_moe": _TEXT_MROPE,
+    "sarvam_mla": _FEW_KV,
     "qwen4_exp": {
         "indexer_n_heads": 2,
         "indexer_kv_heads": 1,

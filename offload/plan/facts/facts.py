@@ -305,6 +305,7 @@ class ModelFacts(HashedOnce):
             classifier one for each class; 0 if the head predicts tokens.
         is_memory_tested: Whether the formulas of its layers' memory are tested against the model of
             its type; of others a plan keeps and sends nothing before it is traced.
+        own_experts: Why no adapter goes onto its fused experts; empty if one does.
     """
 
     model_type: str
@@ -320,6 +321,7 @@ class ModelFacts(HashedOnce):
     layers: tuple[LayerFacts, ...]
     num_classes: int = 0
     is_memory_tested: bool = False
+    own_experts: str = ""
 
     __hash__ = HashedOnce.__hash__
 

@@ -157,6 +157,12 @@ def adapter_parameters(facts: ModelFacts, spec: AdapterSpec) -> int:
             limit="only mixture-of-experts layers have them",
             hint="`adapter.experts: false`",
         )
+    if spec.experts and facts.own_experts:
+        raise UnsupportedModelError(
+            f"adapter.experts is true, but {facts.own_experts}",
+            limit="adapters on experts are computed through transformers' experts interface",
+            hint="`adapter.experts: false`",
+        )
     adapted = {
         linear.key: None for layer in facts.layers for linear in adapted_linears(layer, spec)
     }
