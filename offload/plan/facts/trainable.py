@@ -151,18 +151,8 @@ def adapter_parameters(facts: ModelFacts, spec: AdapterSpec) -> int:
                 limit=f"its linear layers are {', '.join(known)}",
                 hint=f"`adapter.targets: [{nearest(target, known)}]`",
             )
-    if spec.experts and not any(layer.num_experts for layer in facts.layers):
-        raise UnsupportedModelError(
-            f"adapter.experts is true, but this {facts.model_type} model has no experts",
-            limit="only mixture-of-experts layers have them",
-            hint="`adapter.experts: false`",
-        )
-    if spec.experts and facts.own_experts:
-        raise UnsupportedModelError(
-            f"adapter.experts is true, but {facts.own_experts}",
-            limit="adapters on experts are computed through transformers' experts interface",
-            hint="`adapter.experts: false`",
-        )
+    if spec.experts:
+        _require_experts(facts)
     adapted = {
         linear.key: None for layer in facts.layers for linear in adapted_linears(layer, spec)
     }
@@ -185,6 +175,26 @@ def adapter_parameters(facts: ModelFacts, spec: AdapterSpec) -> int:
                     f" {nearest(name, adapted)} in its place",
                 )
     return sum(adapter_tensor_sizes(facts, spec))
+
+
+def _require_experts(facts: ModelFacts) -> None:
+    """Check that a model has experts, and that an adapter can be put onto them.
+
+    Raises:
+        UnsupportedModelError: It has none, or no adapter goes onto them.
+    """
+    if not any(layer.num_experts for layer in facts.layers):
+        raise UnsupportedModelError(
+            f"adapter.experts is true, but this {facts.model_type} model has no experts",
+            limit="only mixture-of-experts layers have them",
+            hint="`adapter.experts: false`",
+        )
+    if facts.own_experts:
+        raise UnsupportedModelError(
+            f"adapter.experts is true, but {facts.own_experts}",
+            limit="adapters on experts are computed through transformers' experts interface",
+            hint="`adapter.experts: false`",
+        )
 
 
 def module_parameters(facts: ModelFacts, spec: AdapterSpec) -> int:

@@ -561,7 +561,8 @@ def test_tensors_go_where_they_came_from_whatever_weights_are_called(tmp_path: P
     other = add_lora(load(base), section, seed=5)
     load_into(other, tmp_path / "adapter")
     assert torch.equal(logits(other.eval()), wanted)
-    assert torch.equal(logits(load_adapter(load(base), tmp_path / "adapter").eval()), wanted)
+    # Processors round sums by how tensors lie in memory, and those of a file lie otherwise.
+    assert rel(logits(load_adapter(load(base), tmp_path / "adapter").eval()), wanted) < 1e-6
     merge(base, tmp_path / "adapter", tmp_path / "out")
     assert rel(logits(load(tmp_path / "out")), wanted) < 1e-5
 

@@ -324,7 +324,7 @@ def test_a_model_without_linear_layers_for_adapters_is_refused_plainly() -> None
 @pytest.mark.parametrize("model_type", ["llama4_text", "dbrx"])
 def test_an_adapter_on_experts_of_their_own_code_is_refused_by_a_plan(model_type: str) -> None:
     spec = AdapterSpec(rank=3, targets=(), experts=True)
-    with pytest.raises(UnsupportedModelError, match=r"Experts\w* does not go through transformers'"):
+    with pytest.raises(UnsupportedModelError, match=r"Experts does not go through"):
         adapter_parameters(facts_of(tiny(model_type)), spec)
 
 
