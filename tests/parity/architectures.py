@@ -32,6 +32,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
+from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -436,6 +437,17 @@ def read_table(path: Path) -> Table:
     assert versions is not None
     causal, images = (_read_rows(part) for part in text.split(IMAGES))
     return Table(transformers=versions[1], torch=versions[2], verdicts=causal, images=images)
+
+
+def exact_types(*, images: bool = False) -> list[str]:
+    """Return the types that are exact by the committed table, of those that this version has."""
+    table = read_table(Path(__file__).parents[2] / "docs" / "architectures.md")
+    every = {**table.verdicts, **(table.images if images else {})}
+    return [
+        name
+        for name, one in every.items()
+        if one.is_exact and name.partition(",")[0] in CONFIG_MAPPING
+    ]
 
 
 def _read_rows(text: str) -> dict[str, Verdict]:

@@ -27,7 +27,7 @@ from offload.engine.engine import Engine
 from offload.engine.experts.products import reason_outside
 from offload.engine.model.layers import LayeredModel
 from offload.engine.pointwise.layers import FusedLayers
-from tests.parity.architectures import read_table, rows_alone_and_packed
+from tests.parity.architectures import exact_types, rows_alone_and_packed
 from tests.parity.steps import OPTIONS
 from tests.parity.tiny_models import tiny_model, with_adapters
 
@@ -74,12 +74,6 @@ def _generates(model: Any) -> bool:
     finally:
         engine.detach()
     return True
-
-
-def exact_types() -> list[str]:
-    """Return the types that the committed table of architectures says are exact."""
-    table = read_table(Path(__file__).parents[2] / "docs" / "architectures.md")
-    return [name for name, verdict in table.verdicts.items() if verdict.is_exact]
 
 
 def main() -> int:

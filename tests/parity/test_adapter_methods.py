@@ -31,9 +31,9 @@ from tests.builders import adapter, of_method
 from tests.parity import router_loss
 from tests.parity.architectures import (
     SLACK,
+    exact_types,
     micro_batches,
     plain,
-    read_table,
     rel_error,
     streamed,
     truth,
@@ -453,7 +453,6 @@ def test_gradients_are_those_of_plain_peft(method: str, dtype: torch.dtype) -> N
 
 
 FEW, OVER_WINDOW = 3, 12  # tokens; windows of the models are of 8
-TABLE = read_table(Path(__file__).parents[2] / "docs" / "architectures.md")
 REFUSED = {
     *("axk1", "axk2", "bailing_hybrid", "bamba", "dbrx", "deepseek_v2", "deepseek_v3"),
     *("deepseek_v32", "deepseek_v4", "dots3_note", "dots3_note_text", "falcon", "falcon_h1"),
@@ -465,7 +464,7 @@ REFUSED = {
     *("recurrent_gemma", "rwkv", "xglm", "xlstm", "youtu", "zamba", "zamba2"),
 }
 """Exact types whose layers keep something else, or keys of sizes that peft does not find."""
-EXACT = [name for name, verdict in TABLE.verdicts.items() if verdict.is_exact]
+EXACT = exact_types()
 
 
 def micro_batches_prefix() -> list[dict[str, torch.Tensor]]:
@@ -798,8 +797,7 @@ def test_an_adapter_that_peft_computes_is_refused_in_bf16() -> None:
 # ---------------------------------------------------------------------------------- default adapter
 
 
-VERDICTS = read_table(Path(__file__).parents[2] / "docs" / "architectures.md").verdicts
-DEFAULT_EXACT = [name for name, one in VERDICTS.items() if one.is_exact and name in CONFIG_MAPPING]
+DEFAULT_EXACT = [name for name in EXACT if name in CONFIG_MAPPING]
 INDEXER = {"weights_proj", "wk", "wq_b"}  # it chooses tokens, which has no gradient
 READ_DIRECTLY = {  # by type, the layers that no product of the model's output comes from
     "axk2": INDEXER,

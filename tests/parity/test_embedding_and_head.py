@@ -36,7 +36,7 @@ from offload.plan.facts.workload import rows_bytes
 from offload.plan.memory.memory import EMBEDDINGS, HEAD, ROWS
 from offload.plan.schedule.op import Kind, Lane
 from offload.plan.schedule.schedule import Order
-from tests.parity.architectures import read_table, rel_error
+from tests.parity.architectures import exact_types, rel_error
 from tests.parity.objectives import ByRow, against_scored, pairs
 from tests.parity.runs import assert_same, rows, together
 from tests.parity.steps import (
@@ -89,12 +89,6 @@ def untied(kind: str) -> Any:
     torch.manual_seed(0)
     base = UNTIED[kind]()
     return with_projections(base) if kind == "learned_positions" else with_lora(base, dropout=0.2)
-
-
-def exact_types() -> list[str]:
-    """Return the types of model that are exact by the committed table."""
-    table = read_table(Path(__file__).parents[2] / "docs" / "architectures.md")
-    return [one.model_type for one in table.verdicts.values() if one.is_exact]
 
 
 def untied_of_type(model_type: str) -> nn.Module:

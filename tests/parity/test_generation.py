@@ -1,7 +1,6 @@
 """Generation with a key-value cache, against plain transformers' own with its own cache."""
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ from torch import nn
 
 import offload
 from offload.engine.model.layers import LayeredModel
-from tests.parity.architectures import read_table
+from tests.parity.architectures import exact_types
 from tests.parity.generations import NUM_TOKENS, Answers, attached, generated, plain, prompts
 from tests.parity.steps import MODELS, micro_batches, tiny
 from tests.parity.tiny_models import tiny_model, with_adapters
@@ -108,9 +107,7 @@ OWN_POSITIONS = {  # counted from the padding token; `generate` passes others th
     *("camembert", "data2vec-text", "roberta", "roberta-prelayernorm"),
     *("xlm-roberta", "xlm-roberta-xl"),
 }
-TABLE = read_table(Path(__file__).parents[2] / "docs" / "architectures.md")
-VERDICTS = {**TABLE.verdicts, **TABLE.images}
-EXACT = [name for name, verdict in VERDICTS.items() if verdict.is_exact]
+EXACT = exact_types(images=True)
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,9 @@ def tiny(model_type: str) -> Any:
 REFUSED = {
     name: verdict.reason
     for name, verdict in VERDICTS.items()
-    if not verdict.is_exact and not verdict.reason.startswith(LACKS)
+    if name.partition(",")[0] in CONFIG_MAPPING
+    and not verdict.is_exact
+    and not verdict.reason.startswith(LACKS)
 }
 
 
