@@ -394,7 +394,7 @@ def _yaml_error(error: yaml.YAMLError | RecursionError) -> str:
 # values, REPLACED where it takes another value or several words make one setting, UNSUPPORTED where
 # nothing here does the same. A word that is a setting here, under any section, is in none of them.
 
-# Word -> the setting that takes its value.
+# Word -> the setting that takes its value. A word of a section is that word there only.
 RENAMED: Mapping[str, str] = {
     "router_aux_loss_coef": "train.router_loss_coef",
     # model
@@ -411,6 +411,8 @@ RENAMED: Mapping[str, str] = {
     "peft": "adapter",
     "peft_config": "adapter",
     "lora_config": "adapter",
+    "adapter.type": "adapter.method",
+    "finetuning_type": "adapter.method",
     "r": "adapter.rank",
     "lora_r": "adapter.rank",
     "lora_rank": "adapter.rank",
@@ -439,6 +441,7 @@ RENAMED: Mapping[str, str] = {
     "val_size": "data.eval_frac",
     "test_size": "data.eval_frac",
     "field_messages": "data.columns",
+    "data.type": "data.format",
     "max_samples": "data.max_rows",
     "max_train_samples": "data.max_rows",
     "default_system": "data.system",
@@ -455,6 +458,7 @@ RENAMED: Mapping[str, str] = {
     "pref_beta": "objective.beta",
     "pref_ftx": "objective.sft_weight",
     # train
+    "unfrozen_parameters": "train.what",
     "max_length": "train.seq_len",
     "max_seq_len": "train.seq_len",
     "max_seq_length": "train.seq_len",
@@ -526,8 +530,13 @@ def renamed() -> Mapping[str, str]:
     return {**RENAMED, **of_objectives}
 
 
+ALL_WEIGHTS = ("train.what", "all")
+"""What `full` means, whatever it is the value of."""
+
 # Word -> the setting that replaces it, with its value.
 REPLACED: Mapping[str, tuple[str, str]] = {
+    "full_finetuning": ALL_WEIGHTS,
+    "freeze_trainable_layers": ("train.what", "[last_4_layers]"),
     **{alias: ("offload.codec", name) for name in CODECS for alias in CODECS[name].aliases},
     "bf16": ("model.dtype", "bfloat16"),
     "pure_bf16": ("model.dtype", "bfloat16"),
@@ -588,7 +597,7 @@ _ATTENTION = "torch's fused attention is taken wherever the model allows it"
 _KERNELS = "the engine has its own head, chunk by chunk, and expert kernels"
 _BETAS = "betas and epsilon are the optimizer's own defaults"
 _TEMPLATE = "the chat template is the tokenizer's"
-_FULL = "recipes train adapters, and modules named in adapter.modules_to_save"
+_FULL = "with train.what: all every weight is updated in RAM, by a whole gradient"
 _SHARD = "layers are streamed from RAM instead of sharded; several GPUs share a step"
 _HUB = "nothing is uploaded: `hf upload` takes the adapter's folder"
 _LOSS = "the loss is cross-entropy of the next token"
@@ -611,8 +620,7 @@ UNSUPPORTED: Mapping[str, str] = {
     **dict.fromkeys(("optim_args", "optimizer_kwargs", "fused"), _BETAS),
     **dict.fromkeys(("chat_template", "template", "chat_template_path"), _TEMPLATE),
     **dict.fromkeys(("special_tokens", "add_special_tokens", "eos_token"), _TEMPLATE),
-    **dict.fromkeys(("full_finetuning", "finetuning_type", "unfrozen_parameters"), _FULL),
-    **dict.fromkeys(("freeze_trainable_layers", "use_galore", "galore_rank", "badam"), _FULL),
+    **dict.fromkeys(("use_galore", "galore_rank", "badam"), _FULL),
     **dict.fromkeys(("deepspeed", "zero_optimization", "zero_stage", "fsdp"), _SHARD),
     **dict.fromkeys(("fsdp_config", "fsdp_transformer_layer_cls_to_wrap"), _SHARD),
     **dict.fromkeys(("tensor_parallel_size", "context_parallel_size", "pipeline"), _SHARD),
@@ -1069,6 +1077,9 @@ def _resolve(
     found = _find_path(value, bases)
     if found is not None:
         holder[key] = found
+    elif where == "model.path" and check_files and "/" not in value:
+        if value not in shipped_shapes():
+            _note_no_model(draft, value, bases)
     elif check_files and _is_local(value):
         near = _near_files(bases[-1] / expanded(value), suffix="")
         shown_key = where if where == of_setting else key
@@ -1078,6 +1089,21 @@ def _resolve(
             limit=f"it has to exist in {' or '.join(dict.fromkeys(map(str, bases)))}",
             hint=f"`{shown_key}: {near[0] if near else Path('FOLDER') / Path(value).name}`",
         )
+
+
+def _note_no_model(draft: Draft, value: str, bases: Sequence[Path]) -> None:
+    """Note a model's path that is one word, and neither a folder nor a shipped shape."""
+    ids = published_ids()
+    near = difflib.get_close_matches(value.lower(), ids, n=3)
+    shapes = f"the nearest are {', '.join(near)}" if near else "`sluice recipes list` has them"
+    place = draft.place("model.path")
+    draft.add_problem(
+        place,
+        f"model.path is {shown(value)}, and there is no such folder in"
+        f" {' or '.join(dict.fromkeys(map(str, bases)))}",
+        limit=f"it is a model's folder, a hub id such as owner/name, or a shipped shape: {shapes}",
+        hint=_setting(place, "model.path", ids[near[0]] if near else "Qwen/Qwen3-0.6B"),
+    )
 
 
 def _resolve_config(draft: Draft, recipe_dir: Path) -> None:
@@ -1229,11 +1255,14 @@ def _note_wrong(draft: Draft, path: str) -> None:
         seen, near = f"is {shown(section[key])}", near_value(section[key], schema)
     else:
         seen, near = "is not set", None
+    meant = (path, near or value)
+    if section.get(key) == "full" and path in ("adapter.method", "train.what"):
+        meant = ALL_WEIGHTS
     draft.add_problem(
         draft.place(path),
         f"{path} {seen}",
         limit=f"it must be {describe(schema)}",
-        hint=_setting(draft.place(path), path, near or value),
+        hint=_setting(draft.place(path), *meant),
     )
     section[key] = value
 
@@ -1291,6 +1320,7 @@ def _note_unknown(draft: Draft, section_name: str, key: str) -> None:
     holder = draft.values[section_name] if section_name else draft.values
     place, value, word = draft.place(path), holder.pop(key), plain(key)
     words = renamed()
+    word = f"{section_name}.{word}" if f"{section_name}.{word}" in words else word
     meant = words.get(word) or near_path(section_name, key)
     if meant == path and "." not in key:  # of a choice that is not the section's
         meant = None
@@ -1310,13 +1340,18 @@ def _note_unknown(draft: Draft, section_name: str, key: str) -> None:
         return
     if word in UNSUPPORTED:
         limit, hint = f"not supported: {UNSUPPORTED[word]}", f"remove `{key}`"
-    elif word in REPLACED:
-        meant, other = REPLACED[word]
+    elif value == "full" or word in REPLACED:
+        meant, other = ALL_WEIGHTS if value == "full" else REPLACED[word]
         equals = "=" if place.is_override else ": "
         limit, hint = f"here it is {meant}", f"use `{meant}{equals}{other}`"
     elif word in words:
         assert meant is not None
+        paths = _listed_paths(value) if meant == "data.path" else []
+        value = paths[0] if paths else value
         limit, hint = f"here it is {meant}", f"use {_setting(place, meant, value)}"
+        if len(paths) > 1:
+            limit = "here it is data.mix"
+            hint = f"`data.mix:` and below it, for each, `- {{path: {paths[0]}, weight: 1}}`"
         _move(draft, value, path, meant)
     elif meant is None:
         own = settings(section_name) if section_name else sections()
@@ -1331,6 +1366,13 @@ def _note_unknown(draft: Draft, section_name: str, key: str) -> None:
         limit, hint = f"the nearest is {meant}", _setting(place, meant, value)
         _move(draft, value, path, meant)
     draft.add_problem(place, f"{path} is not a setting", limit=limit, hint=hint)
+
+
+def _listed_paths(value: Any) -> list[str]:
+    """Return the paths of Axolotl's list of data sets; none if it is no such list."""
+    entries = value if isinstance(value, list) else []
+    paths = [entry.get("path") if isinstance(entry, dict) else entry for entry in entries]
+    return paths if all(isinstance(path, str) for path in paths) else []
 
 
 def _setting(place: Place, path: str, value: Any) -> str:

@@ -255,6 +255,8 @@ def shown(value: Any) -> str:
 
 def written(value: Any) -> str:
     """Write a value as a person would in a recipe: plain words without quotes."""
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return f"[{', '.join(map(written, value))}]"
     is_word = isinstance(value, str) and re.fullmatch(r"[A-Za-z][A-Za-z0-9_./-]*", value)
     return value if is_word and value not in ("true", "false", "null") else shown(value)
 
@@ -296,9 +298,13 @@ def describe(schema: dict[str, Any]) -> str:
     return " ".join([words.get(kind, kind), " and ".join(limits)]).rstrip()
 
 
-def near_value(value: Any, schema: dict[str, Any]) -> str | None:
-    """Return the choice that a misspelt text is most like, or None."""
+def near_value(value: Any, schema: dict[str, Any]) -> Any:
+    """Return the choice that a misspelt text is most like, in a list where it is of one, or None."""
     parts = schema.get("anyOf", [schema])
+    items = [part["items"] for part in parts if part.get("type") == "array"]
+    if isinstance(value, str) and any("enum" in item for item in items):
+        near = near_value(value, {"anyOf": items})
+        return near and [near]
     choices = [choice for part in parts for choice in part.get("enum", ())]
     near = difflib.get_close_matches(str(value).lower(), choices, n=1)
     return near[0] if near else None

@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from reprlib import repr as shown
@@ -261,6 +262,11 @@ _LINKS: Mapping[Pcie, Rate] = {
     (5, 8): Rate(value=28e9, source="assumed: PCIe 5.0 x8"),
     (5, 16): Rate(value=56e9, source="assumed: PCIe 5.0 x16, as an RTX 5090 measures"),
 }
+_OTHER_MAKERS = {
+    "AMD": r"amd|radeon|instinct|rx\d|mi\d",
+    "Intel": r"intel|arc|gaudi",
+    "Apple": r"apple|mac|m\d(pro|max|ultra)?$",
+}
 CARD_KEYS = ("memory_gib", "memory_gb_per_s", "half_tflops", "link_gb_per_s")
 
 
@@ -284,6 +290,7 @@ def named_machine(
     """
     key = _card_key(name)
     if key is None:
+        _refuse_other_maker(name)
         nearest = difflib.get_close_matches(_plain(name), CARDS, n=3, cutoff=0.0)
         raise MachineError(
             f"no machine is called '{name}'",
@@ -377,6 +384,22 @@ def is_described(text: str) -> bool:
         and not {"device", "gemm_flops_per_s"} & set(values)
         and any(key in values for key in CARD_KEYS)
     )
+
+
+def _refuse_other_maker(name: str) -> None:
+    """Refuse a device of another maker, for which no card is the nearest.
+
+    Raises:
+        MachineError: It is one.
+    """
+    for maker, pattern in _OTHER_MAKERS.items():
+        if re.match(pattern, _plain(name)):
+            raise MachineError(
+                f"'{name}' is a device of {maker}",
+                limit="training runs on NVIDIA cards, by CUDA, or on the CPU",
+                hint="`--machine rtx4090` or another NVIDIA card; `sluice probe --save FILE`"
+                " measures the CPU of this machine",
+            )
 
 
 def _card_key(name: str) -> str | None:

@@ -779,6 +779,14 @@ def test_an_override_with_a_misspelt_key_names_its_neighbour(folder: Path) -> No
         ("train.loss=dpo", "the nearest is objective.method", "`objective.method=dpo`"),
         ("objective.loss=dpo", "the nearest is objective.method", "`objective.method=dpo`"),
         ("objective.loss=hello", "the section objective has method", "remove `loss`"),
+        ("report.log_to=wandb", "a list of tensorboard or wandb", "`report.log_to=[wandb]`"),
+        ("report.log_to=[wand]", "a list of tensorboard or wandb", "`report.log_to=[]`"),
+        ("adapter.type=full", "here it is train.what", "use `train.what=all`"),
+        ("adapter.type=dora", "here it is adapter.method", "use `adapter.method=dora`"),
+        ("adapter.method=full", "it must be lora or ", "`train.what=all`"),
+        ("train.what=full", "it must be adapter or head or all", "`train.what=all`"),
+        ("finetuning_type=full", "here it is train.what", "use `train.what=all`"),
+        ("full_finetuning=true", "here it is train.what", "use `train.what=all`"),
     ],
 )
 def test_an_override_in_the_words_of_others_names_ours(
@@ -787,6 +795,49 @@ def test_an_override_in_the_words_of_others_names_ours(
     error = refusal(write(VALID), override)
     assert says in f"{error.what} {error.limit}"
     assert hint in f"{error.what} {error.hint}"
+
+
+@pytest.mark.parametrize(
+    ("entries", "limit", "hint"),
+    [
+        ("[{path: o/a, type: alpaca}]", "here it is data.path", "use `data.path: o/a`"),
+        ("[o/a]", "here it is data.path", "use `data.path: o/a`"),
+        (
+            "[{path: o/a}, {path: o/b}]",
+            "here it is data.mix",
+            "`data.mix:` and below it, for each, `- {path: o/a, weight: 1}`",
+        ),
+    ],
+)
+def test_a_list_of_data_sets_is_a_path_or_a_mix(
+    folder: Path, entries: str, limit: str, hint: str
+) -> None:
+    text = VALID.replace("data:\n  path: openai/gsm8k", f"datasets: {entries}")
+    error = refusal(write(text))
+    assert error.what.endswith("datasets is not a setting")
+    assert (error.limit, error.hint) == (limit, hint)
+
+
+@pytest.mark.parametrize(
+    ("path", "shapes", "hint"),
+    [
+        ("bse", "`sluice recipes list` has them", "Qwen/Qwen3-0.6B"),
+        ("qwen3-8", "the nearest are qwen3-8b, ", "Qwen/Qwen3-8B"),
+    ],
+)
+def test_a_model_that_is_one_word_is_a_folder_or_a_shipped_shape(
+    folder: Path, path: str, shapes: str, hint: str
+) -> None:
+    error = refusal(write(VALID), f"model.path={path}")
+    assert error.what.endswith(f'model.path is "{path}", and there is no such folder in {folder}')
+    assert (error.limit or "").startswith(
+        f"it is a model's folder, a hub id such as owner/name, or a shipped shape: {shapes}"
+    )
+    assert error.hint == f"`model.path={hint}`"
+    (folder / path).mkdir()
+    found = load_recipe(write(VALID), [f"model.path={path}"]).model.path
+    assert found == str(folder / path)
+    assert load_recipe(write(VALID), ["model.path=qwen3-8b"]).model.path == "qwen3-8b"
 
 
 def test_an_override_that_is_not_yaml_is_refused_once(folder: Path) -> None:
@@ -819,6 +870,8 @@ def test_each_word_has_one_answer_and_is_no_setting_of_ours() -> None:
     words = [word for table in tables for word in table]
     assert len(words) == len(set(words))
     assert NAMES.isdisjoint(words)
+    dotted = {word.partition(".")[0] for word in words if "." in word}
+    assert dotted <= set(sections())
     assert all(word == word.lower() and "-" not in word for word in words)
 
 

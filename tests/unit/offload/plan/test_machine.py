@@ -209,6 +209,29 @@ def test_an_unknown_name_is_refused_with_the_nearest() -> None:
         named_machine("rtx 5095")
 
 
+@pytest.mark.parametrize(
+    ("name", "maker"),
+    [
+        ("rx7900xtx", "AMD"),
+        ("Radeon PRO W7900", "AMD"),
+        ("mi300", "AMD"),
+        ("arc-b580", "Intel"),
+        ("m3-max", "Apple"),
+        ("m4", "Apple"),
+    ],
+)
+def test_a_device_of_another_maker_is_refused_with_what_trains(name: str, maker: str) -> None:
+    says = f"'{name}' is a device of {maker}; training runs on NVIDIA cards"
+    with pytest.raises(MachineError, match=rf"{says}(?s:.*)hint: `--machine rtx4090`"):
+        named_machine(name)
+
+
+@pytest.mark.parametrize("name", ["m60", "gtx1080", "rtx9999", "a6000x"])
+def test_a_card_that_is_not_known_is_of_no_other_maker(name: str) -> None:
+    with pytest.raises(MachineError, match=f"no machine is called '{name}'"):
+        named_machine(name)
+
+
 def edited(**changes: object) -> str:
     return json.dumps(json.loads(named_machine("h100").to_json()) | changes)
 
