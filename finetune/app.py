@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from types import FunctionType
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
@@ -29,6 +29,7 @@ from finetune.cli.commands import (
     sweep,
     validate,
 )
+from finetune.cli.console import print_versions
 from finetune.env import quiet_libraries, rank_label
 from finetune.exits import EXIT_USER
 from offload.errors import SluiceError
@@ -51,6 +52,24 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+@app.callback()
+def sluice(
+    *,
+    _version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            callback=print_versions,
+            is_eager=True,
+            help="Print the versions of Sluice, torch and transformers.",
+        ),
+    ] = False,
+) -> None:
+    """Take the options in front of a command."""
+
+
 app.add_typer(recipes_app, name="recipes")
 try:
     for name, command in COMMANDS.items():

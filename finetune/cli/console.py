@@ -76,6 +76,20 @@ def show(content: "RenderableType") -> None:
         open_console().print(content)
 
 
+def print_versions(is_asked: bool) -> None:
+    """Print the versions of this program and of what it runs on, if they are asked for, and end."""
+    if is_asked:
+        from offload.probe.doctor import PACKAGE
+        from offload.probe.machine import installed_version
+
+        own = installed_version(PACKAGE) or "(a checkout)"
+        others = (
+            f"{name} {installed_version(name) or 'missing'}" for name in ("torch", "transformers")
+        )
+        print_text(", ".join((f"sluice {own}", *others)))
+        raise typer.Exit
+
+
 def finite(value: float | None) -> float | None:
     """Refuse nan, which is in every range."""
     if value is not None and math.isnan(value):

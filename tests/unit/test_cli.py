@@ -2,9 +2,11 @@
 
 import errno
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -94,6 +96,13 @@ def commands(group, prefix: str = "") -> dict[str, set[str]]:
 
 def test_commands_and_flags_are_those_that_were_agreed_on() -> None:
     assert commands(typer.main.get_group(app.app)) == FLAGS
+
+
+def test_versions_are_a_line(capsys) -> None:
+    assert run("--version") == 0
+    of_torch, of_transformers = version("torch"), version("transformers")
+    line = rf"sluice \S.*, torch {re.escape(of_torch)}, transformers {re.escape(of_transformers)}\n"
+    assert re.fullmatch(line, capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(
