@@ -268,25 +268,33 @@ def probe(
     save: Annotated[
         Path | None, typer.Option(help="Write it to a file for `plan --machine`.")
     ] = None,
+    is_anyway: Annotated[
+        bool, typer.Option("--anyway", help="Write it even if other programs ran meanwhile.")
+    ] = False,
 ) -> None:
     """Measure this machine and, with several processes, the network between them."""
     from finetune.training.rendezvous import join
 
     with explained("this machine"), join(launch()) as ranks:
-        from finetune.commands.probe import probed_with_network
+        from finetune.commands.probe import probed_with_network, save_machine
         from finetune.report.choice import host_map
         from finetune.report.plan import machine_table
         from finetune.report.rows import as_text
+        from offload.probe.load import shown_load
 
+        if is_anyway and save is None:
+            raise ConfigError("--anyway without --save", hint="`--save FILE --anyway`")
         machine = probed_with_network(dtype, ranks, note=warn)
         if not ranks.is_main:
             return
-        if save is not None:
-            save.write_text(machine.to_json())
+        if machine.others_frac is not None:
+            warn(shown_load(f"{machine.name} was measured", machine.others_frac))
         if as_json:
             print_text(machine.to_json())
         else:
             open_console().print(as_text([host_map(machine, None), machine_table(machine)]))
+        if save is not None:
+            save_machine(machine, save, is_anyway=is_anyway)
 
 
 def doctor(*, as_json: AsJson = False) -> None:

@@ -48,6 +48,7 @@ from offload.plan.machine.machine import (
     with_interconnect,
 )
 from offload.plan.what_if import NUM_CARDS, what_if
+from offload.probe.load import shown_load
 
 Form = Literal["table", "verbose", "json", "markdown"]
 MACHINE = "--machine"
@@ -408,7 +409,7 @@ def models_that_fit(
 
 
 def machine_notes(machine: Machine, *, dtype: Dtype) -> list[str]:
-    """Return notes on a machine: what is assumed of a four-number card, and a differing dtype."""
+    """Return notes on a machine: what is assumed of it, or was wrong when it was measured."""
     notes = []
     if machine.gemm_flops_per_s.source.startswith(GIVEN):
         disk = machine.disk_bytes_per_s
@@ -419,6 +420,8 @@ def machine_notes(machine: Machine, *, dtype: Dtype) -> list[str]:
             f" products, in fp32 {FP32_FRAC:g} of that, {EAGER_FRAC:.0%} of the memory's rate, and"
             f" {disk.value / 1e9:g} GB/s from disk"
         )
+    if machine.others_frac is not None:
+        notes.append(shown_load(f"{machine.name} was measured", machine.others_frac))
     if machine.dtype != dtype:
         notes.append(
             f"{machine.name} was measured in {machine.dtype}, and this computes in {dtype}"

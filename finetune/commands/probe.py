@@ -1,10 +1,13 @@
 """What `probe` measures: this machine and, with several processes, the network between them."""
 
+import shlex
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 from finetune.commands.plan import probed
 from finetune.env import stores_dir
+from finetune.errors import ConfigError
 from finetune.training.ranks import Ranks
 from offload.plan.machine.machine import Machine
 from offload.probe.machine import with_host
@@ -29,3 +32,25 @@ def probed_with_network(dtype: str, ranks: Ranks, *, note: Callable[[str], None]
         note(f"Measuring the network between {ranks.num} processes ...")
     network = measure_network(ranks, device=torch_device(OffloadSection(), ranks))
     return replace(machine, network=network)
+
+
+def save_machine(machine: Machine, file: Path, *, is_anyway: bool) -> None:
+    """Write a machine to a file.
+
+    Args:
+        machine: What was measured.
+        file: The file.
+        is_anyway: Whether that of a busy machine is written too; it is marked.
+
+    Raises:
+        ConfigError: It was measured while other programs ran.
+    """
+    if machine.others_frac is not None and not is_anyway:
+        raise ConfigError(
+            f"{file} was not written: other programs took {machine.others_frac:.0%} of the"
+            " processors meanwhile",
+            limit="plans with these rates would be of a busy machine",
+            hint="close what else computes (`top` names it) and measure again, or"
+            f" `sluice probe --save {shlex.quote(str(file))} --anyway`",
+        )
+    file.write_text(machine.to_json())

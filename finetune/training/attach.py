@@ -37,6 +37,7 @@ from offload.plan.facts.linears import Linear
 from offload.plan.machine.machine import GIB
 from offload.plan.plan import Plan, calibrate, costs_of, with_costs
 from offload.plan.schedule.schedule import MIN_SLOTS
+from offload.probe.load import Watch, shown_load
 from offload.probe.machine import installed_version
 from offload.probe.versions import untested
 
@@ -163,6 +164,7 @@ def calibrated(sessions: Sequence[Session], plan: Plan) -> Plan:
     doing = "Compiling the layers, trying" if run.recipe.train.compile else "Trying"
     run.screen.note(f"{doing} the longest batch, then timing typical steps ...")
     reset_peak(run.device)
+    watch = Watch()
     rehearsals = {
         one.run.dir.path.name: one.loop.rehearsal(one.steps.longest(), one.steps.typical())
         for one in sessions
@@ -173,6 +175,10 @@ def calibrated(sessions: Sequence[Session], plan: Plan) -> Plan:
         raise too_large(plan, error) from error
     except FAILURES as error:
         raise refusal(error) from error
+    # other ranks, and compilers, are no other programs
+    others_frac = None if run.recipe.train.compile or run.ranks.num > 1 else watch.others_frac()
+    if others_frac is not None and plan.machine.others_frac is None:
+        run.screen.note(shown_load("Steps were timed", others_frac))
     if isinstance(engine, Engine):
         plan = _as_inspected(sessions, engine, plan)
     costs = calibrate(

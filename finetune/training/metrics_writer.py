@@ -13,7 +13,7 @@ import torch
 from finetune.recipe.recipe import Recipe, resolved_yaml
 from finetune.report.explain import LOAD
 from finetune.run.run_dir import RunDir
-from offload.probe.machine import load_per_cpu
+from offload.probe.load import load_per_cpu
 
 
 class MetricsWriter:

@@ -43,6 +43,7 @@ from offload.plan.machine.machine import Machine, Network
 from offload.plan.plan import Plan
 from offload.plan.request import PlanRequest, Probe
 from offload.plan.search import Choice
+from offload.probe.load import shown_load
 from offload.probe.machine import PROBE_S, RUN_FILE_BYTES, disk_rate, probe
 
 if TYPE_CHECKING:
@@ -284,6 +285,8 @@ def measure(run: Run, facts: ModelFacts, machine_file: Path | None) -> tuple[Mac
     else:
         machine = find_machine(str(machine_file), dtype=dtype)
         preflight.require_same_machine(machine, device=device.type, dtype=dtype)
+    if machine.others_frac is not None and run.ranks.num == 1:  # of several each disturbs others
+        run.screen.note(shown_load(f"{machine.name} was measured", machine.others_frac))
     resolved = resolve_expert_backend(
         recipe,
         facts,

@@ -18,6 +18,7 @@ from offload.engine.host.limits import free_host_bytes
 from offload.engine.host.nvml import Driver, Gpu, Link, find_driver
 from offload.errors import MachineError
 from offload.plan.machine.machine import GIB, Rate
+from offload.probe.load import Watch
 from offload.probe.machine import disk_rate, installed_version, pinned_bytes
 from offload.probe.versions import untested
 
@@ -45,7 +46,6 @@ def finding(name: str, value: str, *, warning: str | None = None) -> Finding:
 #
 # All but the disk is read from /proc and /sys below a root, so tests give a folder of their own.
 
-MAX_LOAD_PER_CPU = 0.5  # above it, other programs disturb measured rates
 MIN_FREE_FRAC = 0.5
 MAX_SWAPPED_BYTES = 256 * 2**20
 MIN_DISK_BYTES_PER_S = 1e9  # a SATA drive has half of it, an NVMe drive several times as much
@@ -95,23 +95,24 @@ def wsl_memory(root: Path) -> Finding | None:
     )
 
 
-def processor(root: Path, *, num_allowed: int) -> Finding:
-    """Report the processor, and whether other programs want it.
+def processor(root: Path, *, num_allowed: int, others_frac: float | None) -> Finding:
+    """Report the processor, and whether other programs take much of it.
 
     Args:
         root: Where /proc is found.
         num_allowed: Processors that this process may run on.
+        others_frac: The share of their time that others take; None if it is little.
     """
     info = _text(root / "proc/cpuinfo")
     model = re.search(r"(?m)^model name\s*:\s*(.+)$", info)
     value = f"{model[1] if model else 'unknown'}, {num_allowed} CPUs"
-    load = re.match(r"\d+\.\d+", _text(root / "proc/loadavg"))
-    if load is None:
+    if others_frac is None:
         return finding("processor", value)
-    value += f", load {load[0]} in the last minute"
-    is_busy = float(load[0]) > MAX_LOAD_PER_CPU * num_allowed
-    close = "close what else computes (`top`): rates are measured when a run starts"
-    return finding("processor", value, warning=close if is_busy else None)
+    return finding(
+        "processor",
+        f"{value}, of which other programs take {others_frac:.0%}",
+        warning="close what else computes (`top`): rates are measured when a run starts",
+    )
 
 
 def governor(root: Path) -> Finding | None:
@@ -505,6 +506,7 @@ def check_up(
     of_system = system(root, kernel=platform.system(), processor=platform.machine())
     if of_system.status == "error":
         return (of_system,)
+    watch = Watch(root)
     driver = find()  # before this process computes on a card itself
     gpus = driver.gpus if driver is not None else ()
     build = torch_build()
@@ -522,7 +524,11 @@ def check_up(
         *card_findings(gpus),
         *link_findings(loaded.gpus if loaded else gpus, are_busy=loaded is not None),
         _page_locks(root, has_cuda=has_cuda),
-        processor(root, num_allowed=len(os.sched_getaffinity(0))),
+        processor(
+            root,
+            num_allowed=len(os.sched_getaffinity(0)),
+            others_frac=watch.others_frac(),
+        ),
         governor(root),
         memory(root),
         swap(root),

@@ -35,6 +35,7 @@ from offload.plan.machine.machine import (
     Rate,
     assumed_implementation,
 )
+from offload.probe.load import Watch
 from offload.probe.rates import RateBench, timed_s, typical_s
 
 LEAST_REHEARSED_BYTES, MAX_REHEARSED_BYTES = 256 * MIB, 4096 * MIB
@@ -43,14 +44,6 @@ NUM_CONTEXT_TRIALS, STEADY_BYTES = 3, 16 * MIB
 HOLD_CONTEXT = (
     "import sys, torch; torch.zeros(1, device='cuda'); print(flush=True); sys.stdin.read()"
 )
-
-
-def load_per_cpu() -> float | None:
-    """Return the load average per processor over the last minute; None if it is not known."""
-    try:
-        return os.getloadavg()[0] / (os.cpu_count() or 1)
-    except OSError:
-        return None
 
 
 def process_bytes() -> int:
@@ -274,10 +267,12 @@ def probe(*, device: str, dtype: str, seconds: float) -> Machine:
             limit="it must be cuda or cpu",
             hint="`offload.device: cpu`",
         )
+    watch = Watch()
     with torch.no_grad():
         share_s = seconds / NUM_MEASUREMENTS / NUM_ROUNDS[device]
         bench = RateBench(torch.device(device), getattr(torch, dtype), share_s)
-        return _probe_cuda(bench, dtype) if device == "cuda" else _probe_cpu(bench, dtype)
+        machine = _probe_cuda(bench, dtype) if device == "cuda" else _probe_cpu(bench, dtype)
+    return replace(machine, others_frac=watch.others_frac())
 
 
 def has_grouped_gemm(capability: tuple[int, int], dtype: str) -> bool:

@@ -2,9 +2,11 @@
 
 import itertools
 import json
+import math
 import os
 import pty
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -13,6 +15,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -39,7 +42,8 @@ from finetune.report.pages import write_run_page
 from finetune.run.run_dir import RunDir, as_begun
 from finetune.training import measured, report
 from finetune.training.metrics_writer import MetricsWriter
-from offload.plan.machine.machine import named_machine
+from offload.plan.machine.machine import Machine, named_machine
+from offload.probe import load
 from offload.probe.energy import Counter, Counters, Part
 from tests.doubles import tiny_tokenizer
 from tests.e2e.forked import Forked
@@ -520,6 +524,23 @@ def test_rates_of_another_machine_are_refused(write_recipe, capsys, tmp_path) ->
     file.write_bytes(b"\xff\xfe\x00")
     assert run("finetune", write_recipe(), "--machine", file) == 1
     assert f"{file} is no text of a machine file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("others_frac", [None, 0.63])
+def test_that_other_programs_run_is_said_before_the_first_step(
+    others_frac: float | None, write_recipe, machine_file, tmp_path, capsys, monkeypatch
+) -> None:
+    file = tmp_path / "here.json"
+    here = Machine.from_json(machine_file.read_text())
+    file.write_text(replace(here, others_frac=others_frac).to_json())
+    monkeypatch.setattr(load, "MAX_OTHERS_FRAC", -math.inf)
+    assert run("finetune", write_recipe(train={"steps": 1}), "--machine", file) == 0
+    before = " ".join(capsys.readouterr().out.split("step 1/1")[0].split())
+    notes = re.findall(r"(\S+ \w+) (?:measured|timed) while other programs took (\S+)%", before)
+    if others_frac is None:
+        assert [what for what, _ in notes] == ["Steps were"]
+    else:
+        assert [number for _, number in notes] == ["63"]  # once is enough
 
 
 @pytest.mark.parametrize("packing", ["off", "on"])

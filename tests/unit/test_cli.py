@@ -13,6 +13,8 @@ import pytest
 import typer
 
 from finetune import app, exits
+from finetune.commands.probe import save_machine
+from finetune.errors import ConfigError
 from offload.plan.machine.machine import GIB, named_machine
 from tests.command import run
 from tests.tiers import mostly_slow
@@ -55,7 +57,8 @@ FLAGS = {
         "--verbose",
     },
     "fit": {"--vram", "--ram", "--link", "--gpus", "--machine", "--json", "--markdown"},
-    "probe": {"--dtype", "--json", "--save"},
+    # --anyway: rates of a busy machine are written only if that is meant
+    "probe": {"--dtype", "--json", "--save", "--anyway"},
     "doctor": {"--json"},
     "validate": set(),
     "data": {"--rows", "--json", "--html"},
@@ -273,6 +276,18 @@ def test_a_reader_that_leaves_early_is_no_error(capsys) -> None:
     with pytest.raises(BrokenPipeError), exits.explained("quickstart"):
         raise BrokenPipeError
     assert not capsys.readouterr().err
+
+
+def test_rates_of_a_busy_machine_are_written_if_that_is_meant(tmp_path: Path, capsys) -> None:
+    busy, file = replace(named_machine("rtx4090"), others_frac=0.63), tmp_path / "my card"
+    with pytest.raises(ConfigError, match=r"(?s)took 63% .*`sluice probe --save '.*' --anyway`"):
+        save_machine(busy, file, is_anyway=False)
+    assert not file.exists()
+    save_machine(busy, file, is_anyway=True)
+    assert run("plan", "qwen3-8b", "--machine", file) == 0
+    assert "was measured while other programs took 63%" in capsys.readouterr().out
+    assert run("probe", "--anyway") == 1
+    assert "hint: `--save FILE --anyway`" in capsys.readouterr().err
 
 
 def test_a_probe_in_an_unknown_dtype_is_refused(capsys) -> None:

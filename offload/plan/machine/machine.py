@@ -97,6 +97,8 @@ class Machine:
             not measured.
         nodes: The host's NUMA nodes; empty if not measured.
         network: The network between the ranks that measured it; None if there was one.
+        others_frac: The share of the processors' time that other programs took while this was
+            measured; None if it was little.
     """
 
     name: str
@@ -123,6 +125,7 @@ class Machine:
     disk_bytes_per_s: Rate | None = None
     nodes: tuple[Node, ...] = ()
     network: Network | None = None
+    others_frac: float | None = None
 
     @property
     def is_measured(self) -> bool:
@@ -139,8 +142,9 @@ class Machine:
     def to_json(self) -> str:
         """Write the machine so that `from_json` returns an equal one."""
         values = asdict(self)
-        if self.network is None:
-            del values["network"]  # as files of machines that know of none
+        for name in _OPTIONAL:  # as files of machines that have none
+            if values[name] is None:
+                del values[name]
         return json.dumps(values, indent=2) + "\n"
 
     @classmethod
@@ -155,9 +159,12 @@ class Machine:
         except (ValueError, RecursionError) as error:  # not JSON, a number too long, or too deep
             raise _bad_file(f"it is not JSON that can be read: {error}") from None
         if isinstance(values, dict):
-            values = {"network": None} | values
+            values = dict.fromkeys(_OPTIONAL) | values
         machine: Machine = _parsed("machine", values, cls)
         return machine
+
+
+_OPTIONAL = ("network", "others_frac")
 
 
 def _bad_file(why: str) -> MachineError:

@@ -236,7 +236,7 @@ def edited(**changes: object) -> str:
     return json.dumps(json.loads(named_machine("h100").to_json()) | changes)
 
 
-@pytest.mark.parametrize("key", [x.name for x in fields(Machine) if x.name != "network"])
+@pytest.mark.parametrize("key", [x.name for x in fields(Machine) if x.name not in ("network", "others_frac")])
 def test_a_file_without_a_key_is_refused_by_the_key(key: str) -> None:
     values = json.loads(named_machine("h100").to_json())
     del values[key]
@@ -301,6 +301,12 @@ def test_nodes_and_the_disk_survive_json_exactly() -> None:
     node = Node(number=1, num_cpus=8, ram_bytes=32 * GIB, is_near=True, copy_bytes_per_s=rate)
     machine = replace(named_machine("h100"), disk_bytes_per_s=rate, nodes=(node, node))
     assert Machine.from_json(machine.to_json()) == machine
+
+
+def test_a_busy_machine_is_marked_in_its_file() -> None:
+    machine = replace(named_machine("h100"), others_frac=0.63)
+    assert Machine.from_json(machine.to_json()) == machine
+    assert "others_frac" not in named_machine("h100").to_json()
 
 
 def test_a_network_survives_json_and_is_left_out_of_a_machine_that_knows_none() -> None:

@@ -413,17 +413,23 @@ def test_linux_outside_windows_has_no_limit_of_windows(tmp_path: Path) -> None:
 # --------------------------------------------------------------------------------------- processor
 
 
-@pytest.mark.parametrize(("load", "status"), [("0.98", "ok"), ("2.10", "warning")])
-def test_a_processor_that_others_use_is_a_warning(load: str, status: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("others_frac", "also", "status"),
+    [(None, "", "ok"), (0.63, ", of which other programs take 63%", "warning")],
+)
+def test_a_processor_that_others_use_is_a_warning(
+    others_frac: float | None, also: str, status: str, tmp_path: Path
+) -> None:
     info = "processor\t: 0\nmodel name\t: AMD Ryzen 9 7950X\nprocessor\t: 1\n"
-    write(tmp_path, proc__cpuinfo=info, proc__loadavg=f"{load} 0.5 0.5 1/200 999\n")
-    found = doctor.processor(tmp_path, num_allowed=4)
-    assert found.value == f"AMD Ryzen 9 7950X, 4 CPUs, load {load} in the last minute"
+    write(tmp_path, proc__cpuinfo=info)
+    found = doctor.processor(tmp_path, num_allowed=4, others_frac=others_frac)
+    assert found.value == f"AMD Ryzen 9 7950X, 4 CPUs{also}"
     assert found.status == status
 
 
 def test_a_processor_that_is_hidden_is_still_counted(tmp_path: Path) -> None:
-    assert doctor.processor(tmp_path, num_allowed=4).value == "unknown, 4 CPUs"
+    found = doctor.processor(tmp_path, num_allowed=4, others_frac=None)
+    assert found.value == "unknown, 4 CPUs"
 
 
 @pytest.mark.parametrize(
