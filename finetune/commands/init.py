@@ -17,8 +17,10 @@ from finetune.errors import ConfigError
 from finetune.planning.candidates import Goal, goal_named, uncollected
 from finetune.planning.recipe_text import recipe_text
 from finetune.planning.subject import WantedModel
+from finetune.recipe.recipe import whole_units
 from finetune.planning.suggestion import (
     SEQ_LEN,
+    TOKENS_PER_STEP,
     Settings,
     Suggestion,
     Target,
@@ -29,7 +31,9 @@ from finetune.report.format import shown_time
 from offload.errors import DoesNotFitError
 
 HERE = "here"
-FEW_ROWS, MANY_ROWS, FEW_STEPS = 200, 5_000, 30
+FEW_ROWS, MANY_ROWS = 200, 5_000
+NUM_STEPS, FEW_STEPS = 50, 30
+"""Optimizer steps of an epoch: those that few rows are shared out to, and fewer than which are few."""
 MOST_EVERY, NUM_EVALUATIONS = 50, 4
 Note = Callable[[str], None]
 
@@ -123,24 +127,20 @@ def make(answers: Answers, *, out: Path, note: Note) -> Made:
         asked = replace(asked, machine=str(machine_file))
     target, notes = target_of(asked, dtype="bfloat16")
     found, more = _suggested(answers, target, goal_named(asked.goal), out)
-    out.write_text(recipe_text(found, name=shlex.quote(str(out))), encoding="utf-8")
+    num_steps = _num_steps(answers.rows, found)
+    steps = f"{num_steps:,} step{'s' * (num_steps != 1)} an epoch{_why_few(num_steps, found)}"
+    text = recipe_text(found, name=shlex.quote(str(out)), of_step=steps)
+    out.write_text(text, encoding="utf-8")
     name = asked.machine or target.machine.name
     text, plan = (_plan(out, name, asked, form, note) for form in ("json", "table"))
     plan_file.write_text(f"{text}\n")
     files = (out, plan_file, machine_file) if is_here else (out, plan_file)
-    chosen = found.chosen
-    num_tokens = answers.rows.num_tokens(chosen.seq_len)
-    num_steps = math.ceil(num_tokens / chosen.plan.tokens_per_step)
-    epoch = (
-        f"an epoch is about {num_tokens:,} tokens, {num_steps:,} steps:"
-        f" {shown_time(num_steps * chosen.plan.step_s)}, predicted"
-    )
+    epoch_s = num_steps * found.chosen.plan.step_s
+    num_tokens = answers.rows.num_tokens(found.chosen.seq_len)
+    epoch = f"an epoch is about {num_tokens:,} tokens: {shown_time(epoch_s)}, predicted"
     if num_steps < FEW_STEPS:
-        more.append(
-            f"{num_steps} steps are few to learn in: raise `train.epochs`, or lower"
-            " `train.tokens_per_step`"
-        )
-    return Made(files=files, lines=(*notes, epoch, *more), plan=plan)
+        steps += "; `train.epochs: 3` takes three times as many"
+    return Made(files=files, lines=(*notes, epoch, steps, *more), plan=plan)
 
 
 def _plan(out: Path, machine: str, asked: Asked, form: Any, note: Note) -> RenderableType:
@@ -165,11 +165,14 @@ def _suggested(
     wanted = settings["train"]["seq_len"]
     for seq_len in _halves(wanted):
         settings["train"]["seq_len"] = seq_len
-        tokens = settings["train"]["tokens_per_step"]
-        settings["train"]["tokens_per_step"] = max(1, tokens // seq_len) * seq_len
+        by_rows = rows.num_tokens(seq_len) // NUM_STEPS
+        _share_out(settings, rows, TOKENS_PER_STEP if goal.is_longest else by_rows)
         try:
             with uncollected():
                 found = suggest(model, target, goal, settings=settings)
+                while (tokens := _more_tokens(found)) is not None:
+                    _share_out(settings, rows, tokens)
+                    found = suggest(model, target, goal, settings=settings)
         except DoesNotFitError:
             if seq_len <= SEQ_LEN:
                 raise
@@ -180,6 +183,44 @@ def _suggested(
         lines = [f"{share:.1%} of the rows are longer than {length:,} tokens and are cut"]
         return found, lines if cut else []
     raise AssertionError("the shortest raises")
+
+
+def _share_out(settings: Settings, rows: Look, tokens: int) -> None:
+    """Set the tokens of a step, in whole sequences, and after how many steps it is evaluated.
+
+    Args:
+        settings: The recipe's, changed in place.
+        rows: What it trains on.
+        tokens: The wanted tokens; a step has no more than the usual one.
+    """
+    train, output = settings["train"], settings["output"]
+    nearest = min(tokens + train["seq_len"] // 2, TOKENS_PER_STEP)
+    train["tokens_per_step"] = whole_units(nearest, train["seq_len"])
+    num_steps = rows.num_tokens(train["seq_len"]) // train["tokens_per_step"]
+    every = max(1, min(MOST_EVERY, num_steps // NUM_EVALUATIONS))
+    output |= dict.fromkeys({"checkpoint_every", "eval_every"} & output.keys(), every)
+
+
+def _more_tokens(found: Suggestion) -> int | None:
+    """Return the tokens of a step that hide the copies of layers; None if it has as many."""
+    plan = found.chosen.plan
+    hiding = TOKENS_PER_STEP if plan.break_even_tokens is None else plan.break_even_tokens
+    enough = whole_units(min(hiding, TOKENS_PER_STEP), found.chosen.seq_len)
+    return enough if plan.tokens_per_step < enough else None
+
+
+def _num_steps(rows: Look, found: Suggestion) -> int:
+    """Return the optimizer steps of an epoch."""
+    return math.ceil(rows.num_tokens(found.chosen.seq_len) / found.chosen.plan.tokens_per_step)
+
+
+def _why_few(num_steps: int, found: Suggestion) -> str:
+    """Return why an epoch has few steps, in words after their number; empty if it has more."""
+    if num_steps >= FEW_STEPS:
+        return ""
+    if found.chosen.plan.tokens_per_step == found.chosen.seq_len:
+        return ": a step has one sequence, the least"
+    return ": fewer tokens do not hide the copies of layers"
 
 
 def _halves(seq_len: int) -> Iterator[int]:
@@ -196,10 +237,6 @@ def _settings(answers: Answers, out: Path) -> Settings:
     settings = first_settings(answers.model, name=run_name(out.stem))
     settings["data"] = {"path": _path_from(out, rows.path), "format": rows.data_format}
     settings["train"]["seq_len"] = seq_len_for(rows, least=SEQ_LEN)
-    num_tokens = rows.num_tokens(settings["train"]["seq_len"])
-    num_steps = num_tokens // settings["train"]["tokens_per_step"]
-    every = max(1, min(MOST_EVERY, num_steps // NUM_EVALUATIONS))
-    settings["output"] |= {"checkpoint_every": every, "eval_every": every}
     if rows.num_rows >= FEW_ROWS:
         settings["data"]["eval_frac"] = 0.01 if rows.num_rows >= MANY_ROWS else 0.05
     else:

@@ -3,7 +3,7 @@
 import json
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from finetune.planning.suggestion import SOME_ROWS, Form, Suggestion
@@ -31,15 +31,17 @@ _WORD = re.compile(r"[A-Za-z][A-Za-z0-9_./-]*")
 _LITERALS = ("true", "True", "TRUE", "false", "False", "FALSE", "null", "Null", "NULL")
 
 
-def recipe_text(suggestion: Suggestion, *, name: str) -> str:
+def recipe_text(suggestion: Suggestion, *, name: str, of_step: str = "") -> str:
     """Return the recipe as a file.
 
     Args:
         suggestion: The recipe and its plan.
         name: How commands name the file: a path, or a shipped name.
+        of_step: Remark on the tokens of a step; empty where rows are not known.
     """
     lines = [f"# {line}".rstrip() for line in _header(suggestion, name)]
-    return "\n".join([*lines, *_sections(suggestion)])
+    comments = _COMMENTS | ({"train.tokens_per_step": of_step} if of_step else {})
+    return "\n".join([*lines, *_sections(suggestion, comments)])
 
 
 def figures(form: Form) -> dict[str, str]:
@@ -123,7 +125,7 @@ def reasons(suggestion: Suggestion) -> Iterator[str]:
         yield f"{words} <- chosen" if form is suggestion.chosen else words
 
 
-def _sections(suggestion: Suggestion) -> Iterator[str]:
+def _sections(suggestion: Suggestion, comments: Mapping[str, str]) -> Iterator[str]:
     settings = suggestion.chosen.settings
     order = ("model", "adapter", "data", "objective", "train", "offload", "output", "report")
     note, has_experts = suggestion.model.note, suggestion.chosen.plan.facts.has_experts
@@ -134,7 +136,7 @@ def _sections(suggestion: Suggestion) -> Iterator[str]:
         yield f"{section}:"
         for key, value in settings[section].items():
             is_model = section == "model" and key in ("path", "config")
-            about = note if is_model and note else _COMMENTS.get(f"{section}.{key}")
+            about = note if is_model and note else comments.get(f"{section}.{key}")
             if value == SOME_ROWS:
                 about = "for rows of your own: data.path=my/train.jsonl"
             line = f"  {key}: {_scalar(value)}"

@@ -268,21 +268,49 @@ def test_rows_decide_how_long_sequences_are_within_what_fits(capsys) -> None:
     assert run(*words(), "--yes") == 0
     recipe = load_recipe("llama-3.2-1b-rows.yaml", [])
     assert recipe.train.seq_len == 6144
-    assert recipe.train.tokens_per_step == 12_288
+    assert recipe.train.tokens_per_step == 6144
+    out = capsys.readouterr().out
+    assert "\n1 step an epoch: a step has one sequence, the least; `train.epochs: 3` " in out
+    written = Path("llama-3.2-1b-rows.yaml").read_text()
+    assert "tokens_per_step: 6144         # 1 step an epoch: a step has one sequence" in written
 
 
 @pytest.mark.usefixtures("_rows")
-@pytest.mark.slow
-def test_evaluations_come_four_times_an_epoch_and_few_steps_are_said(capsys) -> None:
+@pytest.mark.parametrize(
+    ("num_rows", "tokens", "num_steps", "every"),
+    [
+        (200, 4096, 49, 12),
+        pytest.param(400, 8192, 49, 12, marks=pytest.mark.slow),
+        pytest.param(4000, 16_384, 245, 50, marks=pytest.mark.slow),
+    ],
+)
+def test_an_epoch_has_some_fifty_steps_or_more_and_four_evaluations(
+    num_rows: int, tokens: int, num_steps: int, every: int, capsys
+) -> None:
     row = {"prompt": "x" * 2997, "completion": "yyy"}  # 1,000 tokens, as they are assumed
-    for num_rows, every in ((400, 6), (4000, 50)):
-        Path("rows.jsonl").write_text((json.dumps(row) + "\n") * num_rows)
-        assert run(*words(), "--out", f"{num_rows}.yaml", "--yes") == 0
-        recipe = load_recipe(f"{num_rows}.yaml", [])
-        assert (recipe.output.eval_every, recipe.output.checkpoint_every) == (every, every)
-        out = capsys.readouterr().out
-        assert f"an epoch is about {num_rows * 1000:,} tokens" in out
-        assert ("25 steps are few to learn in" in out) == (num_rows == 400)
+    Path("rows.jsonl").write_text((json.dumps(row) + "\n") * num_rows)
+    assert run(*words(), "--out", "mine.yaml", "--yes") == 0
+    recipe = load_recipe("mine.yaml", [])
+    assert recipe.train.tokens_per_step == tokens
+    assert (recipe.output.eval_every, recipe.output.checkpoint_every) == (every, every)
+    out = capsys.readouterr().out
+    assert f"an epoch is about {num_rows * 1000:,} tokens" in out
+    assert f"\n{num_steps} steps an epoch\n" in out
+
+
+@pytest.mark.usefixtures("_rows")
+@pytest.mark.thorough
+def test_a_step_has_the_tokens_that_hide_its_copies(capsys) -> None:
+    row = {"prompt": "x" * 2997, "completion": "yyy"}
+    Path("rows.jsonl").write_text((json.dumps(row) + "\n") * 100)
+    assert run(*words(model="llama-3.1-70b", vram="24", ram="64"), "--out", "a.yaml", "--yes") == 0
+    written, out = Path("a.yaml").read_text(), capsys.readouterr().out
+    hiding = re.search(r"streaming  adds less than 1% from ([\d,]+) tokens per step", written)
+    assert hiding is not None
+    tokens = int(hiding[1].replace(",", ""))
+    assert load_recipe("a.yaml", []).train.tokens_per_step == tokens > 2048
+    assert "steps an epoch: fewer tokens do not hide the copies of layers" in out
+    assert "steps an epoch: fewer tokens do not hide the copies of layers" in written
 
 
 @pytest.mark.usefixtures("_rows")
