@@ -119,7 +119,6 @@ class Asked:
             str(file),
             words,
             machine="rtx3060",
-            machines=None,
             host=host,
             wants_ways=False,
             form="json",

@@ -1,5 +1,6 @@
 """The commands: their arguments, and the function that each calls, imported when it is called."""
 
+import itertools
 import json
 import sys
 from collections.abc import Callable
@@ -190,7 +191,13 @@ def plan(
 ) -> None:
     """Predict step time and memory, without weights and without the card."""
     with explained(model):
-        from finetune.commands.plan import HostOptions, form_of, planned, planned_runs
+        from finetune.commands.plan import (
+            HostOptions,
+            form_of,
+            planned,
+            planned_on_cards,
+            planned_runs,
+        )
         from finetune.recipe.grid import named_variants
 
         host = HostOptions(
@@ -216,14 +223,28 @@ def plan(
             )
             show(shown)
             return
+        form = form_of(as_json=as_json, as_markdown=as_markdown, is_verbose=is_verbose)
+        if machines is not None:
+            if machine is not None or wants_ways or is_verbose:
+                flag = "--machine" if machine else "--what-if" if wants_ways else "--verbose"
+                raise ConfigError(
+                    f"{flag} with --machines",
+                    limit="a table of machines has a line for each, and no more",
+                    hint=f"leave out `{flag}`, or `--machines`",
+                )
+            on_cards = planned_on_cards(
+                model, overrides or [], machines=machines, host=host, form=form, note=warn
+            )
+            for part in on_cards:
+                show(part)
+            return
         shown = planned(
             model,
             overrides or [],
             machine=machine,
-            machines=machines,
             host=host,
             wants_ways=wants_ways,
-            form=form_of(as_json=as_json, as_markdown=as_markdown, is_verbose=is_verbose),
+            form=form,
             note=warn,
         )
         show(shown)
@@ -249,14 +270,15 @@ def fit(
     with explained(model or "all shapes"):
         from finetune.commands.plan import HostOptions, form_of, models_that_fit
 
-        shown = models_that_fit(
+        fitting = models_that_fit(
             model,
             machine=machine,
             vram_gib=vram,
             host=HostOptions(ram_gib=ram, link_gb_per_s=link, num_gpus=gpus),
             form=form_of(as_json=as_json, as_markdown=as_markdown, is_verbose=False),
         )
-        show(shown)
+        for part in fitting:
+            show(part)
 
 
 def probe(
@@ -333,11 +355,18 @@ def recipes_list() -> None:
     """List the shipped recipes and shapes."""
     from finetune.recipe.load import shipped_shapes
     from finetune.recipe.recipe import shipped_recipes
+    from finetune.report.rows import Table, as_text
 
-    for name, path in shipped_recipes().items():
-        print_text(f"{name:24} {_first_comment(path)}")
-    print_text("\nshapes, for `sluice plan NAME` or `model.config`:")
-    print_text("  " + ", ".join(shipped_shapes()))
+    recipes = [(name, _first_sentence(path)) for name, path in shipped_recipes().items()]
+    parts = [
+        Table("Recipes, for `sluice plan NAME` and `sluice finetune NAME`", [""] * 2, recipes),
+        Table(
+            "Shapes, for `sluice plan NAME` or `model.config`",
+            [""],
+            [[", ".join(shipped_shapes())]],
+        ),
+    ]
+    show(as_text(parts))
 
 
 @recipes_app.command("show")
@@ -397,8 +426,11 @@ def recipes_schema() -> None:
     print_text(json_schema().rstrip())
 
 
-def _first_comment(path: Path) -> str:
-    return path.read_text().splitlines()[0].removeprefix("#").strip()
+def _first_sentence(path: Path) -> str:
+    """Return the first sentence of the comment that a recipe begins with."""
+    lines = itertools.takewhile(lambda line: line.startswith("# "), path.read_text().splitlines())
+    text = " ".join(line.removeprefix("# ") for line in lines)
+    return text.partition(". ")[0].removesuffix(".")
 
 
 def explain(

@@ -76,7 +76,7 @@ def show(content: "RenderableType") -> None:
         open_console().print(content)
 
 
-def print_versions(is_asked: bool) -> None:
+def print_versions(is_asked: bool) -> None:  # noqa: FBT001 - by its place, as typer gives it
     """Print the versions of this program and of what it runs on, if they are asked for, and end."""
     if is_asked:
         from offload.probe.doctor import PACKAGE

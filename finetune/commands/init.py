@@ -17,7 +17,6 @@ from finetune.errors import ConfigError
 from finetune.planning.candidates import Goal, goal_named, uncollected
 from finetune.planning.recipe_text import recipe_text
 from finetune.planning.subject import WantedModel
-from finetune.recipe.recipe import whole_units
 from finetune.planning.suggestion import (
     SEQ_LEN,
     TOKENS_PER_STEP,
@@ -27,13 +26,14 @@ from finetune.planning.suggestion import (
     first_settings,
     suggest,
 )
+from finetune.recipe.recipe import whole_units
 from finetune.report.format import shown_time
 from offload.errors import DoesNotFitError
 
 HERE = "here"
 FEW_ROWS, MANY_ROWS = 200, 5_000
 NUM_STEPS, FEW_STEPS = 50, 30
-"""Optimizer steps of an epoch: those that few rows are shared out to, and fewer than which are few."""
+"""Steps of an epoch: as many as few rows are shared out to, and the least that is enough."""
 MOST_EVERY, NUM_EVALUATIONS = 50, 4
 Note = Callable[[str], None]
 
@@ -129,8 +129,8 @@ def make(answers: Answers, *, out: Path, note: Note) -> Made:
     found, more = _suggested(answers, target, goal_named(asked.goal), out)
     num_steps = _num_steps(answers.rows, found)
     steps = f"{num_steps:,} step{'s' * (num_steps != 1)} an epoch{_why_few(num_steps, found)}"
-    text = recipe_text(found, name=shlex.quote(str(out)), of_step=steps)
-    out.write_text(text, encoding="utf-8")
+    written = recipe_text(found, name=shlex.quote(str(out)), of_step=steps)
+    out.write_text(written, encoding="utf-8")
     name = asked.machine or target.machine.name
     text, plan = (_plan(out, name, asked, form, note) for form in ("json", "table"))
     plan_file.write_text(f"{text}\n")
@@ -148,7 +148,6 @@ def _plan(out: Path, machine: str, asked: Asked, form: Any, note: Note) -> Rende
         str(out),
         [],
         machine=machine,
-        machines=None,
         host=HostOptions(ram_gib=asked.ram_gib, link_gb_per_s=None),
         wants_ways=False,
         form=form,

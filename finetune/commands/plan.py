@@ -1,17 +1,21 @@
 """What `plan` and `fit` show: one plan, a table of machines, or a table of models."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from rich.console import RenderableType
+from rich.text import Text
 
 from finetune.errors import ConfigError
 from finetune.planning.candidates import chooser, full_requests, uncollected
 from finetune.planning.compare import (
+    CARD_WIDTHS,
+    MODEL_WIDTHS,
     UNITS,
+    Group,
     budgeted,
     compare_on_cards,
     compare_within_memory,
@@ -33,7 +37,7 @@ from finetune.recipe.sections import TrainSection
 from finetune.report.choice import host_map, plan_figures, plan_parts
 from finetune.report.format import shown_gib
 from finetune.report.plan import gpus_json, ranks_json
-from finetune.report.rows import Part, as_markdown, as_text
+from finetune.report.rows import Part, Table, as_markdown, as_text, in_groups
 from finetune.report.runs import runs_json, runs_tables
 from finetune.report.what_if import what_if_json, what_if_table
 from offload.plan.machine.cards import CARDS
@@ -103,19 +107,17 @@ def planned(
     overrides: Sequence[str],
     *,
     machine: str | None,
-    machines: str | None,
     host: HostOptions,
     wants_ways: bool,
     form: Form,
     note: Callable[[str], None],
 ) -> RenderableType:
-    """Return the plan of a recipe or shape for one machine, or a table of machines.
+    """Return the plan of a recipe or shape for one machine, or for several that share a step.
 
     Args:
         model: A recipe, a shipped shape or a config.json.
         overrides: Settings over the recipe's.
-        machine: A named card or a file; None measures this machine.
-        machines: Several of them with commas, or `all`: a table.
+        machine: A named card or a file, or several with commas; None measures this machine.
         host: Host memory and link of named cards.
         wants_ways: Whether other ways to hold and move the model are priced alongside the plan.
         form: Output format.
@@ -125,13 +127,6 @@ def planned(
         ConfigError: A flag that could have no effect.
         DoesNotFitError: The plan needs more memory than there is.
     """
-    if machines is not None and (machine is not None or wants_ways or form == "verbose"):
-        flag = "--machine" if machine else "--what-if" if wants_ways else "--verbose"
-        raise ConfigError(
-            f"{flag} with --machines",
-            limit="a table of machines has a line for each, and no more",
-            hint=f"leave out `{flag}`, or `--machines`",
-        )
     if host.num_gpus is not None and wants_ways:
         raise ConfigError(
             f"--gpus {host.num_gpus} with --what-if",
@@ -151,10 +146,6 @@ def planned(
                 )
         cards = [host.machine(name, dtype=dtype) for name in named]
         return _of_ranks(subject, cards, form=form, setting=MACHINE)
-    if machines is not None:
-        names = machine_names(machines, dtype=dtype)
-        cards = [host.machine(name, dtype=dtype) for name in names]
-        return _by_machine(subject, cards, num_gpus=host.num_gpus, form=form)
     here = _one_machine(machine, host, dtype=dtype, note=note)
     return _one_plan(subject, here, num_gpus=host.num_gpus, wants_ways=wants_ways, form=form)
 
@@ -309,11 +300,32 @@ def planned_runs(
     return _shown(form, figures, [*notes, *shared_by(num), *parts])
 
 
-@uncollected()
-def _by_machine(
-    subject: Subject, machines: Sequence[Machine], *, num_gpus: int | None, form: Form
-) -> RenderableType:
-    num = num_gpus or 1
+def planned_on_cards(
+    model: str,
+    overrides: Sequence[str],
+    *,
+    machines: str,
+    host: HostOptions,
+    form: Form,
+    note: Callable[[str], None],
+) -> Iterator[RenderableType]:
+    """Yield a table of machines on which a recipe or shape is planned, each as soon as it is.
+
+    Args:
+        model: A recipe, a shipped shape or a config.json.
+        overrides: Settings over the recipe's.
+        machines: Named cards or files with commas, or `all`.
+        host: Host memory and link of named cards, and the number of GPUs.
+        form: Output format; JSON and Markdown come as a whole.
+        note: Reports what takes time.
+
+    Raises:
+        ConfigError: GPUs that cannot share a step, or shares of them.
+    """
+    subject = subject_of(model, overrides, note=note)
+    dtype = subject.recipe.model.dtype
+    cards = [host.machine(name, dtype=dtype) for name in machine_names(machines, dtype=dtype)]
+    num = host.num_gpus or 1
     _require_no_shares(subject.recipe.train, "--machines")
     if subject.recipe.train.parallel != "stream":
         raise ConfigError(
@@ -321,19 +333,41 @@ def _by_machine(
             limit="a table of machines is of layers that are streamed",
             hint="`train.parallel=stream`, or one `--machine` with `--gpus`",
         )
-    for machine in machines:
+    for machine in cards:
         require_gpus(subject.recipe.train, machine, num_gpus=num, setting=GPUS)
-    found = compare_on_cards(replace(subject, num_ranks=num), machines)
-    first = found[0]
-    title = (
-        f"{subject.name}: {first.tokens_per_step:,} tokens per step in sequences of"
-        f" {first.seq_len:,}; {UNITS}"
+    of_cards = (note for machine in cards for note in machine_notes(machine, dtype=dtype))
+    yield from _in_groups(
+        [*subject.notes, *of_cards, *shared_by(num)],
+        compare_on_cards(replace(subject, num_ranks=num), cards),
+        lambda group: machines_table(f"{subject.name}: {_of_step(group)}", group),
+        CARD_WIDTHS,
+        num_gpus=host.num_gpus,
+        form=form,
     )
-    dtype = subject.recipe.model.dtype
-    of_cards = (note for machine in machines for note in machine_notes(machine, dtype=dtype))
-    notes = (*subject.notes, *of_cards, *shared_by(num))
+
+
+def _of_step(group: Group) -> str:
+    one = group[0]
+    return f"{one.tokens_per_step:,} tokens per step in sequences of {one.seq_len:,}; {UNITS}"
+
+
+def _in_groups(
+    notes: Sequence[str],
+    groups: Iterator[Group],
+    table: Callable[[Group], Table],
+    widths: Sequence[int],
+    *,
+    num_gpus: int | None,
+    form: Form,
+) -> Iterator[RenderableType]:
+    """Yield notes, and a table of which each group of lines is yielded as soon as it is known."""
+    if form == "table":
+        yield from map(Text, notes)
+        yield from in_groups(map(table, groups), widths)
+        return
+    found = [one for group in groups for one in group]
     figures = [one | _asked_gpus(num_gpus) for one in comparisons_json(found)]
-    return _shown(form, figures, [*notes, machines_table(title, found)])
+    yield _shown(form, figures, [*notes, table(found)])
 
 
 def _require_no_shares(train: TrainSection, planned: str) -> None:
@@ -362,7 +396,6 @@ def _asked_gpus(num_gpus: int | None) -> dict[str, int]:
     return {} if num_gpus is None else {"num_gpus": num_gpus}
 
 
-@uncollected()
 def models_that_fit(
     model: str | None,
     *,
@@ -370,8 +403,8 @@ def models_that_fit(
     vram_gib: float | None,
     host: HostOptions,
     form: Form,
-) -> RenderableType:
-    """Return a table of what trains in given memory.
+) -> Iterator[RenderableType]:
+    """Yield a table of what trains in given memory, each model as soon as it is planned.
 
     Args:
         model: A shipped shape or a config.json; None takes all shipped shapes.
@@ -396,16 +429,18 @@ def models_that_fit(
     subjects = [replace(model_subject(x, []), num_ranks=num) for x in trained_models(model)]
     for subject in subjects:
         require_gpus(subject.recipe.train, here, num_gpus=num, setting=GPUS)
-    found = fitting(compare_within_memory(subjects, here), here)
-    notes += shared_by(num)
     title = (
         f"LoRA in {shown_gib(here.vram_bytes)} of VRAM and {shown_gib(here.ram_bytes)} of RAM, at"
-        f" the rates of {here.name}{'' if machine else ' (assumed)'}:"
-        f" {found[0].tokens_per_step:,} tokens per step in sequences of {found[0].seq_len:,};"
-        f" {UNITS}"
+        f" the rates of {here.name}{'' if machine else ' (assumed)'}: "
     )
-    figures = [one | _asked_gpus(host.num_gpus) for one in comparisons_json(found)]
-    return _shown(form, figures, [*notes, fit_table(title, found)])
+    yield from _in_groups(
+        [*notes, *shared_by(num)],
+        fitting(compare_within_memory(subjects, here), here),
+        lambda group: fit_table(title + _of_step(group), group),
+        MODEL_WIDTHS,
+        num_gpus=host.num_gpus,
+        form=form,
+    )
 
 
 def machine_notes(machine: Machine, *, dtype: Dtype) -> list[str]:

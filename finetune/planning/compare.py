@@ -1,18 +1,18 @@
 """Which cards a model trains on, and which models train in given memory."""
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from finetune.errors import ConfigError
-from finetune.planning.candidates import fits, found_choice, nearest_request
+from finetune.planning.candidates import fits, found_choice, nearest_request, uncollected
 from finetune.planning.request import with_backend
 from finetune.planning.subject import Subject
 from finetune.recipe.capabilities import broken_rules
 from finetune.recipe.load import shipped_shapes
 from finetune.recipe.recipe import Recipe, with_seq_len, with_settings
-from finetune.report.format import shown_break_even, shown_gib
+from finetune.report.format import shown_gib
 from finetune.report.rows import Table
 from offload.errors import DoesNotFitError
 from offload.plan.facts.codec import NATIVE, codecs_that
@@ -20,6 +20,7 @@ from offload.plan.facts.workload import WeightPlace
 from offload.plan.fit import MemoryNeeds
 from offload.plan.machine.cards import CARDS
 from offload.plan.machine.machine import GIB, Dtype, Machine, Tier
+from offload.plan.step import FREE_FRAC, MOST_TOKENS
 from offload.plan.what_if import plan_anyway
 
 TOY_PREFIX = "tiny-"  # shapes to try the program with
@@ -57,8 +58,12 @@ class Comparison:
     longest_limit: str | None = None  # what limits it: VRAM, RAM, or the model's own limit
 
 
-def compare_on_cards(subject: Subject, machines: Sequence[Machine]) -> list[Comparison]:
-    """Plan one recipe or model on each machine, with its layers in each form.
+Group = list[Comparison]
+"""Forms of one model on one machine."""
+
+
+def compare_on_cards(subject: Subject, machines: Sequence[Machine]) -> Iterator[Group]:
+    """Plan one recipe or model on each machine, in turn, with its layers in each form.
 
     A form that the recipe leaves open is the one that its plan chooses. Layers that are more than
     the host's memory are planned on disk too, unless the recipe says where they wait.
@@ -67,41 +72,50 @@ def compare_on_cards(subject: Subject, machines: Sequence[Machine]) -> list[Comp
         subject: What is planned.
         machines: Each with as many of its card as share a step.
     """
-    return [
-        compared
-        for machine in machines
-        for recipe in _forms(subject.recipe)
-        for compared in _comparisons(subject, machine, recipe)
-    ]
+    for machine in machines:
+        with uncollected():
+            group = [
+                compared
+                for recipe in _forms(subject.recipe)
+                for compared in _comparisons(subject, machine, recipe)
+            ]
+        yield group
 
 
-def compare_within_memory(subjects: Sequence[Subject], machine: Machine) -> list[Comparison]:
-    """Plan each model, in each form, with the longest sequence that fits.
+def compare_within_memory(subjects: Sequence[Subject], machine: Machine) -> Iterator[Group]:
+    """Plan each model in turn, in each form, with the longest sequence that fits.
 
     Args:
         subjects: What is planned.
         machine: With the memory that may be used.
     """
-    return [
-        compared
-        for subject in subjects
-        for recipe in _forms(subject.recipe)
-        for one in _comparisons(subject, machine, recipe)
-        for compared in [_with_longest(subject, machine, recipe, one)]
-    ]
+    for subject in subjects:
+        with uncollected():
+            group = [
+                _with_longest(subject, machine, recipe, compared)
+                for recipe in _forms(subject.recipe)
+                for compared in _comparisons(subject, machine, recipe)
+            ]
+        yield group
 
 
-def fitting(comparisons: Sequence[Comparison], machine: Machine) -> list[Comparison]:
-    """Return those that fit.
+def fitting(groups: Iterable[Group], machine: Machine) -> Iterator[Group]:
+    """Yield of each group what fits.
 
     Raises:
-        DoesNotFitError: None does.
+        DoesNotFitError: Nothing does.
     """
-    found = [compared for compared in comparisons if not compared.short]
+    found, others = False, Group()
+    for group in groups:
+        fits_here = [compared for compared in group if not compared.short]
+        others += group
+        if fits_here:
+            found = True
+            yield fits_here
     if found:
-        return found
+        return
     nearest = min(
-        comparisons,
+        others,
         key=lambda compared: (len(compared.short), compared.vram_bytes + compared.ram_bytes),
     )
     raise DoesNotFitError(
@@ -282,12 +296,16 @@ def slowest_card(vram_gib: float | None) -> str:
 # ---------------------------------------------------------------------------------------------
 # Shown
 
-UNITS = "VRAM and RAM in GiB, N* in tokens per step for micro-batches of the plan's size"
-FIGURES: tuple[str, ...] = (*("slots", "tok/s|whole", "VRAM|whole", "RAM|whole", "N*|whole"),)
+UNITS = f"VRAM and RAM in GiB; from N* tokens per step streaming adds less than {FREE_FRAC:.0%}"
+FIGURES = ("slots|whole", "tok/s|whole", "VRAM|whole", "RAM|whole", "N*|whole")
+# What most cells take, so that tables of which lines come one by one are as wide from the first on.
+_LAYERS_WIDTH, _FIGURE_WIDTHS = 12, (5, 6, 5, 5, 6)
+CARD_WIDTHS = (0, _LAYERS_WIDTH, len("no: VRAM, RAM"), *_FIGURE_WIDTHS)
+MODEL_WIDTHS = (0, _LAYERS_WIDTH, *_FIGURE_WIDTHS, 7, 9)
 
 
 def machines_table(title: str, comparisons: Sequence[Comparison]) -> Table:
-    """Return on which machines a model trains; a name that repeats is written once."""
+    """Return on which machines a model trains."""
     lines = [
         (
             *(compared.machine, _layers(compared)),
@@ -303,12 +321,12 @@ def fit_table(title: str, comparisons: Sequence[Comparison]) -> Table:
     """Return which models train, and with which longest sequences."""
     lines = [
         (
-            *(compared.model, _layers(compared), _inputs(compared), *_figures(compared)),
+            *(compared.model, _layers(compared), *_figures(compared)),
             *(compared.longest_seq_len, compared.longest_limit or ""),
         )
         for compared in comparisons
     ]
-    columns = ("model", "layers", "inputs", *FIGURES)
+    columns = ("model", "layers", *FIGURES)
     return Table(title, [*columns, "longest|whole", "limited by"], lines)
 
 
@@ -322,20 +340,12 @@ def _layers(compared: Comparison) -> str:
     return compared.codec if compared.tier == "ram" else f"{compared.codec}, disk"
 
 
-def _inputs(compared: Comparison) -> str:
-    """Return where layer inputs wait, and embedding and head if those are in RAM."""
-    places = {"embedding": compared.embeddings, "head": compared.head}
-    moved = " and ".join(name for name, where in places.items() if where == "host")
-    also = f", {moved} too" if compared.stash == "host" else f", {moved} in RAM"
-    place = "RAM" if compared.stash == "host" else "device"
-    return place + (also if moved else "")
-
-
 def _figures(compared: Comparison) -> list[Any]:
+    free_from = compared.break_even_tokens
     return [
         compared.num_slots,
         "" if compared.tokens_per_s is None else compared.tokens_per_s,
         f"{compared.vram_bytes / GIB:,.1f}",
         f"{compared.ram_bytes / GIB:,.1f}",
-        shown_break_even(compared.break_even_tokens),
+        f"> {MOST_TOKENS / 1e6:.0f} M" if free_from is None else free_from,
     ]

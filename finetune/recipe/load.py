@@ -1371,8 +1371,9 @@ def _note_unknown(draft: Draft, section_name: str, key: str) -> None:
 def _listed_paths(value: Any) -> list[str]:
     """Return the paths of Axolotl's list of data sets; none if it is no such list."""
     entries = value if isinstance(value, list) else []
-    paths = [entry.get("path") if isinstance(entry, dict) else entry for entry in entries]
-    return paths if all(isinstance(path, str) for path in paths) else []
+    found = (entry.get("path") if isinstance(entry, dict) else entry for entry in entries)
+    paths = [path for path in found if isinstance(path, str)]
+    return paths if len(paths) == len(entries) else []
 
 
 def _setting(place: Place, path: str, value: Any) -> str:

@@ -299,7 +299,7 @@ def describe(schema: dict[str, Any]) -> str:
 
 
 def near_value(value: Any, schema: dict[str, Any]) -> Any:
-    """Return the choice that a misspelt text is most like, in a list where it is of one, or None."""
+    """Return the choice that a misspelt text is most like, or None; in a list if it is of one."""
     parts = schema.get("anyOf", [schema])
     items = [part["items"] for part in parts if part.get("type") == "array"]
     if isinstance(value, str) and any("enum" in item for item in items):

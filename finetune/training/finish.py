@@ -109,19 +109,21 @@ def sample(session: Session, *, when: str) -> None:
     if not asked:
         return
     assert isinstance(session.engine, Engine), "a rule of recipes"
-    answers = answer(
-        asked,
-        model=session.model,
-        engine=session.engine,
-        tokenizer=tokenizer,
-        empty_think=run.recipe.data.empty_think,
-        stop_ids=session.stops.ids,
-        # without gradients a pass takes less than half of what the largest visits take
-        max_pass_tokens=2 * session.steps.largest_tokens,
-        seq_len=run.recipe.train.seq_len,
-        num_past=run.recipe.adapter.num_in_front,
-        note=run.screen.note,
-    )
+    with run.screen.working("Answering held-out rows", "rows") as progress:
+        answers = answer(
+            asked,
+            model=session.model,
+            engine=session.engine,
+            tokenizer=tokenizer,
+            empty_think=run.recipe.data.empty_think,
+            stop_ids=session.stops.ids,
+            # without gradients a pass takes less than half of what the largest visits take
+            max_pass_tokens=2 * session.steps.largest_tokens,
+            seq_len=run.recipe.train.seq_len,
+            num_past=run.recipe.adapter.num_in_front,
+            note=run.screen.note,
+            progress=progress,
+        )
     if when == "after" or run.screen.is_verbose:
         run.screen.show(as_text([report.samples_table(when, answers)], is_compact=True))
     else:

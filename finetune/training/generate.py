@@ -31,6 +31,7 @@ def generate(  # noqa: PLR0913 - all that generating is
     note: Callable[[str], None],
     choose: Choose = most_probable,
     is_ended: IsEnded = never,
+    progress: Callable[[int], None] = lambda _num_ended: None,
 ) -> list[list[int]]:
     """Continue each prompt.
 
@@ -48,6 +49,7 @@ def generate(  # noqa: PLR0913 - all that generating is
         note: Reports that the model is computed without a cache.
         choose: Chooses the next tokens.
         is_ended: Ends answers in addition; the tokens that made it end are part of an answer.
+        progress: Is called as answers grow, with the number of those that have ended.
 
     Returns:
         The new token ids of each prompt.
@@ -63,6 +65,7 @@ def generate(  # noqa: PLR0913 - all that generating is
             stop_ids=frozenset(stop_ids),
             choose=choose,
             is_ended=is_ended,
+            progress=progress,
         )
         if has_cache:
             try:
@@ -88,8 +91,10 @@ class _Rows:
         stop_ids: frozenset[int],
         choose: Choose,
         is_ended: IsEnded,
+        progress: Callable[[int], None],
     ) -> None:
         self._first, self._choose, self._is_ended = first, choose, is_ended
+        self._progress = progress
         self.prompts = [list(prompt) for prompt in prompts]
         self.answers: list[list[int]] = [[] for _ in prompts]
         self._limits, self._stop_ids = list(limits), stop_ids
@@ -116,6 +121,7 @@ class _Rows:
                     or self._is_stopped(answer)
                     or self._is_ended(number, answer)
                 )
+        self._progress(self._first + sum(self._has_ended))
 
     @property
     def shown(self) -> list[list[int]]:

@@ -10,6 +10,7 @@ from torch import nn
 from finetune.data.rows import Conversation
 from finetune.data.tokenize import render_prompt
 from finetune.recipe.sections import EmptyThink
+from finetune.report.screen import Work
 from finetune.training.generate import generate
 from offload.engine.engine import Engine
 
@@ -46,6 +47,7 @@ def answer(  # noqa: PLR0913 - all that generating is
     seq_len: int,
     num_past: int,
     note: Callable[[str], None],
+    progress: Work,
 ) -> Answers:
     """Let the model answer the last turn of each row, greedily.
 
@@ -60,6 +62,7 @@ def answer(  # noqa: PLR0913 - all that generating is
         seq_len: Tokens of a row and its answer at most, as trained.
         num_past: Virtual tokens that the cache of each row begins with.
         note: Reports that the model is computed without a cache.
+        progress: Shows how many are answered.
     """
     rendered = [render_prompt(row, tokenizer, empty_think=empty_think) for row in rows]
     prompts, wanted, given = zip(*rendered, strict=True)
@@ -74,6 +77,7 @@ def answer(  # noqa: PLR0913 - all that generating is
         pad_id=pad_id(tokenizer),
         batch_size=max(1, max_pass_tokens // width),
         note=note,
+        progress=lambda num_ended: progress(num_ended, len(rows)),
     )
     model.train()
     got = [str(tokenizer.decode(tokens, skip_special_tokens=True)) for tokens in ids]

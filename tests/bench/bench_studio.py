@@ -108,7 +108,6 @@ def command_s_figures(values: dict[str, Any], folder: Path) -> dict[str, Any] | 
             str(recipe),
             [],
             machine=setup.card,
-            machines=None,
             host=HostOptions(
                 ram_gib=setup.ram_gib,
                 link_gb_per_s=setup.link_gb_per_s,

@@ -340,10 +340,8 @@ def planned_subject(asked: Subject, machine: Machine, compared: Comparison) -> P
 def assert_answers_agree(model: str, machine: Machine) -> None:
     """Compare each row of both tables with the plan for it, figure by figure."""
     asked = subject_of(model, [])
-    by_machine, by_model = (
-        compare_on_cards(asked, [machine]),
-        compare_within_memory([model_subject(model, [])], machine),
-    )
+    (by_machine,) = compare_on_cards(asked, [machine])
+    (by_model,) = compare_within_memory([model_subject(model, [])], machine)
     assert [(o.codec, o.tier) for o in by_machine] == [(o.codec, o.tier) for o in by_model]
     for one, other in zip(by_machine, by_model, strict=True):
         for name in ("short", "num_slots", "tokens_per_s", "vram_bytes", "ram_bytes", "stash"):

@@ -871,7 +871,11 @@ def test_answers_are_those_of_plain_transformers(engine: Engine, batch_size: int
 def test_each_answer_ends_at_its_own_limit(engine: Engine) -> None:
     limits = [2, 5, 1, 0]
     expected = [answer[:limit] for answer, limit in zip(alone(), limits, strict=True)]
-    assert answers(engine, max_new_tokens=limits) == expected
+    ended = list[int]()
+    found = answers(engine, max_new_tokens=limits, batch_size=2, progress=ended.append)
+    assert found == expected
+    assert ended == sorted(ended)
+    assert (ended[0], ended[-1]) == (0, len(PROMPTS))
 
 
 def test_an_answer_ends_before_a_stop_token_and_the_others_go_on(engine: Engine) -> None:
