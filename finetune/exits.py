@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import typer
+from rich.console import Console
 
 from finetune.env import rank_label
 from finetune.errors import ConfigError, RankError, file_error
@@ -13,6 +14,15 @@ from finetune.interrupts import Interrupted, exit_code, raised
 from offload.errors import DoesNotFitError, SluiceError
 
 EXIT_USER, EXIT_DOES_NOT_FIT = 1, 3
+
+
+def warn(text: str) -> None:
+    """Print what is not part of the answer; on a terminal lines end between words."""
+    console = Console(stderr=True, highlight=False)
+    if console.is_terminal:
+        console.print(text, markup=False)
+    else:
+        print(text, file=sys.stderr)
 
 
 @contextmanager
@@ -30,10 +40,10 @@ def explained(where: str) -> Iterator[None]:
     except BrokenPipeError:
         raise  # the reader of a pipe has gone, as with `| head`: typer exits silently
     except OSError as error:
-        print(f"error{rank_label()}: {file_error(error, where)}", file=sys.stderr)
+        warn(f"error{rank_label()}: {file_error(error, where)}")
         raise typer.Exit(EXIT_USER) from None
     except KeyboardInterrupt as error:
-        print("stopped", file=sys.stderr)
+        warn("stopped")
         number = error.number if isinstance(error, Interrupted) else signal.SIGINT
         raise typer.Exit(exit_code(number)) from None
 
@@ -43,4 +53,4 @@ def _show(error: SluiceError, where: str) -> None:
     is_named = isinstance(error, ConfigError) or where in f"{error.what} {error.limit}"
     limit, newline, details = error.limit.partition("\n")
     what = f"{error.what}{joint}{limit}{'' if is_named else f' ({where})'}{newline}{details}"
-    print(f"error{rank_label()}: {what}\n\nhint: {error.hint}", file=sys.stderr)
+    warn(f"error{rank_label()}: {what}\n\nhint: {error.hint}")

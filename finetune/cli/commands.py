@@ -32,16 +32,16 @@ from finetune.cli.console import (
     finite,
     open_console,
     open_errors,
+    print_lines,
     print_notes,
     print_part,
     print_text,
     show,
     typed_lines,
-    warn,
 )
 from finetune.env import launch
 from finetune.errors import ConfigError
-from finetune.exits import EXIT_USER, explained
+from finetune.exits import EXIT_USER, explained, warn
 from finetune.interrupts import exit_code, shown_signal
 from offload.errors import SluiceError
 
@@ -96,7 +96,7 @@ def init(
             can_ask=can_ask,
         )
         for line in rows.lines():
-            print_text(line)
+            print_lines(line)
         if machine is not None or vram is not None:
             asked = Asked(machine=machine, vram_gib=vram, ram_gib=ram, goal=DEFAULT_GOAL)
             if machine != "here":
@@ -121,7 +121,7 @@ def init(
         made = make(answers, out=out or default_out(wanted, rows), note=warn)
         show(made.plan)
         for line in (*made.lines, *(f"Written: {file}" for file in made.files)):
-            print_text(line)
+            print_lines(line)
 
 
 def _answered(

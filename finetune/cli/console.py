@@ -48,6 +48,15 @@ def print_text(text: str) -> None:
     print(text)
 
 
+def print_lines(text: str) -> None:
+    """Print sentences of an answer; on a terminal lines end between words."""
+    console = open_console()
+    if console.is_terminal:
+        console.print(text, markup=False)
+    else:
+        print_text(text)
+
+
 def print_part(text: str) -> None:
     """Print a part of an answer, at once."""
     print(text, end="", flush=True)
@@ -61,11 +70,6 @@ def typed_lines(prompt: str) -> Iterator[str]:
             yield input(prompt if is_shown else "")
         except EOFError:
             return
-
-
-def warn(text: str) -> None:
-    """Print a note that is not part of the answer."""
-    print(text, file=sys.stderr)
 
 
 def show(content: "RenderableType") -> None:

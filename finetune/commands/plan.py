@@ -469,9 +469,14 @@ def probed(dtype: str, *, note: Callable[[str], None]) -> Machine:
     note("Measuring this machine ...")
     import torch
 
-    from offload.probe.machine import PROBE_S, probe
+    from offload.probe.machine import NO_GPU, PROBE_S, probe
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu":
+        note(
+            f"{NO_GPU}, so its CPU is measured: `sluice doctor` says why, and `--machine rtx4090`"
+            " plans for a card"
+        )
     return probe(device=device, seconds=PROBE_S, dtype=dtype)
 
 

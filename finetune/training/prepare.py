@@ -44,7 +44,7 @@ from offload.plan.plan import Plan
 from offload.plan.request import PlanRequest, Probe
 from offload.plan.search import Choice
 from offload.probe.load import shown_load
-from offload.probe.machine import PROBE_S, RUN_FILE_BYTES, disk_rate, probe
+from offload.probe.machine import NO_GPU, PROBE_S, RUN_FILE_BYTES, disk_rate, probe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -276,6 +276,8 @@ def measure(run: Run, facts: ModelFacts, machine_file: Path | None) -> tuple[Mac
         ConfigError: The file's rates are of another device, or an expert backend cannot be used.
     """
     recipe, device, dtype = run.recipe, run.device, run.recipe.model.dtype
+    if device.type == "cpu" and recipe.offload.device == "auto":
+        run.screen.note(f"{NO_GPU}, so its CPU trains: `sluice doctor` says why")
     if machine_file is None:
         run.screen.note("Measuring this machine ...")
         machine = probe(device=device.type, seconds=PROBE_S, dtype=dtype)

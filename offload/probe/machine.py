@@ -40,6 +40,7 @@ from offload.probe.rates import RateBench, timed_s, typical_s
 
 LEAST_REHEARSED_BYTES, MAX_REHEARSED_BYTES = 256 * MIB, 4096 * MIB
 RUN_LIBRARY = "peft"  # with what it imports, the last large one that a run needs
+NO_GPU = "PyTorch sees no NVIDIA GPU on this machine"
 NUM_CONTEXT_TRIALS, STEADY_BYTES = 3, 16 * MIB
 HOLD_CONTEXT = (
     "import sys, torch; torch.zeros(1, device='cuda'); print(flush=True); sys.stdin.read()"

@@ -527,15 +527,18 @@ def test_rates_of_another_machine_are_refused(write_recipe, capsys, tmp_path) ->
 
 
 @pytest.mark.parametrize("others_frac", [None, 0.63])
-def test_that_other_programs_run_is_said_before_the_first_step(
+def test_that_other_programs_run_or_a_gpu_lacks_is_said_before_the_first_step(
     others_frac: float | None, write_recipe, machine_file, tmp_path, capsys, monkeypatch
 ) -> None:
     file = tmp_path / "here.json"
     here = Machine.from_json(machine_file.read_text())
     file.write_text(replace(here, others_frac=others_frac).to_json())
     monkeypatch.setattr(load, "MAX_OTHERS_FRAC", -math.inf)
-    assert run("finetune", write_recipe(train={"steps": 1}), "--machine", file) == 0
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    recipe = write_recipe(train={"steps": 1}, offload={"device": "auto"})
+    assert run("finetune", recipe, "--machine", file) == 0
     before = " ".join(capsys.readouterr().out.split("step 1/1")[0].split())
+    assert "PyTorch sees no NVIDIA GPU on this machine, so its CPU trains" in before
     notes = re.findall(r"(\S+ \w+) (?:measured|timed) while other programs took (\S+)%", before)
     if others_frac is None:
         assert [what for what, _ in notes] == ["Steps were"]

@@ -101,6 +101,19 @@ def test_commands_and_flags_are_those_that_were_agreed_on() -> None:
     assert commands(typer.main.get_group(app.app)) == FLAGS
 
 
+def test_what_is_said_on_a_terminal_breaks_between_words(monkeypatch, capsys) -> None:
+    words = ("plan", "qwen3-8b", "--machine", "mi300")
+    assert run(*words) == 1
+    plain = capsys.readouterr().err
+    assert max(map(len, plain.splitlines())) > 80
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run(*words) == 1
+    wrapped = capsys.readouterr().err
+    assert max(map(len, wrapped.splitlines())) <= 80
+    assert wrapped.split() == plain.split()
+
+
 def test_versions_are_a_line(capsys) -> None:
     assert run("--version") == 0
     of_torch, of_transformers = version("torch"), version("transformers")

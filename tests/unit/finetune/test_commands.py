@@ -436,9 +436,11 @@ def test_four_questions_are_asked_on_a_terminal_and_wrong_answers_again() -> Non
 
 @pytest.mark.usefixtures("_rows")
 @pytest.mark.slow  # measures the machine
-def test_this_machine_is_measured_and_its_file_kept(capsys) -> None:
+def test_this_machine_is_measured_and_its_file_kept(monkeypatch, capsys) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert run(*words(vram=None), "--machine", "here", "--out", "here.yaml") == 0
     text = Path("here.yaml").read_text()
+    assert "PyTorch sees no NVIDIA GPU on this machine" in capsys.readouterr().err
     assert "--machine here.machine.json" in text
     assert "measured rates" in text
     assert run("plan", "here.yaml", "--machine", "here.machine.json", "--json") == 0
