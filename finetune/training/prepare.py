@@ -22,7 +22,6 @@ from finetune.env import cache_dir, stores_dir
 from finetune.errors import ConfigError
 from finetune.model.tokenizer import load_tokenizer
 from finetune.planning.candidates import chooser, requests_for, with_each_size
-from finetune.planning.parallel import Shares, compare_ways, own_choice, share_out
 from finetune.planning.ranks import require_ranks_for
 from finetune.planning.request import facts_of, find_machine, trained_spec
 from finetune.recipe.recipe import (
@@ -48,6 +47,8 @@ from offload.probe.machine import NO_GPU, PROBE_S, RUN_FILE_BYTES, disk_rate, pr
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from finetune.planning.parallel import Shares
 
 PROBE_DISK_S = 0.5
 
@@ -312,6 +313,8 @@ def with_way(run: Run, facts: ModelFacts, machine: Machine) -> Recipe:
     if num == 1 or (machine.device == "cpu" and not recipe.train.is_full):
         recipe = with_settings(recipe, {"train.parallel": "stream"})
     else:
+        from finetune.planning.parallel import compare_ways  # several processes alone need it
+
         ways = compare_ways(recipe, facts, machine, num_ranks=num)
         recipe = with_settings(recipe, {"train.parallel": ways.faster.name})
         run.screen.note(f"train.parallel: {ways.reason}")
@@ -395,6 +398,8 @@ def plan_steps(run: Run, facts: ModelFacts, data: Data, cards: Cards) -> Planned
     def chosen(machine: Machine, requests: Sequence[PlanRequest]) -> Choice:
         if shares is None:
             return chooser(run.recipe)(facts, machine, requests)
+        from finetune.planning.parallel import own_choice
+
         return own_choice(facts, machine, shares, rank=ranks.index)
 
     choice = chosen(cards.machines[ranks.index], requests)
@@ -452,11 +457,13 @@ def _features_of(recipe: Recipe, data: Data, steps: Steps) -> Probe:
 
 def _shared_out(
     run: Run, facts: ModelFacts, cards: Cards, requests: Sequence[PlanRequest]
-) -> Shares | None:
+) -> "Shares | None":
     """Return the main rank's choice of shares where cards or shares differ; otherwise None."""
     train = run.recipe.train
     if train.is_sharded or (cards.are_alike and isinstance(train.shares, str)):
         return None
+    from finetune.planning.parallel import share_out
+
     sending = [_sending_update(one, sends_update=not cards.are_alike) for one in requests]
     return run.ranks.from_main(
         lambda: share_out(facts, cards.machines, sending, wanted=train.shares)
