@@ -22,11 +22,11 @@ _COMMENTS = {
     "train.seq_len": "longest sequence; short rows share one",
     "train.tokens_per_step": "each layer is loaded once for all of them",
     "train.warmup_ratio": "of all steps",
-    "offload.codec": "the form in which layers wait; each is decoded once per visit",
-    "offload.tier": "more than RAM holds: layers are read from a file",
+    "offload.codec": "layers wait in this form, decoded once a visit",
+    "offload.tier": "RAM holds less: layers are read from a file",
     "offload.vram_budget": "GiB that the plan may use",
 }
-_COLUMN, _WIDTH = 32, 98
+_COLUMN, _WIDTH = 32, 80
 _WORD = re.compile(r"[A-Za-z][A-Za-z0-9_./-]*")
 _LITERALS = ("true", "True", "TRUE", "false", "False", "FALSE", "null", "Null", "NULL")
 
@@ -100,7 +100,7 @@ def _header(suggestion: Suggestion, name: str) -> Iterator[str]:
 
 
 def _wrapped(text: str) -> list[str]:
-    return textwrap.wrap(text, _WIDTH)
+    return textwrap.wrap(text, _WIDTH - len("# "))
 
 
 def form_words(form: Form) -> str:
@@ -140,7 +140,7 @@ def _sections(suggestion: Suggestion, comments: Mapping[str, str]) -> Iterator[s
             if value == SOME_ROWS:
                 about = "for rows of your own: data.path=my/train.jsonl"
             line = f"  {key}: {_scalar(value)}"
-            is_long = len(line) > _COLUMN - 2
+            is_long = len(line) > _COLUMN - 2 or len(f"  # {about}") > _WIDTH - _COLUMN + 2
             if about and is_long:
                 yield f"  # {about}:"
             yield f"{line:<{_COLUMN - 2}}  # {about}" if about and not is_long else line
