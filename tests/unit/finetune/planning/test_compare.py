@@ -824,6 +824,7 @@ def test_a_suggested_recipe_plans_to_the_figures_on_top_of_it(
     assert_header_is(planned(capsys, file, *shlex.split(command[2])), text)
     assert "Predicted, not measured, from published rates" in text
     load_recipe(str(file), [])  # the strict reader takes it
+    assert max(len(line) for line in text.splitlines() if not line.startswith("#   ")) <= 80
 
 
 @pytest.mark.thorough
