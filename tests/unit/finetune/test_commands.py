@@ -272,7 +272,8 @@ def test_rows_decide_how_long_sequences_are_within_what_fits(capsys) -> None:
     out = capsys.readouterr().out
     assert "\n1 step an epoch: a step has one sequence, the least; `train.epochs: 3` " in out
     written = Path("llama-3.2-1b-rows.yaml").read_text()
-    assert "tokens_per_step: 6144         # 1 step an epoch: a step has one sequence" in written
+    why = "# 1 step an epoch: a step has one sequence, the least:"
+    assert f"  {why}\n  tokens_per_step: 6144\n" in written
 
 
 @pytest.mark.usefixtures("_rows")
