@@ -10,6 +10,7 @@ from pathlib import Path
 from finetune.errors import ConfigError
 
 SECRET, LEAST_SECRET = "SLUICE_SECRET", 32
+LLAMA_CPP = "SLUICE_LLAMA_CPP"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,6 +176,12 @@ def cache_dir() -> Path:
     """Return where tokens of data sets and stores of weights are kept between runs."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "sluice"
+
+
+def llama_cpp_dir() -> Path | None:
+    """Return the folder of llama.cpp that the user has named; None if none is."""
+    named = os.environ.get(LLAMA_CPP)
+    return Path(named) if named else None
 
 
 def stores_dir() -> Path:

@@ -510,7 +510,7 @@ def adapter(
         for note in run.require_adapter():
             warn(note)
         base, _ = base_and_tokenizer(run_dir)
-        readers = write_vllm_adapter(run.adapter, out, base=base)
+        readers = write_vllm_adapter(run.adapter, out, base=base, served=run.recipe().model.path)
         print_text("\n".join([f"{out}", *readers]))
 
 
@@ -521,7 +521,7 @@ def merge(
 ) -> None:
     """Write the trained model as plain weights, a few tensors in memory at a time."""
     with explained(str(run_dir)):
-        from finetune.data.chat_template import server_flags, template_kwargs_in
+        from finetune.data.chat_template import serving, template_kwargs_in
         from finetune.export.merge import merge_run
         from finetune.report.screen import Screen
 
@@ -532,29 +532,44 @@ def merge(
         print_notes(console, merged.notes)
         console.print(f"Model: {merged.folder}", markup=False)
         kwargs = template_kwargs_in(merged.folder)
-        print_notes(console, server_flags(kwargs, model=str(merged.folder)))
+        print_notes(
+            console, serving(kwargs, model=str(merged.folder), programs=("vLLM", "transformers"))
+        )
 
 
 def export(
     source: Annotated[Path, typer.Argument(help="A finished run, or a merged model.")],
     *,
-    gguf: Annotated[Path, typer.Option(help="The file to write; it must not be there.")],
+    gguf: Annotated[
+        str, typer.Option(metavar="FORM", help="How weights are written: bf16, q8_0, q4_k_m, ...")
+    ] = "q4_k_m",
+    for_ollama: Annotated[
+        bool, typer.Option("--ollama", help="Write a folder with a Modelfile too.")
+    ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="The file or folder to write; without it, named after the source."),
+    ] = None,
     llama_cpp: Annotated[
         Path | None,
-        typer.Option(help="A clone of llama.cpp; without it, its converter on the PATH."),
+        typer.Option(help="The folder of llama.cpp; without it, it is looked for."),
     ] = None,
 ) -> None:
-    """Write the trained model as a GGUF file, by llama.cpp's converter."""
+    """Write the trained model as a GGUF file, by llama.cpp's converter and quantiser."""
     with explained(str(source)):
-        from finetune.export.gguf import export_gguf
+        from finetune.commands.export import exported
         from finetune.report.screen import Screen
 
         console = open_console()
-        screen = Screen(console, is_verbose=False)
-        with screen.working("Writing weights", "bytes") as progress:
-            exported = export_gguf(source, gguf, llama_cpp=llama_cpp, progress=progress)
-        print_notes(console, exported.notes)
-        console.print(f"GGUF: {exported.file}", markup=False)
+        lines = exported(
+            source,
+            gguf,
+            out=out,
+            llama_cpp=llama_cpp,
+            is_for_ollama=for_ollama,
+            working=Screen(console, is_verbose=False).working,
+        )
+        print_notes(console, lines)
 
 
 def data(

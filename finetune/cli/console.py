@@ -39,8 +39,9 @@ def open_errors() -> Console:
 
 
 def print_notes(console: Console, notes: Sequence[str]) -> None:
-    """Print notes, each on its own line."""
-    console.print(*notes, sep="\n", end="\n" if notes else "", markup=False)
+    """Print notes, each on its own line: commands in them are copied, so none is broken."""
+    end = "\n" if notes else ""
+    console.print(*notes, sep="\n", end=end, markup=False, soft_wrap=True)
 
 
 def print_text(text: str) -> None:

@@ -377,7 +377,7 @@ class Prompted:
             return "\n".join(self.notes[-1:]) if self.num_empty else ""
         ((name, value),) = self.template_kwargs.items()
         num = self.num_on if value else self.num_off
-        flags = "\n".join(f"- {flag}" for flag in server_flags(self.template_kwargs))
+        flags = "\n".join(f"- {flag}" for flag in serving(self.template_kwargs))
         return (
             f"{_counted(num, self.num_rows)} trained after the prompt that the chat template writes"
             f" with `{name}={value}`. A server writes another one unless it is set:\n\n{flags}"
@@ -388,14 +388,15 @@ def _counted(num: int, num_rows: int) -> str:
     return f"{num:,} of {num_rows:,} rows are"
 
 
-def server_flags(
+def serving(
     template_kwargs: Mapping[str, bool],
     *,
     model: str = "MODEL",
     file: str = "MODEL.gguf",
+    name: str = "NAME",
     programs: Collection[str] = ("vLLM", "llama.cpp", "Ollama", "transformers"),
 ) -> tuple[str, ...]:
-    """Return how programs are made to send the prompt with some settings of the template.
+    """Return how programs are made to answer, after the prompt with some settings of the template.
 
     Source: vLLM's engine arguments and OpenAI-compatible server, llama.cpp's tools/server/README.md
     and Ollama's docs/api.md, read in 2026.
@@ -404,18 +405,24 @@ def server_flags(
         template_kwargs: The settings.
         model: Name of the model for vLLM.
         file: Its GGUF file.
+        name: Name of the model for Ollama.
         programs: Which ones.
     """
     if not template_kwargs:
-        return ()
+        commands = {
+            "vLLM": f"`vllm serve {model}`",
+            "llama.cpp": f"`llama-server -m {file} --jinja`",
+            "Ollama": f"`ollama run {name}`",
+        }
+        return tuple(f"{one}: {call}" for one, call in commands.items() if one in programs)
     shown = json.dumps(dict(template_kwargs))
     think = json.dumps(next(iter(template_kwargs.values())))
-    given = ", ".join(f"{name}={value}" for name, value in template_kwargs.items())
+    given = ", ".join(f"{key}={value}" for key, value in template_kwargs.items())
     flags = {
         "vLLM": f"`vllm serve {model} {vllm_flag(template_kwargs)}`,"
         f' or `"chat_template_kwargs": {shown}` in a request',
         "llama.cpp": f"`llama-server -m {file} --jinja --chat-template-kwargs '{shown}'`",
-        "Ollama": f'`ollama run NAME --think={think}`, or `"think": {think}` in a request',
+        "Ollama": f'`ollama run {name} --think={think}`, or `"think": {think}` in a request',
         "transformers": f"`apply_chat_template(..., add_generation_prompt=True, {given})`",
     }
     return tuple(f"{program}: {flag}" for program, flag in flags.items() if program in programs)

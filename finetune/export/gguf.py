@@ -1,4 +1,4 @@
-"""Turns a model into one GGUF file, by llama.cpp's own converter.
+"""Turns a model into one GGUF file, by llama.cpp's own converter and quantiser.
 
 Only llama.cpp's `convert_hf_to_gguf.py` knows the tensor names of each architecture in a GGUF file;
 the `gguf` package reads and writes files and converts no model. So the converter is run as a
@@ -14,15 +14,14 @@ with config and tokenizer alone, before anything is merged.
 
 import json
 import mmap
-import shutil
 import subprocess
-import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from finetune.data.chat_template import server_flags, template_kwargs_in
+from finetune.data.chat_template import template_kwargs_in
 from finetune.errors import MergeError
+from finetune.export.llama_cpp import CONVERTER, INSTALL, QUANTIZER, Programs
 from finetune.export.merge import (
     TOKENIZER_CONFIG,
     TOKENIZER_SETTINGS,
@@ -35,14 +34,6 @@ from finetune.export.merge import (
 from finetune.files.atomic import flush, require_free, workspace
 from finetune.files.shards import INDEX, SINGLE
 
-CONVERTER = "convert_hf_to_gguf.py"
-_REPOSITORY = "https://github.com/ggml-org/llama.cpp"
-_INSTALL = (
-    f"`git clone --depth 1 {_REPOSITORY} && python -m venv llama.cpp/.venv"
-    " && llama.cpp/.venv/bin/pip install"
-    " -r llama.cpp/requirements/requirements-convert_hf_to_gguf.txt`,"
-    " then `--llama-cpp llama.cpp`"
-)
 _MAGIC = b"GGUF"
 # What the converter says when it fails -> the limit and the hint of our error.
 _REFUSALS = (
@@ -55,19 +46,28 @@ _REFUSALS = (
     (
         "Tokenizer class",
         "the transformers that it runs with must have the tokenizer's class",
-        f"a newer llama.cpp with its own packages: {_INSTALL}",
+        f"a newer llama.cpp with its own packages: {INSTALL}",
     ),
     (
         "No module named",
         "it runs with packages of its own",
-        _INSTALL,
+        INSTALL,
     ),
     (
         "is not supported",
         "it converts the architectures that it has code for",
-        f"a newer llama.cpp: {_INSTALL}",
+        f"a newer llama.cpp: {INSTALL}",
     ),
 )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Converted:
+    """A GGUF file in the making, and the model that it is of."""
+
+    file: Path  # where it is for now
+    model: Path  # the folder of the model: a merged one is removed with what surrounds it
+    notes: tuple[str, ...]  # what the user should know about it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,67 +77,62 @@ class Exported:
     file: Path  # where it is
     num_bytes: int  # its size
     notes: tuple[str, ...]  # what the user should know about it
+    template_kwargs: Mapping[str, bool]  # what a server must give the chat template
 
 
 def export_gguf(
-    source: Path, file: Path, *, llama_cpp: Path | None = None, progress: Progress | None = None
+    source: Path, file: Path, programs: Programs, *, progress: Progress | None = None
 ) -> Exported:
     """Write a model as a GGUF file, chat template and all.
 
     Args:
         source: A finished run, which is first merged next to the file, or a merged model.
         file: A file that does not exist yet.
-        llama_cpp: A clone of llama.cpp, whose own `.venv` is used if it has one; None uses the
-            converter on the PATH.
+        programs: Programs of llama.cpp for the form of its weights.
         progress: Called with the progress of the merge.
 
     Raises:
         CheckpointError: `source` is neither a model nor a finished run.
-        MergeError: There is no converter, it fails, or its output is not complete.
+        MergeError: A program fails, or its output is not complete.
         ModelError: See `merge`.
     """
     require_free(file)
-    command = find_converter(llama_cpp)
     with workspace(file) as work:
-        _require_known(command, source, work)
-        folder, notes = _model_of(source, work, progress)
-        (work / "whole").mkdir()
-        copy = readable_copy(folder, work / "whole" / folder.resolve().name)
-        made = work / file.name
-        _convert([*command, str(copy), "--outfile", str(made)], made, _template(folder))
-        flush(made)
+        made = convert(source, work, file.name, programs, progress=progress)
         require_free(file)
-        made.rename(file)
-        kwargs = template_kwargs_in(folder)
-        notes += _tower_notes(folder, file)
-    notes += server_flags(kwargs, file=str(file), programs=("llama.cpp", "Ollama"))
-    return Exported(file=file, num_bytes=file.stat().st_size, notes=notes)
+        made.file.rename(file)
+        kwargs = template_kwargs_in(made.model)
+    return Exported(
+        file=file, num_bytes=file.stat().st_size, notes=made.notes, template_kwargs=kwargs
+    )
 
 
-def find_converter(llama_cpp: Path | None) -> list[str]:
-    """Return the command that runs llama.cpp's converter.
+def convert(
+    source: Path, work: Path, name: str, programs: Programs, *, progress: Progress | None
+) -> Converted:
+    """Make a GGUF file in a folder for temporary files; see `export_gguf`.
 
-    Raises:
-        MergeError: It is not there.
+    Args:
+        source: A finished run or a merged model.
+        work: The folder, in which a run is also merged.
+        name: The name of the file.
+        programs: Programs of llama.cpp for the form of its weights.
+        progress: Called with the progress of the merge.
     """
-    if llama_cpp is None:
-        found = shutil.which(CONVERTER)
-        if found is not None:
-            return [found]
-        raise MergeError(
-            f"{CONVERTER} is not on the PATH",
-            limit="llama.cpp's converter makes GGUF files; no package holds it",
-            hint=_INSTALL,
-        )
-    script = llama_cpp / CONVERTER
-    if not script.is_file():
-        raise MergeError(
-            f"{llama_cpp} holds no {CONVERTER}",
-            limit="it must be a clone of llama.cpp",
-            hint=_INSTALL,
-        )
-    own_python = llama_cpp / ".venv" / "bin" / "python"
-    return [str(own_python) if own_python.exists() else sys.executable, str(script)]
+    _require_known(programs.converter, source, work)
+    folder, notes = _model_of(source, work, progress)
+    (work / "whole").mkdir()
+    copy = readable_copy(folder, work / "whole" / folder.resolve().name)
+    made, template = work / name, _template(folder)
+    first = made if programs.quantizer is None else work / "first.gguf"
+    options = ("--outtype", programs.outtype, "--outfile", str(first))
+    _make(CONVERTER, [*programs.converter, str(copy), *options], first, template)
+    if programs.quantizer is not None:
+        command = [programs.quantizer, str(first), str(made), programs.form.upper()]
+        _make(QUANTIZER, command, made, template)
+        first.unlink()
+    flush(made)
+    return Converted(file=made, model=folder, notes=notes + _tower_notes(folder, name))
 
 
 def readable_copy(folder: Path, copy: Path) -> Path:
@@ -209,7 +204,7 @@ def _model_of(source: Path, work: Path, progress: Progress | None) -> tuple[Path
     return merged.folder, merged.notes
 
 
-def _tower_notes(folder: Path, file: Path) -> tuple[str, ...]:
+def _tower_notes(folder: Path, name: str) -> tuple[str, ...]:
     """Return how the towers of a model come into the file of their own that llama.cpp wants.
 
     Source: llama.cpp's tools/mtmd/README.md; its converter leaves towers out without `--mmproj`,
@@ -219,9 +214,9 @@ def _tower_notes(folder: Path, file: Path) -> tuple[str, ...]:
     if not {"vision_config", "audio_config"} & fields.keys():
         return ()
     return (
-        f"{file.name} holds the text model. Its images or sound need a second file, of the towers"
+        f"{name} holds the text model. Its images or sound need a second file, of the towers"
         f" that training left as in the base: `{CONVERTER} BASE_DIR --mmproj --outfile"
-        f" mmproj-{file.name}`, then `llama-server -m {file.name} --mmproj mmproj-{file.name}`",
+        f" mmproj-{name}`, then `llama-server -m {name} --mmproj mmproj-{name}`",
     )
 
 
@@ -275,8 +270,8 @@ def _default(templates: str | Sequence[dict[str, str]] | None) -> str | None:
     return next((t["template"] for t in templates if t["name"] == "default"), None)
 
 
-def _convert(command: Sequence[str], made: Path, template: str | None) -> None:
-    """Run the converter and check its output.
+def _make(program: str, command: Sequence[str], made: Path, template: str | None) -> None:
+    """Run a program and check the file that it makes.
 
     Raises:
         MergeError: It failed, or made no GGUF file, or one without the template.
@@ -284,15 +279,15 @@ def _convert(command: Sequence[str], made: Path, template: str | None) -> None:
     code = subprocess.run(command, check=False).returncode
     if code != 0:
         raise MergeError(
-            f"{CONVERTER} ended with {code}",
+            f"{program} ended with {code}",
             limit="it must know the architecture and find its packages; its own words are above",
-            hint=f"a newer llama.cpp with its own packages: {_INSTALL}",
+            hint=f"a newer llama.cpp with its own packages: {INSTALL}",
         )
     if not made.exists() or made.stat().st_size == 0:
         raise MergeError(
-            f"{CONVERTER} wrote no {made.name}",
-            limit="it was given the file to write as --outfile",
-            hint=f"a newer llama.cpp: {_INSTALL}",
+            f"{program} wrote no {made.name}",
+            limit="it was given the file to write",
+            hint=f"a newer llama.cpp: {INSTALL}",
         )
     with made.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         is_gguf = content[: len(_MAGIC)] == _MAGIC
@@ -300,7 +295,7 @@ def _convert(command: Sequence[str], made: Path, template: str | None) -> None:
     if not (is_gguf and has_template):
         problem = "lacks the model's chat template" if is_gguf else "is no GGUF file"
         raise MergeError(
-            f"what {CONVERTER} wrote {problem}",
+            f"what {program} wrote {problem}",
             limit="the file must answer in the form that was trained",
-            hint=f"a newer llama.cpp: {_INSTALL}",
+            hint=f"a newer llama.cpp: {INSTALL}",
         )

@@ -83,13 +83,20 @@ class _Lora:
         return self.a.flatten(0, 1), self.b.permute(1, 2, 0).flatten(1)
 
 
-def write_vllm_adapter(adapter: Path, out: Path, *, base: Path) -> tuple[str, ...]:
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The ranks that vLLM reserves memory for (`MaxLoRARanks` of its vllm/config/lora.py)."""
+
+
+def write_vllm_adapter(
+    adapter: Path, out: Path, *, base: Path, served: str | None = None
+) -> tuple[str, ...]:
     """Write an adapter of peft's in the layout that vLLM reads.
 
     Args:
         adapter: Folder of the adapter.
         out: Folder to write, which must be new; it appears when it is whole.
         base: Folder of the model that it is of: config.json and safetensors.
+        served: Name by which vLLM is given that model; None for its folder.
 
     Returns:
         What reads it, and what reads the adapter in peft's own form, in a line each.
@@ -109,6 +116,12 @@ def write_vllm_adapter(adapter: Path, out: Path, *, base: Path) -> tuple[str, ..
     specs = BaseWeights(base).specs
     loras = dict(_published(_read(adapter, config, model), model, specs))
     ranks, scales = {x.rank for x in loras.values()}, {x.scale for x in loras.values()}
+    if max(ranks) > RANKS[-1]:
+        raise ConfigError(
+            f"the adapter has rank {max(ranks)}",
+            limit=f"vLLM takes {RANKS[-1]} at most",
+            hint=_MERGE,
+        )
     is_even = len(ranks) == len(scales) == 1
     tensors = {}
     for name, lora in loras.items():
@@ -136,7 +149,8 @@ def write_vllm_adapter(adapter: Path, out: Path, *, base: Path) -> tuple[str, ..
             shutil.copy(adapter / GENERATION_CONFIG, folder)
             flush(folder / GENERATION_CONFIG)
     has_split = any(re.search(r"\.experts\.\d+\.", name) for name in loras)
-    serve = f"vllm serve BASE --enable-lora --max-lora-rank {max(ranks)}"
+    rank = next(rank for rank in RANKS if rank >= max(ranks))
+    serve = f"vllm serve {served or base} --enable-lora --max-lora-rank {rank}"
     if has_stops:  # by default vLLM reads the tokens to stop at from the base
         serve += f" --generation-config {out}"
     if kwargs := template_kwargs_in(adapter):

@@ -252,8 +252,7 @@ class RunDir:
             raise CheckpointError(
                 f"{self.path} trained the model's own weights: there is no adapter",
                 limit=f"{self.model} is the trained model, in plain weights: merge is not needed",
-                hint=f"load {self.model} with transformers, or `sluice export {self.model} --gguf"
-                " FILE`",
+                hint=f"load {self.model} with transformers, or `sluice export {self.model}`",
             )
         if not self.recipe_file.exists() or not self.adapter.exists():
             raise CheckpointError(

@@ -582,7 +582,7 @@ def test_a_reward_model_is_refused_where_tokens_are_predicted(
     for words, what in (
         (("merge", rewarding, "--out", tmp_path / "out"), "is not merged"),
         (
-            ("export", rewarding, "--gguf", tmp_path / "out", "--llama-cpp", clone),
+            ("export", rewarding, "--gguf", "f16", "--out", tmp_path / "out", "--llama-cpp", clone),
             "is not merged",
         ),
         (("chat", rewarding), "is not able to answer"),

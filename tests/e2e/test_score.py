@@ -580,7 +580,7 @@ IDS = torch.arange(3, 27).view(2, 12)
 CONVERTER = """
 import sys
 from pathlib import Path
-folder, outfile = Path(sys.argv[1]), Path(sys.argv[3])
+folder, outfile = Path(sys.argv[1]), Path(sys.argv[-1])
 assert {"config.json", "model.safetensors", "tokenizer.json"} <= {f.name for f in folder.iterdir()}
 outfile.write_bytes(b"GGUF" + (folder / "chat_template.jinja").read_bytes())
 """
@@ -621,12 +621,14 @@ def test_a_run_is_merged_and_exported(finished: Path, model_dir: Path, capsys) -
     (clone / "convert_hf_to_gguf.py").write_text(CONVERTER)
     for source in (finished, out):
         file = finished.parent / f"{source.name}.gguf"
-        assert run("export", source, "--gguf", file, "--llama-cpp", clone) == 0
+        words = ("--gguf", "bf16", "--out", file, "--llama-cpp", clone)
+        assert run("export", source, *words) == 0
         shown = " ".join(capsys.readouterr().out.split())
         assert f"GGUF: {file}" in shown
         flag = """--chat-template-kwargs '{"enable_thinking": false}'`"""
         assert f"llama.cpp: `llama-server -m {file} --jinja {flag}" in shown
-        assert "Ollama: `ollama run NAME --think=false`" in shown
+        assert f"LM Studio: `lms import {file}`, or the file in ~/.lmstudio/models/sluice/" in shown
+        assert "Ollama" not in shown
         assert "vLLM" not in shown
         assert file.read_bytes() == b"GGUF" + template.encode()
     names = {path.name for path in finished.parent.iterdir()}
@@ -659,6 +661,6 @@ def test_how_a_run_was_trained_decides_how_it_is_merged(
     shutil.rmtree(finished / "adapter")
     assert run("merge", finished, "--out", merged) == 1
     assert "run holds no finished run; " in capsys.readouterr().err
-    assert run("export", finished, "--gguf", tmp_path / "x.gguf", "--llama-cpp", finished) == 1
+    assert run("export", finished, "--llama-cpp", finished) == 1
     assert "holds no convert_hf_to_gguf.py; " in capsys.readouterr().err
     assert not merged.exists()

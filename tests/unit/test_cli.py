@@ -75,7 +75,8 @@ FLAGS = {
     "score": {"--adapter", "--checkpoints", "--base", "--machine", "--json", "--out"},
     "adapter": {"--format", "--out"},
     "merge": {"--out"},
-    "export": {"--gguf", "--llama-cpp"},
+    # the form of the weights, a Modelfile too, where to, and whose programs
+    "export": {"--gguf", "--ollama", "--out", "--llama-cpp"},
     "studio": {"--port", "--machine"},
     "recipes list": set(),
     "recipes show": set(),

@@ -21,7 +21,7 @@ from finetune.data.chat_template import (
     merge_generation_config,
     read_generation_config,
     render,
-    server_flags,
+    serving,
     switch_of,
 )
 from finetune.data.compared import require_known_rows
@@ -1173,7 +1173,11 @@ def test_the_card_has_the_flag_of_each_server(tmp_path: Path) -> None:
         "`apply_chat_template(..., add_generation_prompt=True, enable_thinking=False)`",
     ):
         assert flag in section
-    assert server_flags({}) == ()
+    assert serving({}) == (
+        "vLLM: `vllm serve MODEL`",
+        "llama.cpp: `llama-server -m MODEL.gguf --jinja`",
+        "Ollama: `ollama run NAME`",
+    )
 
 
 # --------------------------------------------------------------------------------------- vocabulary

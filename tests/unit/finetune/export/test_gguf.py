@@ -2,7 +2,6 @@
 
 import json
 import re
-import stat
 import sys
 from pathlib import Path
 
@@ -11,32 +10,13 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from finetune.errors import CheckpointError, MergeError
-from finetune.export.gguf import CONVERTER, export_gguf
+from finetune.commands.export import served_by
+from finetune.errors import CheckpointError, ConfigError, MergeError
+from finetune.export.gguf import Exported, export_gguf
+from finetune.export.llama_cpp import CONVERTER, QUANTIZER, programs_for
+from tests.llama_cpp import llama_cpp, with_quantizer
 
 TEMPLATE = "{{ 'caf\u00e9' }}{% for turn in messages %}{{ turn.content }}{% endfor %}"
-# Writes down what it was given, and a file as a converter would; MODE is what goes wrong.
-FAKE = """
-import json, sys
-from pathlib import Path
-folder, *options, outfile = sys.argv[1:]
-here = Path(__file__).parent
-settings = json.loads((Path(folder) / "tokenizer_config.json").read_text())
-if "--vocab-only" in options:
-    names = sorted(file.name for file in Path(folder).iterdir())
-    (here / "vocabulary.json").write_text(json.dumps([settings, names]))
-    if MODE.startswith("refuses"):
-        sys.exit(f"Traceback ...\\n{MODE}\\n")
-    sys.exit(MODE == "wants weights")
-(here / "seen.json").write_text(json.dumps([sys.executable, folder, options, sorted(
-    file.name for file in Path(folder).iterdir()), settings]))
-if MODE == "fails":
-    sys.exit("a tensor has no name")
-template = (Path(folder) / "chat_template.jinja").read_bytes()
-content = {"lacks": b"GGUF\\3", "other": b"ggjt" + template}.get(MODE, b"GGUF\\3" + template)
-if MODE != "writes nothing":
-    Path(outfile).write_bytes(content + b"weights")
-"""
 
 
 @pytest.fixture
@@ -50,25 +30,20 @@ def model(tmp_path: Path) -> Path:
     return folder
 
 
-def llama_cpp(folder: Path, mode: str = "works", *, python: str = "") -> Path:
-    folder.mkdir()
-    shebang = f"#!{python}\n" if python else ""
-    script = folder / CONVERTER
-    script.write_text(f"{shebang}MODE = {mode!r}\n{FAKE}")
-    script.chmod(script.stat().st_mode | stat.S_IXUSR)
-    return folder
+def exported(source: Path, file: Path, clone: Path | None = None, form: str = "bf16") -> Exported:
+    return export_gguf(source, file, programs_for(form, clone))
 
 
 def test_the_converter_of_a_clone_gets_the_whole_folder(model: Path, tmp_path: Path) -> None:
     clone = llama_cpp(tmp_path / "llama.cpp")
     file = tmp_path / "new" / "model.gguf"
-    exported = export_gguf(model, file, llama_cpp=clone)
-    assert exported.file == file
-    assert exported.num_bytes == file.stat().st_size > len(TEMPLATE)
+    made = exported(model, file, clone)
+    assert made.file == file
+    assert made.num_bytes == file.stat().st_size > len(TEMPLATE)
     python, folder, options, names, _ = json.loads((clone / "seen.json").read_text())
     assert python == sys.executable
     assert Path(folder).name == model.name  # the converter names the model after its folder
-    assert options == ["--outfile"]
+    assert options == ["--outtype", "bf16", "--outfile"]
     assert names == sorted(path.name for path in model.iterdir())
     _, names = json.loads((clone / "vocabulary.json").read_text())
     assert names == sorted(path.name for path in model.iterdir() if path.suffix != ".safetensors")
@@ -81,9 +56,9 @@ def test_a_model_with_a_tower_is_said_to_need_a_file_of_it(
 ) -> None:
     (model / "config.json").write_text(json.dumps({tower or "text_config": {}}))
     file = tmp_path / "model.gguf"
-    exported = export_gguf(model, file, llama_cpp=llama_cpp(tmp_path / "llama.cpp"))
+    made = exported(model, file, llama_cpp(tmp_path / "llama.cpp"))
     call = f"`{CONVERTER} BASE_DIR --mmproj --outfile mmproj-model.gguf`"
-    assert any(call in note for note in exported.notes) is (tower is not None)
+    assert any(call in note for note in made.notes) is (tower is not None)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +84,7 @@ def test_the_converter_gets_a_tokenizer_that_its_transformers_read(
     settings = model / "tokenizer_config.json"
     settings.write_text(json.dumps(written))
     clone = llama_cpp(tmp_path / "llama.cpp")
-    export_gguf(model, tmp_path / "model.gguf", llama_cpp=clone)
+    exported(model, tmp_path / "model.gguf", clone)
     *_, seen = json.loads((clone / "seen.json").read_text())
     tried, _ = json.loads((clone / "vocabulary.json").read_text())
     assert seen == tried == read
@@ -135,7 +110,7 @@ def test_what_the_converter_does_not_know_is_refused_before_any_work(
     with pytest.raises(
         MergeError, match=re.escape(f"{CONVERTER} refuses {model}: {mode}")
     ) as error:
-        export_gguf(model, tmp_path / "model.gguf", llama_cpp=clone)
+        exported(model, tmp_path / "model.gguf", clone)
     assert error.value.limit is not None
     assert limit in error.value.limit
     assert not (clone / "seen.json").exists()
@@ -146,7 +121,7 @@ def test_a_converter_that_wants_weights_for_the_vocabulary_is_given_the_model(
     model: Path, tmp_path: Path
 ) -> None:
     clone = llama_cpp(tmp_path / "llama.cpp", "wants weights")
-    export_gguf(model, tmp_path / "model.gguf", llama_cpp=clone)
+    exported(model, tmp_path / "model.gguf", clone)
     assert (clone / "seen.json").exists()
 
 
@@ -155,7 +130,7 @@ def test_a_clone_s_own_python_is_used(model: Path, tmp_path: Path) -> None:
     own = clone / ".venv" / "bin" / "python"
     own.parent.mkdir(parents=True)
     own.symlink_to(sys.executable)
-    export_gguf(model, tmp_path / "model.gguf", llama_cpp=clone)
+    exported(model, tmp_path / "model.gguf", clone)
     assert json.loads((clone / "seen.json").read_text())[0] == str(own)
 
 
@@ -164,7 +139,7 @@ def test_the_converter_on_the_path_is_found(
 ) -> None:
     folder = llama_cpp(tmp_path / "bin", python=sys.executable)
     monkeypatch.setenv("PATH", str(folder))
-    export_gguf(model, tmp_path / "model.gguf")
+    exported(model, tmp_path / "model.gguf")
     assert (folder / "seen.json").exists()
 
 
@@ -172,8 +147,10 @@ def test_without_a_converter_it_says_how_to_get_one(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(MergeError, match=f"{CONVERTER} is not on the PATH; ") as caught:
-        export_gguf(model, tmp_path / "model.gguf")
+        exported(model, tmp_path / "model.gguf")
     assert caught.value.hint == (
         "`git clone --depth 1 https://github.com/ggml-org/llama.cpp"
         " && python -m venv llama.cpp/.venv && llama.cpp/.venv/bin/pip install"
@@ -181,7 +158,72 @@ def test_without_a_converter_it_says_how_to_get_one(
         " then `--llama-cpp llama.cpp`"
     )
     with pytest.raises(MergeError, match=f"merged holds no {CONVERTER}; it must be a clone"):
-        export_gguf(model, tmp_path / "model.gguf", llama_cpp=model)
+        exported(model, tmp_path / "model.gguf", model)
+
+
+def test_what_the_converter_cannot_write_is_quantised(model: Path, tmp_path: Path) -> None:
+    clone, file = with_quantizer(llama_cpp(tmp_path / "llama.cpp")), tmp_path / "model.gguf"
+    made = exported(model, file, clone, "Q4_K_M")
+    assert file.read_bytes().endswith(b"weightsQ4_K_M")
+    _, _, options, _, _ = json.loads((clone / "seen.json").read_text())
+    assert options == ["--outtype", "auto", "--outfile"]
+    assert {path.name for path in tmp_path.iterdir()} == {"merged", "llama.cpp", "model.gguf"}
+    llama, ollama, studio = served_by(made, name="mine", is_for_ollama=True)
+    assert llama == f"llama.cpp: `llama-server -m {file} --jinja`"
+    create = f"`ollama create mine -f {tmp_path / 'Modelfile'}`"
+    assert ollama == f"Ollama: {create}, then `ollama run mine`"
+    assert studio.startswith(f"LM Studio: `lms import {file}`, or ")
+
+
+def test_a_quantised_file_without_the_template_is_not_kept(model: Path, tmp_path: Path) -> None:
+    clone = with_quantizer(llama_cpp(tmp_path / "llama.cpp"), works=False)
+    with pytest.raises(MergeError, match=f"what {QUANTIZER} wrote lacks the model's chat template"):
+        exported(model, tmp_path / "model.gguf", clone, "q6_k")
+    assert not (tmp_path / "model.gguf").exists()
+
+
+def test_without_a_quantiser_it_says_how_to_build_one_before_any_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    clone = llama_cpp(tmp_path / "llama.cpp")
+    with pytest.raises(MergeError, match=f"{QUANTIZER} is neither .* nor built in") as caught:
+        programs_for("q4_k_m", clone)
+    assert caught.value.hint == (
+        "`cmake -S llama.cpp -B llama.cpp/build && cmake --build llama.cpp/build --target"
+        " llama-quantize`, then `--llama-cpp llama.cpp`; or `--gguf q8_0`, which needs the"
+        " converter alone"
+    )
+    assert programs_for("q8_0", clone).quantizer is None
+
+
+@pytest.mark.parametrize(
+    ("form", "hint"),
+    [
+        ("my.gguf", "`--gguf q4_k_m --out my.gguf`"),
+        ("q4km", "`--gguf q4_k_m`"),
+        ("iq2_xxs", "`--gguf iq4_xs`"),
+    ],
+)
+def test_a_form_that_is_none_is_refused_with_the_nearest(form: str, hint: str) -> None:
+    with pytest.raises(ConfigError, match=f"--gguf {form}; it is the form of the weights") as error:
+        programs_for(form, None)
+    assert error.value.hint == hint
+
+
+def test_a_clone_is_found_where_it_is_named_or_usual(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.chdir(tmp_path)
+    here = with_quantizer(llama_cpp(tmp_path / "llama.cpp"))
+    usual = programs_for("q4_k_m", None)
+    assert usual.converter[-1] == f"llama.cpp/{CONVERTER}"
+    assert usual.quantizer == f"llama.cpp/build/bin/{QUANTIZER}"
+    monkeypatch.setenv("SLUICE_LLAMA_CPP", str(tmp_path / "other"))
+    with pytest.raises(MergeError, match=f"other holds no {CONVERTER}; it must be a clone"):
+        programs_for("q4_k_m", None)
+    assert programs_for("q4_k_m", here).converter[-1] == str(here / CONVERTER)
 
 
 @pytest.mark.parametrize(
@@ -198,7 +240,7 @@ def test_what_goes_wrong_is_told_and_leaves_no_file(
 ) -> None:
     clone = llama_cpp(tmp_path / "llama.cpp", mode)
     with pytest.raises(MergeError, match=message):
-        export_gguf(model, tmp_path / "model.gguf", llama_cpp=clone)
+        exported(model, tmp_path / "model.gguf", clone)
     assert {path.name for path in tmp_path.iterdir()} == {"merged", "llama.cpp"}
 
 
@@ -207,24 +249,24 @@ def test_a_model_of_two_chat_templates_is_refused(model: Path, tmp_path: Path) -
     settings = model / "tokenizer_config.json"
     settings.write_text(json.dumps({"chat_template": "{{ messages }}"}))
     with pytest.raises(MergeError, match="has two chat templates that differ; "):
-        export_gguf(model, tmp_path / "model.gguf", llama_cpp=clone)
+        exported(model, tmp_path / "model.gguf", clone)
     named = [{"name": "tool_use", "template": ""}, {"name": "default", "template": TEMPLATE}]
     settings.write_text(json.dumps({"chat_template": named}))
-    export_gguf(model, tmp_path / "model.gguf", llama_cpp=clone)
+    exported(model, tmp_path / "model.gguf", clone)
 
 
 def test_a_folder_without_a_tokenizer_is_refused(model: Path, tmp_path: Path) -> None:
     (model / "tokenizer_config.json").unlink()
     clone = llama_cpp(tmp_path / "llama.cpp")
     with pytest.raises(MergeError, match=r"merged has no tokenizer_config\.json; "):
-        export_gguf(model, tmp_path / "model.gguf", llama_cpp=clone)
+        exported(model, tmp_path / "model.gguf", clone)
 
 
 def test_a_file_that_is_there_is_kept(model: Path, tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     file.write_text("mine")
     with pytest.raises(MergeError, match=r"model\.gguf is there already; "):
-        export_gguf(model, file, llama_cpp=llama_cpp(tmp_path / "llama.cpp"))
+        exported(model, file, llama_cpp(tmp_path / "llama.cpp"))
     assert file.read_text() == "mine"
 
 
@@ -233,14 +275,14 @@ def test_a_file_that_is_called_like_a_gguf_file_in_the_making_is_kept(
 ) -> None:
     mine = tmp_path / "partial-model.gguf"
     mine.write_text("mine")
-    export_gguf(model, tmp_path / "model.gguf", llama_cpp=llama_cpp(tmp_path / "llama.cpp"))
+    exported(model, tmp_path / "model.gguf", llama_cpp(tmp_path / "llama.cpp"))
     assert mine.read_text() == "mine"
 
 
 def test_a_folder_that_is_no_model_and_no_run_is_refused(tmp_path: Path) -> None:
     clone = llama_cpp(tmp_path / "llama.cpp")
     with pytest.raises(CheckpointError, match="holds no finished run"):
-        export_gguf(tmp_path, tmp_path / "model.gguf", llama_cpp=clone)
+        exported(tmp_path, tmp_path / "model.gguf", clone)
     assert {path.name for path in tmp_path.iterdir()} == {"llama.cpp"}
 
 
@@ -300,8 +342,8 @@ def test_transformers_5_writes_what_4_57_cannot_read(tmp_path: Path) -> None:
 @pytest.mark.network
 def test_llama_cpp_s_own_converter_reads_the_copy(llama_cpp_clone: Path, tmp_path: Path) -> None:
     model = saved_model(tmp_path / "tiny", llama_tokenizer())
-    exported = export_gguf(model, tmp_path / "tiny.gguf", llama_cpp=llama_cpp_clone)
-    content = exported.file.read_bytes()
+    made = exported(model, tmp_path / "tiny.gguf", llama_cpp_clone)
+    content = made.file.read_bytes()
     assert content[:4] == b"GGUF"
     for part in (TEMPLATE.encode(), b"<|turn|>", b"blk.1.attn_q.weight", b"output_norm.weight"):
         assert part in content
@@ -313,5 +355,5 @@ def test_llama_cpp_s_own_converter_refuses_the_quickstart_before_any_work(
 ) -> None:
     model = Path(__file__).parents[4] / "recipes" / "quickstart" / "model"
     with pytest.raises(MergeError, match=f"{CONVERTER} refuses .*pre-tokenizer was not recognized"):
-        export_gguf(model, tmp_path / "q.gguf", llama_cpp=llama_cpp_clone)
+        exported(model, tmp_path / "q.gguf", llama_cpp_clone)
     assert not list(tmp_path.iterdir())

@@ -102,7 +102,7 @@ def test_one_scale_for_all_leaves_the_tensors_as_they_were_trained(tmp_path: Pat
     adapted(base, tmp_path / "adapter", adapter(experts=True, rslora=True))
     readers = write_vllm_adapter(tmp_path / "adapter", tmp_path / "vllm", base=tmp_path / "base")
     own, as_peft_has_it, by_llama_cpp = readers
-    assert f"--max-lora-rank 2 --lora-modules NAME={tmp_path / 'vllm'}" in own
+    assert f"--max-lora-rank 8 --lora-modules NAME={tmp_path / 'vllm'}" in own
     assert f'"path": "{tmp_path / "adapter"}", "is_3d_lora_weight": true' in as_peft_has_it
     assert "--enable-mixed-moe-lora-format" in as_peft_has_it
     assert f"convert_lora_to_gguf.py {tmp_path / 'vllm'} --base" in by_llama_cpp
