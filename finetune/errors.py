@@ -8,6 +8,7 @@ FinetuneError            see offload.errors.SluiceError for the three parts
   MergeError             an adapter that cannot be merged, or a model that cannot be exported
   RankError              another process of the run has failed
   RunFailedError         one of several runs, which all its ranks know
+    DivergedError        its loss or its gradients are no numbers
   StudioError            the page's second process has died
 ApartError               runs that are to train in waves, by their plan
 TrialDoesNotFitError     the longest batch ran out of memory when it was tried
@@ -68,6 +69,10 @@ class RankError(FinetuneError):
 
 class RunFailedError(FinetuneError):
     """A run cannot go on. All its ranks raise it at the same point, so other runs can go on."""
+
+
+class DivergedError(RunFailedError):
+    """The loss or the gradients of a run are not finite."""
 
 
 class StudioError(FinetuneError):

@@ -4,6 +4,7 @@ All ranks run it together; only the main rank writes files and samples from the 
 over one stream of their base: see `finetune.sweep.together`.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from finetune import interrupts
@@ -14,7 +15,7 @@ from finetune.report.rows import as_text
 from finetune.report.screen import Screen
 from finetune.training.prepare import Planned, prepare
 from finetune.training.ranks import Ranks
-from finetune.training.run import Outcome, opened, shortage_named
+from finetune.training.run import Outcome, Run, opened, shortage_named
 
 
 def finetune(
@@ -46,13 +47,16 @@ def finetune(
         screen.note("The launcher has started the processes again: the run goes on")
     for note in launch_notes():
         screen.note(note)
-    with opened(
-        recipe,
-        ranks=ranks,
-        screen=screen,
-        is_resume=is_resume or ranks.is_restart,
-        may_overwrite=may_overwrite,
-    ) as run:
+    with (
+        opened(
+            recipe,
+            ranks=ranks,
+            screen=screen,
+            is_resume=is_resume or ranks.is_restart,
+            may_overwrite=may_overwrite,
+        ) as run,
+        _notified(run),
+    ):
         prepared = prepare(run, machine_file)
         show_plan(prepared.planned, recipe, screen)
         # peft, transformers' model code and torch's compiler take seconds to import: they come last
@@ -73,6 +77,15 @@ def finetune(
                 if log.ended.is_complete:
                     finish(session)
             return log.ended
+
+
+def _notified(run: Run) -> AbstractContextManager[None]:
+    """Return what calls the recipe's command if the run fails; nothing without one."""
+    if run.recipe.report.notify is None:
+        return nullcontext()
+    from finetune.training.notify import failures_notified
+
+    return failures_notified(run)
 
 
 def show_plan(planned: Planned, recipe: Recipe, screen: Screen) -> None:

@@ -18,6 +18,7 @@ import difflib
 import json
 import os
 import re
+import shlex
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -978,6 +979,7 @@ def recipe_from(draft: Draft, folder: Path, *, check_files: bool) -> Recipe:
         ConfigError: Anything is wrong; all problems are in the one error.
     """
     _resolve_paths(draft, folder, check_files=check_files)
+    _check_command(draft, check_files=check_files)
     recipe = _check(draft)
     if recipe is None or draft.problems:
         raise joint_error(draft.problems)
@@ -1091,19 +1093,29 @@ def _resolve(
         )
 
 
-def _note_no_model(draft: Draft, value: str, bases: Sequence[Path]) -> None:
-    """Note a model's path that is one word, and neither a folder nor a shipped shape."""
-    ids = published_ids()
-    near = difflib.get_close_matches(value.lower(), ids, n=3)
-    shapes = f"the nearest are {', '.join(near)}" if near else "`sluice recipes list` has them"
-    place = draft.place("model.path")
-    draft.add_problem(
-        place,
-        f"model.path is {shown(value)}, and there is no such folder in"
-        f" {' or '.join(dict.fromkeys(map(str, bases)))}",
-        limit=f"it is a model's folder, a hub id such as owner/name, or a shipped shape: {shapes}",
-        hint=_setting(place, "model.path", ids[near[0]] if near else "Qwen/Qwen3-0.6B"),
-    )
+def _check_command(draft: Draft, *, check_files: bool) -> None:
+    """Note a `report.notify` that cannot be called: it is words, the first of them a program."""
+    section = draft.values.get("report")
+    command = section.get("notify") if isinstance(section, dict) else None
+    if not isinstance(command, str) or not command.strip():
+        return  # the field has its own rules
+    try:
+        program = shlex.split(command)[0]
+    except ValueError as error:
+        draft.add_problem(
+            draft.place("report.notify"),
+            f"report.notify is {shown(command)}: {str(error).lower()}",
+            limit="it is read as words, as a shell reads them",
+            hint="close the quotes; for pipes, `report.notify: sh -c '...'`",
+        )
+        return
+    if check_files and shutil.which(program) is None:
+        draft.add_problem(
+            draft.place("report.notify"),
+            f"report.notify is {shown(command)}, and there is no program {program}",
+            limit="it has to be on the PATH, or an executable file from the current directory",
+            hint="install it, or give its path (`chmod +x` on a script), or `report.notify: null`",
+        )
 
 
 def _resolve_config(draft: Draft, recipe_dir: Path) -> None:

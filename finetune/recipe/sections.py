@@ -663,6 +663,13 @@ class ReportSection(Section):
         le=10**6,
         description="Held-out rows answered before and after training and scored for exact match.",
     )
+    notify: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Command that is given JSON on its standard input when the run ends, fails or"
+        " diverges; null calls none.",
+        examples=["curl -s -d @- https://ntfy.sh/my-runs"],
+    )
     price_per_kwh: float | None = Field(
         default=None,
         gt=0,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from pydantic import BaseModel
 
-from finetune.recipe.recipe import Recipe, recipe_hash, resolved_yaml
+from finetune.recipe.recipe import Recipe, recipe_hash, resolved_yaml, with_settings
 from finetune.report.explain import METRICS, REPORT, learned_rows, probe_learned
 from finetune.report.rows import Row, as_markdown, tables
 from finetune.run.run_files import EVAL_PREFIX, read_rows
@@ -144,8 +144,8 @@ def public_recipe(recipe: Recipe) -> Recipe:
 
 
 def without_paths(recipe: Recipe) -> Recipe:
-    """Return the recipe with files and directories named by their last name alone."""
-    shown: Recipe = _public(recipe)
+    """Return the recipe with files named by their last name alone, and without `report.notify`."""
+    shown: Recipe = _public(with_settings(recipe, {"report.notify": None}))
     if recipe.output.dir is not None:
         output = shown.output.model_copy(update={"dir": recipe.output.run_dir.name})
         shown = shown.model_copy(update={"output": output})

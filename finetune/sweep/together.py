@@ -25,6 +25,7 @@ from finetune.train import show_plan
 from finetune.training.attach import on_engine
 from finetune.training.finish import finish, look_before
 from finetune.training.loop import Computed, Request, StepRecord, computed
+from finetune.training.notify import failures_notified, notify_failure
 from finetune.training.prepare import (
     Prepared,
     agreed,
@@ -79,7 +80,9 @@ def train_together(
         for session, request in zip(sessions, plan.request.runs, strict=True):
             look_before(session)
             session.kind.begin(session, plan, request)
-        with shortage_named(ranks):
+        with ExitStack() as held, shortage_named(ranks):
+            for session in sessions:
+                held.enter_context(failures_notified(session.run))
             return _trained(sessions, plan, judge)
 
 
@@ -120,6 +123,7 @@ class _Member:
         except run.ranks.run_errors as error:
             num_steps = run.dir.checkpoints.newest() or 0
             self.failed = Outcome(run_dir=run.dir.path, num_steps=num_steps, error=error)
+            notify_failure(run, error)
             self.close()
 
     def open(self, plan: Plan) -> None:

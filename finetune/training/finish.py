@@ -92,6 +92,10 @@ def _finish(session: Session, saved: Saved) -> None:
     write_atomically(folder / MODEL_CARD, card)
     run.screen.show(as_text(compared(explanation), is_compact=True))
     run.screen.detail(as_text(details_of(explanation)))
+    if recipe.report.notify is not None:
+        from finetune.training.notify import notify
+
+        notify(run, "end", message=f"{folder} is written")
 
 
 def sample(session: Session, *, when: str) -> None:

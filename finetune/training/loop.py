@@ -16,7 +16,7 @@ from torch import nn
 from finetune.data.dataset import ExampleSet
 from finetune.data.step_rows import StepRows
 from finetune.data.steps import Steps, StepShare
-from finetune.errors import FinetuneError, RunFailedError
+from finetune.errors import DivergedError, FinetuneError
 from finetune.model.overflow import first_overflow
 from finetune.recipe.sections import TrainSection
 from finetune.run.checkpoint import (
@@ -351,7 +351,7 @@ class Loop:
             progress: Called with the rows that are done, and all.
 
         Raises:
-            RunFailedError: It is not finite.
+            DivergedError: It is not finite.
         """
         size = self._train.sequences
         loss_sum, num_label_tokens = 0.0, 0
@@ -385,7 +385,7 @@ class Loop:
     def require_finite_held_out(self, loss: float) -> None:
         """Refuse a loss on held-out rows that is not finite."""
         if not math.isfinite(loss):
-            raise RunFailedError(
+            raise DivergedError(
                 f"the loss on held-out rows is {loss}",
                 limit="it must be finite; earlier checkpoints are good",
                 hint=self._lower_rate(),
@@ -431,7 +431,7 @@ class Loop:
         all have the same sums of gradients.
 
         Raises:
-            RunFailedError: The loss or the gradients are not finite; nothing was updated. Or too
+            DivergedError: The loss or the gradients are not finite; nothing was updated. Or too
                 many steps in a row were skipped.
         """
         share, result, scaling = request.share, found.result, request.scaling
@@ -478,7 +478,7 @@ class Loop:
     def _require_finite(self, name: str, loss: float, grad_norm: float) -> None:
         """Stop before an update that would ruin the weights and, in time, every checkpoint."""
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            raise RunFailedError(
+            raise DivergedError(
                 f"in {name} the loss is {loss} and the norm of the gradients {grad_norm}",
                 limit="both must be finite; the step was not applied, and checkpoints are good",
                 hint=self._lower_rate(),
@@ -488,11 +488,11 @@ class Loop:
         """Let go of a step's gradients.
 
         Raises:
-            RunFailedError: The most steps were skipped in a row.
+            DivergedError: The most steps were skipped in a row.
         """
         tensor = self._update.skip()
         if scaling.num_in_a_row == MAX_SKIPPED:
-            raise RunFailedError(
+            raise DivergedError(
                 f"in {name} the gradient of {tensor} overflows in float16, with the loss times"
                 f" {scaling.factor / BACKOFF:g}",
                 limit=f"{MAX_SKIPPED} steps in a row were skipped; checkpoints are good",
@@ -503,7 +503,7 @@ class Loop:
         """Compute a step's rows again, each module watched.
 
         Raises:
-            RunFailedError: Always; it names the first module that overflows.
+            DivergedError: Always; it names the first module that overflows.
         """
         run = request.run
         with self.evaluated(), first_overflow(self._model) as found:
@@ -518,7 +518,7 @@ class Loop:
         where = "the loss, for all modules are finite without dropout"
         if names:
             where = names[0].removeprefix("base_model.model.")  # peft's
-        raise RunFailedError(
+        raise DivergedError(
             f"the forward of {request.name} overflows in float16, first in {where}",
             limit="its largest number is 65504; the step was not applied, checkpoints are good",
             hint="`model.dtype: bfloat16` or `float32`",

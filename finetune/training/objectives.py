@@ -86,7 +86,7 @@ class Objectives:
             progress: Called with the rows that are done, and all.
 
         Raises:
-            RunFailedError: The loss is not finite.
+            DivergedError: The loss is not finite.
         """
         engine, ranks = streamed(loop), self.ranks
         found: dict[int, tuple[int, Evaluation]] = {}

@@ -113,7 +113,11 @@ def finished_once(
     """Return a folder with a finished run, its recipe and what it printed, and a copy of it."""
     folder = tmp_path_factory.mktemp("finished")
     recipe = recipe_writer(folder / "whole", model_dir, rows_file)(
-        output={"eval_every": 3}, report={"samples": 4, "log_to": [], "profile": 2}
+        output={"eval_every": 3},
+        report={
+            **{"samples": 4, "log_to": [], "profile": 2},
+            "notify": f"tee {folder / 'whole' / 'heard.json'}",
+        },
     )
     shown = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(shown):

@@ -127,6 +127,15 @@ def test_the_model_card_is_true_and_names_no_path_of_this_machine(
 
 
 @pytest.mark.filterwarnings("ignore:The following rank_pattern keys did not match")
+def test_the_command_of_a_run_hears_how_it_ended(finished: Path) -> None:
+    heard = json.loads((finished.parent / "heard.json").read_text())
+    assert heard["event"] == "end"
+    assert heard["dir"] == str(finished)
+    last = json.loads((finished / "metrics.jsonl").read_text().splitlines()[-1])
+    assert (heard["step"], heard["loss"]) == (last["step"], last["loss"])
+    assert "heard.json" not in (finished / "adapter" / "README.md").read_text()
+
+
 def test_the_call_in_the_model_card_loads_the_adapter(finished: Path, model_dir: Path) -> None:
     text = (finished / "adapter" / "README.md").read_text()
     call = text.split("```python\n")[1].split("```")[0]

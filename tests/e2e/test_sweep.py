@@ -146,7 +146,13 @@ def test_a_run_that_diverges_leaves_alone(
     recipe: Path, machine_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     quiet = ("train.optimizer=sgd", "train.max_grad_norm=null", "adapter.alpha=8,1e12")
-    assert run("sweep", recipe, *quiet, "--machine", machine_file) == 1
+    notify = f"report.notify=tee -a {tmp_path / 'heard.jsonl'}"
+    assert run("sweep", recipe, *quiet, notify, "--machine", machine_file) == 1
+    heard = map(json.loads, (tmp_path / "heard.jsonl").read_text().splitlines())
+    assert [(one["run"], one["event"]) for one in heard] == [
+        ("tiny-alpha-1e12", "divergence"),
+        ("tiny-alpha-8", "end"),
+    ]
     folder = tmp_path / "sweep"
     found = states(folder)
     assert [one["status"] for one in found.values()] == ["finished", "failed"]

@@ -30,7 +30,7 @@ from torch.nn import functional
 
 from finetune.data.step_rows import StepRows
 from finetune.data.steps import Steps, parts_of
-from finetune.errors import RunFailedError
+from finetune.errors import DivergedError
 from finetune.recipe.recipe import Recipe
 from finetune.recipe.sections import TrainSection
 from finetune.report.explain import features_took, probe_learned, probe_took
@@ -319,7 +319,7 @@ class _Learning:
         """Run step `number`, counted from 0, and return what was learned.
 
         Raises:
-            RunFailedError: The loss is not finite.
+            DivergedError: The loss is not finite.
         """
         rows = self._steps.order.rows(number)
         relations = self._steps.share_of(rows).rows
@@ -329,7 +329,7 @@ class _Learning:
         found.value.backward()
         loss, norm = self._update.gather(float(found.value.detach()), loss_scale=1.0)
         if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise RunFailedError(
+            raise DivergedError(
                 f"in step {number + 1} of the probe the loss is {loss} and the norm of the"
                 f" gradients {norm}",
                 limit="both must be finite",
@@ -361,7 +361,7 @@ class ProbedRun(AdapterRun):
         """Let the head learn, unless the run has begun or its probe is there.
 
         Raises:
-            RunFailedError: A loss is not finite.
+            DivergedError: A loss is not finite.
             CheckpointError: The result cannot be written.
         """
         run = session.run

@@ -915,3 +915,26 @@ def test_names_are_near_by_letters_and_not_by_length() -> None:
     assert near_path("adapter", "warmup_step") == "train.warmup_steps"
     assert near_path("train", "spets_long") is None
     assert near_path("train", "epsilon") is None
+
+
+def with_notify(command: str) -> str:
+    return write(VALID + f"report:\n  notify: {json.dumps(command)}\n")
+
+
+def test_a_command_that_cannot_be_called_is_refused(folder: Path) -> None:
+    assert load_recipe(with_notify("cat -n"), []).report.notify == "cat -n"
+    assert_refused(
+        with_notify("tell 'me"),
+        what='r.yaml:14: report.notify is "tell \'me": no closing quotation',
+        limit="it is read as words, as a shell reads them",
+        hint="close the quotes; for pipes, `report.notify: sh -c '...'`",
+    )
+    missing = with_notify("no-such-program --now")
+    assert_refused(
+        missing,
+        what='r.yaml:14: report.notify is "no-such-program --now", and there is no program'
+        " no-such-program",
+        limit="it has to be on the PATH, or an executable file from the current directory",
+        hint="install it, or give its path (`chmod +x` on a script), or `report.notify: null`",
+    )
+    assert load_recipe(missing, [], check_files=False).report.notify == "no-such-program --now"
