@@ -25,6 +25,7 @@ from finetune.cli.commands import (
     probe,
     recipes_app,
     score,
+    share,
     studio,
     sweep,
     validate,
@@ -40,7 +41,7 @@ _OURS: Sequence[Callable[..., None]] = (
     *(finetune, sweep),
     *(init, plan, fit, probe, doctor, validate),
     *(data, explain, compare, generate, chat, score),
-    *(adapter, merge, export),
+    *(adapter, merge, export, share),
     studio,
 )
 COMMANDS = Registry[Any]("commands", {one.__name__: one for one in _OURS}, FunctionType)

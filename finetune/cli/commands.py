@@ -486,6 +486,18 @@ def compare(
             open_console().print(f"Page: {out}", markup=False)
 
 
+def share(
+    run_dir: Annotated[Path, typer.Argument(help="A run's directory, finished or not.")],
+) -> None:
+    """Print a row of a run for others: predicted, measured, hardware; no names, nothing is sent."""
+    with explained(str(run_dir)):
+        from finetune.report.share import shared_row, write_shared
+
+        row = shared_row(run_dir)
+        print_text(row.model_dump_json())
+        warn(f"Saved: {write_shared(run_dir, row)}. Nothing was sent.")
+
+
 def adapter(
     run_dir: Annotated[Path, typer.Argument(help="A finished run's directory.")],
     *,

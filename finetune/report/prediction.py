@@ -20,6 +20,7 @@ from finetune.errors import CheckpointError
 from finetune.files.atomic import write_atomically
 from finetune.report.plan import plan_json
 from finetune.run.run_files import PREDICTION
+from offload.plan.machine.machine import Machine
 from offload.plan.plan import Plan
 from offload.plan.schedule.timeline import Timeline
 
@@ -41,6 +42,9 @@ class Prediction:
     before_measuring: Mapping[str, Any]  # the prediction by price, before a step was timed
     calibrated: Mapping[str, Any]  # what the run is compared with
     timeline: Timeline  # the timeline of the pass, without the optimizer
+    machine: Machine  # the machine that it was made for
+    num_ranks: int  # processes that share a step
+    num_runs: int  # runs that share a step
 
 
 def write_prediction(
@@ -70,6 +74,9 @@ def write_prediction(
         "num_steps": num_steps,
         "previous_sha256": _seal(files[-1].read_bytes()) if files else None,
         "memory_grade": plan.memory_grade,
+        "machine": json.loads(plan.machine.to_json()),
+        "num_ranks": plan.request.num_ranks,
+        "num_runs": len(plan.request.runs),
         "choice": {"memory_grade": "formula", **choice},
         "before measuring": priced,
         "calibrated": plan_json(plan),
@@ -116,6 +123,9 @@ def _read(file: Path, number: int) -> Prediction:
         before_measuring=row["before measuring"],
         calibrated=row["calibrated"],
         timeline=Timeline.from_json(json.dumps(row["timeline"])),
+        machine=Machine.from_json(json.dumps(row["machine"])),
+        num_ranks=row["num_ranks"],
+        num_runs=row["num_runs"],
     )
 
 

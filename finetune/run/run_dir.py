@@ -58,7 +58,7 @@ _WRITTEN = (
         "predicted-[0-9]*.json",
         "measured.json",
     ),
-    *("report.json", "report.html", "trace.json", "gantt.svg"),
+    *("report.json", "report.html", "trace.json", "gantt.svg", "shared.json"),
     *("samples_before.json", "samples_after.json"),
     *(EVALUATION_BEFORE, REFERENCES),
     *(

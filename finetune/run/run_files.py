@@ -136,6 +136,9 @@ class PredictionContent(TimelineContent):
     num_steps: Step
     previous_sha256: str | None
     memory_grade: str
+    machine: dict[str, Any]
+    num_ranks: Step
+    num_runs: Step
     before_measuring: PlanContent = Field(alias="before measuring")
     calibrated: PlanContent
 
@@ -157,6 +160,7 @@ class MeasuredContent(TimelineContent):
     optimizer_s: Seconds
     bound_s: Seconds
     device: Literal["cpu", "cuda"]
+    device_name: str
     peak_bytes: Bytes
     peak_reserved_bytes: Bytes | None = None
     peak_host_bytes: Bytes | None = None

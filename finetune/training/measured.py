@@ -26,7 +26,7 @@ from offload.engine.memory_meter import (
 )
 from offload.plan.plan import Plan, calibrate, with_costs
 from offload.probe.energy import LEAST_WINDOW_S, Counters, Meter, Taken, by_part, find_counters
-from offload.probe.machine import installed_version
+from offload.probe.machine import device_name, installed_version
 
 if TYPE_CHECKING:
     from finetune.training.session import Session
@@ -104,6 +104,7 @@ def write_measured(
         "optimizer_s": record.optimizer_s,
         "bound_s": with_costs(plan, costs).bound_s,
         "device": device.type,
+        "device_name": device_name(device.type),
         "peak_bytes": peak_bytes(device),
         "peak_reserved_bytes": peak_reserved_bytes(device),
         "peak_host_bytes": peak_host_bytes(),

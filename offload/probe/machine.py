@@ -314,7 +314,7 @@ def _probe_cuda(bench: RateBench, dtype: str) -> Machine:
     copy = bench.pinned_copy_bytes_per_s
     return _machine(
         bench,
-        name=torch.cuda.get_device_name(),
+        name=device_name("cuda"),
         device="cuda",
         dtype=dtype,
         vram_bytes=free_bytes + context_bytes,
@@ -389,6 +389,13 @@ def _machine(  # noqa: PLR0913 - what a machine has, but for its rates
         host_memory_bytes_per_s=rates["host memory"],
         launch_s=Rate(value=1 / rates["launches"].value, source=MEASURED),
     )
+
+
+def device_name(kind: str) -> str:
+    """Return the name of the current device: of a card for `cuda`, of the processor for `cpu`."""
+    import torch
+
+    return torch.cuda.get_device_name() if kind == "cuda" else _processor_name()
 
 
 def _processor_name() -> str:

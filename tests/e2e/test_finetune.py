@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import os
+import platform
 import pty
 import random
 import re
@@ -39,6 +40,7 @@ from finetune.planning.ranks import require_micro_batch_per_rank
 from finetune.recipe.load import load_recipe
 from finetune.report import energy
 from finetune.report.pages import write_run_page
+from finetune.report.share import SETTINGS, SharedRow
 from finetune.run.run_dir import RunDir, as_begun
 from finetune.training import measured, report
 from finetune.training.metrics_writer import MetricsWriter
@@ -134,6 +136,31 @@ def test_the_command_of_a_run_hears_how_it_ended(finished: Path) -> None:
     last = json.loads((finished / "metrics.jsonl").read_text().splitlines()[-1])
     assert (heard["step"], heard["loss"]) == (last["step"], last["loss"])
     assert "heard.json" not in (finished / "adapter" / "README.md").read_text()
+
+
+def test_a_shared_row_has_figures_and_no_names(
+    finished: Path, model_dir: Path, rows_file: Path, capsys
+) -> None:
+    assert run("share", finished) == 0
+    shown = capsys.readouterr()
+    assert shown.err == f"Saved: {finished / 'shared.json'}. Nothing was sent.\n"
+    assert (finished / "shared.json").read_text() == shown.out
+    row = SharedRow.model_validate_json(shown.out)
+    report = json.loads((finished / "report.json").read_text())
+    step = report["sections"][-1]["comparison"][0]
+    assert (row.step.predicted_s, row.step.measured_s) == (step["predicted"], step["measured"])
+    assert [peak.name for peak in row.peaks] == ["peak memory"]
+    assert row.hardware.device == "cpu"
+    assert row.model.id is None  # it is in a folder
+    assert list(row.settings) == list(SETTINGS)
+    assert None not in row.settings.values()
+    recipe = load_recipe(str(finished / "recipe.yaml"), [])
+    for name in (finished, model_dir, Path.home(), Path.cwd(), rows_file.name, platform.node()):
+        assert str(name) not in shown.out
+    assert f'"{recipe.output.name}"' not in shown.out
+    (finished / "measured.json").unlink()
+    assert run("share", finished) == 1
+    assert f"{finished} holds no measured.json yet; " in capsys.readouterr().err
 
 
 def test_the_call_in_the_model_card_loads_the_adapter(finished: Path, model_dir: Path) -> None:

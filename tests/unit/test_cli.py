@@ -77,6 +77,7 @@ FLAGS = {
     "merge": {"--out"},
     # the form of the weights, a Modelfile too, where to, and whose programs
     "export": {"--gguf", "--ollama", "--out", "--llama-cpp"},
+    "share": set(),
     "studio": {"--port", "--machine"},
     "recipes list": set(),
     "recipes show": set(),

@@ -254,6 +254,7 @@ def test_the_measured_step_is_drawn_below_the_predicted_one(tmp_path: Path) -> N
         "optimizer_s": own.optimizer_s,
         "bound_s": 4.5,
         "device": "cpu",
+        "device_name": "a processor",
         "peak_bytes": 1000,
         "memory": [],
     }
@@ -284,6 +285,7 @@ def test_the_summary_compares_the_step_and_peaks_and_says_where_they_differ(
         "optimizer_s": 0.5,
         "bound_s": 4.5,
         "device": "cpu",
+        "device_name": "a processor",
         "peak_bytes": 2**30,
         "memory": [],
     }
@@ -375,6 +377,7 @@ def test_on_a_card_memory_is_compared_by_term_and_what_is_left_together() -> Non
 def test_on_a_cpu_all_of_it_is_one_memory() -> None:
     measured = {
         "device": "cpu",
+        "device_name": "a processor",
         "peak_bytes": 2800,
         "peak_reserved_bytes": None,
         "peak_host_bytes": 2800,
