@@ -699,6 +699,7 @@ def save_adapter(
     adapter: str = ALONE,
     tensors: Mapping[str, torch.Tensor] | None = None,
     stops: Stops | None = None,
+    revision: str | None = None,
 ) -> None:
     """Write an adapter as peft does and generation_config.json, whole and with a manifest.
 
@@ -708,10 +709,12 @@ def save_adapter(
         adapter: Which of the model's; the files do not say.
         tensors: Its values, by the model's names; None takes those of the model.
         stops: Where generation stops; None writes no generation config.
+        revision: The commit of the base on the hub, by which peft loads it.
 
     Raises:
         CheckpointError: The folder cannot be written; what was there before is unchanged.
     """
+    model.peft_config[adapter].revision = revision
     with whole_folder(folder, unlisted=(MODEL_CARD,)) as partial:
         model.save_pretrained(str(partial), selected_adapters=[adapter], state_dict=tensors)
         if adapter != ALONE:  # peft puts it into a folder of its own

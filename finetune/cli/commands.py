@@ -335,9 +335,12 @@ def validate(recipe: Source, overrides: Overrides = None) -> None:
     """Check a recipe and print it with all defaults."""
     from finetune.recipe.load import load_recipe
     from finetune.recipe.recipe import resolved_yaml
+    from finetune.training.pins import check
 
     with explained(recipe):
-        print_text(resolved_yaml(load_recipe(recipe, overrides or [])).rstrip())
+        checked = load_recipe(recipe, overrides or [])
+        check(checked, note=warn)
+        print_text(resolved_yaml(checked).rstrip())
 
 
 GoalName = Annotated[
@@ -521,9 +524,23 @@ def adapter(
         run = RunDir(run_dir)
         for note in run.require_adapter():
             warn(note)
+        fetch_base(run_dir)
         base, _ = base_and_tokenizer(run_dir)
         readers = write_vllm_adapter(run.adapter, out, base=base, served=run.recipe().model.path)
         print_text("\n".join([f"{out}", *readers]))
+
+
+def fetch_base(run_dir: Path) -> None:
+    """Fetch the base of a run if it is not in the hub's cache, at the run's commit."""
+    from finetune.model.config import fetch_model
+    from finetune.report.screen import Screen
+    from finetune.run.run_dir import RunDir
+
+    run = RunDir(run_dir)
+    if not run.recipe_file.exists() or run.model.exists():
+        return
+    screen = Screen(open_errors(), is_verbose=False)
+    fetch_model(run.recipe().model, working=screen.working, note=warn)
 
 
 def merge(
@@ -537,6 +554,7 @@ def merge(
         from finetune.export.merge import merge_run
         from finetune.report.screen import Screen
 
+        fetch_base(run_dir)
         console = open_console()
         screen = Screen(console, is_verbose=False)
         with screen.working("Writing weights", "bytes") as progress:
@@ -572,6 +590,7 @@ def export(
         from finetune.commands.export import exported
         from finetune.report.screen import Screen
 
+        fetch_base(source)
         console = open_console()
         lines = exported(
             source,
@@ -631,6 +650,7 @@ def generate(
         from finetune.model.tokenizer import chosen_by
 
         choose = chosen_by(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+        fetch_base(run_dir)
         answer = answer_prompt(
             run_dir,
             prompt,
@@ -672,6 +692,7 @@ def chat(
             say=print_part,
             note=warn,
         )
+        fetch_base(run_dir)
         held.hold(run_dir, typed_lines("> "))
 
 
@@ -694,6 +715,7 @@ def score(
     """Score rows under a base, adapters and checkpoints, all in one pass over the layers."""
     with explained(model):
         from finetune.commands.score import Asked, score_rows
+        from finetune.report.screen import Screen
 
         asked = Asked(
             adapters=tuple(adapter or ()),
@@ -702,7 +724,12 @@ def score(
             machine=machine,
             out=out,
         )
-        show(score_rows(model, rows, overrides or [], asked, as_json=as_json, note=warn))
+        working = Screen(open_errors(), is_verbose=False).working
+        show(
+            score_rows(
+                model, rows, overrides or [], asked, as_json=as_json, note=warn, working=working
+            )
+        )
 
 
 PORT = 8765

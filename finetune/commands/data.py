@@ -44,7 +44,7 @@ def data_view(
         ModelError: There is no tokenizer.
     """
     settings = load_recipe(recipe, overrides)
-    tokenizer = load_tokenizer(settings.model.tokenizer_source)
+    tokenizer = load_tokenizer(settings.model)
     seq_len = settings.train.seq_len
     rows = load_rows(
         settings.data,

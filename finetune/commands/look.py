@@ -11,6 +11,7 @@ from finetune.data.tokenize import Encoder
 from finetune.errors import ConfigError, DataError, ModelError
 from finetune.model.tokenizer import load_tokenizer
 from finetune.recipe.extensions import FORMATS, ObjectiveSection
+from finetune.recipe.sections import ModelSection
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -143,7 +144,7 @@ def _read(form: RowForm, rows: Sequence[tuple[str, Raw]]) -> Iterator[Row]:
 
 def _tokenizer(source: str | None) -> "PreTrainedTokenizerBase | None":
     try:
-        return load_tokenizer(source)
+        return load_tokenizer(ModelSection(tokenizer=source))
     except (ModelError, ConfigError):
         return None  # which the look says
 

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 from finetune.data.tokenize import require_known_ids
 from finetune.errors import ConfigError
 from finetune.files.atomic import write_atomically
+from finetune.model.config import fetch_model
 from finetune.model.tokenizer import load_tokenizer
 from finetune.planning.subject import Subject
 from finetune.report.format import shown_gib, shown_time
 from finetune.report.rows import as_text
+from finetune.report.screen import Working
 from finetune.scoring.contenders import Contender, contenders_of, waves
 from finetune.scoring.report import ContenderScore, row_lines, scores_json, scores_table
 from finetune.scoring.rows import RowsToScore, read_rows
@@ -39,7 +41,14 @@ class Asked:
 
 
 def score_rows(
-    model: str, rows: str, overrides: Sequence[str], asked: Asked, *, as_json: bool, note: Note
+    model: str,
+    rows: str,
+    overrides: Sequence[str],
+    asked: Asked,
+    *,
+    as_json: bool,
+    note: Note,
+    working: Working,
 ) -> "RenderableType":
     """Score rows, and return the table or the figures.
 
@@ -50,6 +59,7 @@ def score_rows(
         asked: What rows are scored with.
         as_json: Whether to return figures for programs.
         note: Reports what takes time, what is predicted and what was measured.
+        working: Shows the progress of a download.
 
     Raises:
         SluiceError: Anything that a user or the machine can cause.
@@ -69,7 +79,8 @@ def score_rows(
     )
     for one in (*subject.notes, *notes):
         note(one)
-    tokenizer = load_tokenizer(recipe.model.tokenizer_source)
+    fetch_model(recipe.model, working=working, note=note)
+    tokenizer = load_tokenizer(recipe.model)
     read = read_rows(rows, recipe.data, tokenizer, seq_len=recipe.train.seq_len)
     for one in read.notes:
         note(one)

@@ -86,7 +86,7 @@ class Prepared:
         return cls(
             run=run,
             recipe=recipe,
-            tokenizer=load_tokenizer(recipe.model.tokenizer_source),
+            tokenizer=load_tokenizer(recipe.model),
             facts=facts,
             machine=machine,
             plan=plan(facts, machine, full_request(recipe, facts)),

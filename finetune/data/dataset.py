@@ -28,7 +28,7 @@ from finetune.data.rows import (
     TopTokens,
     require_nothing_for_turns,
 )
-from finetune.data.sources import open_source
+from finetune.data.sources import hub_name, open_source
 from finetune.data.tokenize import IGNORE_INDEX, Encoder, Example, Fate
 from finetune.errors import DataError
 from finetune.recipe.extensions import repeated_formats
@@ -758,7 +758,8 @@ def load_rows(
     every = [np.arange(len(one.store.fates)) for one in sources]
     held_out = list[Chosen]()
     if data.eval_path is not None:
-        others = tokens(MixSource(path=data.eval_path), max_rows=None)
+        revision = revision_of_eval(data)
+        others = tokens(MixSource(path=data.eval_path, revision=revision), max_rows=None)
         held_out = [examples_of(others, np.arange(len(others.store.fates)))]
     notes += [line for one in sources for line in remark_notes(one)]
     unused = _unused_columns([*sources, *(part.tokens for part in held_out)], data)
@@ -798,6 +799,12 @@ def _prompted(sources: Sequence[Tokens], encoder: Encoder) -> Prompted:
     return Prompted.of(encoder.switch, counts, num_rows=num_rows)
 
 
+def revision_of_eval(data: DataSection) -> str | None:
+    """Return the revision of held-out rows on the hub: that of the others in one repository."""
+    is_same = data.path and data.eval_path and hub_name(data.path) == hub_name(data.eval_path)
+    return data.eval_revision or (data.revision if is_same else None)
+
+
 def source_rows(
     data: DataSection,
     source: MixSource,
@@ -821,7 +828,7 @@ def source_rows(
         formats=formats or repeated_formats(),
     )
     return SourceRows(
-        source=open_source(source.path),
+        source=open_source(source.path, revision=source.revision),
         form=form,
         max_rows=max_rows,
         drop_duplicates=data.drop_duplicates,

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from finetune.errors import DataError
+from finetune.hub.repository import Repository, is_commit, require_reachable
 
 MAX_ROW_BYTES = 2**26  # 64 MiB: as many characters as a rendered row may have
 _BLOCK_BYTES = 2**24
@@ -89,8 +90,12 @@ class Source(Protocol):
         ...
 
 
-def open_source(path: str) -> Source:
+def open_source(path: str, *, revision: str | None = None) -> Source:
     """Return what a path of the recipe means.
+
+    Args:
+        path: A file, a directory, a saved data set or one of the hub.
+        revision: A branch, tag or commit of one on the hub; None for the newest.
 
     Raises:
         DataError: There is no such file, or a directory holds nothing that can be read.
@@ -114,7 +119,26 @@ def open_source(path: str) -> Source:
         files = _files_of(folder, split=split, config=config, path=path)
         if files and all(one.suffix in READERS for one in files):
             return FileSource(path=path, files=files, notes=_unread_files(folder, files))
-    return DatasetSource(path=path)
+    return DatasetSource(path=path, revision=revision)
+
+
+def hub_name(path: str) -> str | None:
+    """Return the hub's repository that a path means; None if it means something else."""
+    name = _parts(path)[0]
+    is_file = Path(path).suffix in READERS or Path(name).exists()
+    return None if is_file or Path(name).is_absolute() or name.startswith(".") else name
+
+
+def require_known_offline(repository: Repository) -> None:
+    """Refuse a data set of the hub that `datasets` has not in its cache, where none can be asked.
+
+    Raises:
+        DataError: It has not.
+    """
+    import datasets
+
+    if not Path(datasets.config.HF_DATASETS_CACHE, repository.id.replace("/", "___")).is_dir():
+        require_reachable(repository)
 
 
 def missing(file: Path) -> DataError:
@@ -357,6 +381,7 @@ class DatasetSource:
     """A saved data set, or one of the hub, named as `name#config:split`."""
 
     path: str
+    revision: str | None = None  # a branch, tag or commit of one on the hub; None is the newest
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -390,7 +415,18 @@ class DatasetSource:
 
     def _loaded(self) -> Any:
         name, split, config = _parts(self.path)
-        return _load(name, config=config, split=split or "train", path=self.path)
+        loaded = _load(
+            name, config=config, split=split or "train", path=self.path, revision=self.revision
+        )
+        files = [entry["filename"] for entry in loaded.cache_files]
+        if files and is_commit(self.revision) and self.revision not in Path(files[0]).parts:
+            # without the hub, `datasets` takes any commit that it has
+            raise DataError(
+                f"{self.path} is in the cache of `datasets`, and not at commit {self.revision}",
+                limit="the hub cannot be reached",
+                hint="start where there is a network, or name another `data.revision`",
+            )
+        return loaded
 
 
 def _digest_of_rows(rows: Any) -> str:
@@ -435,7 +471,13 @@ def _unread_files(folder: Path, read: Sequence[Path]) -> tuple[str, ...]:
 
 
 def _load(
-    name: str, *, split: str, path: str, config: str | None = None, data_files: str | None = None
+    name: str,
+    *,
+    split: str,
+    path: str,
+    config: str | None = None,
+    data_files: str | None = None,
+    revision: str | None = None,
 ) -> Any:
     """Load a data set through `datasets`."""
     import datasets
@@ -449,7 +491,9 @@ def _load(
             if split not in ("train", str(loaded.split)):
                 raise ValueError(f"it was saved without splits, and there is no {split}")
             return loaded
-        return datasets.load_dataset(name, config, split=split, data_files=data_files)
+        return datasets.load_dataset(
+            name, config, split=split, data_files=data_files, revision=revision
+        )
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from finetune.files.atomic import JsonFile, becoming
 from finetune.files.shard_writer import Shards, new_shards
 from finetune.files.tensors import Spec
 from finetune.model.base_weights import BaseWeights
-from finetune.model.config import local_folder
+from finetune.model.config import model_folder, tokenizer_folder
 from finetune.model.empty import empty_published
 from finetune.model.renaming import Group, Renaming
 from finetune.recipe.load import published_shape
@@ -401,8 +401,7 @@ def base_and_tokenizer(run_dir: Path) -> tuple[Path, Path]:
             limit="an adapter is merged into, or served with, published weights",
             hint="train with `model.path` and `model.init: pretrained`",
         )
-    assert model.tokenizer_source is not None
-    return local_folder(model.path), local_folder(model.tokenizer_source)
+    return model_folder(model), tokenizer_folder(model)
 
 
 def _rounding(

@@ -17,7 +17,7 @@ from finetune.errors import ConfigError
 from finetune.files.manifest import whole_folder
 from finetune.files.shard_writer import new_shards
 from finetune.model.base_weights import BaseWeights, spec_of
-from finetune.model.config import local_folder, published_config
+from finetune.model.config import model_folder, published_config
 from finetune.model.empty import config_of, empty_of
 from finetune.model.layer_facts import is_norm
 from finetune.model.renaming import Renaming
@@ -205,8 +205,7 @@ def save_model(
         if section.init == "random":
             model.save_pretrained(str(partial), state_dict=state)
         else:
-            assert section.path is not None, "published weights have a path"
-            _write_published(model, state, local_folder(section.path), partial)
+            _write_published(model, state, model_folder(section), partial)
         _write_config(partial / "config.json", section, model)
         tokenizer.save_pretrained(str(partial))
         fields = model.generation_config.to_diff_dict() if model.generation_config else {}

@@ -24,11 +24,14 @@ from lm_eval.models.utils import (
     postprocess_generated_text,
 )
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from rich.console import Console
 
 from finetune.data.chat_template import turns_for
 from finetune.data.tokenize import IGNORE_INDEX
 from finetune.errors import ConfigError
+from finetune.model.config import fetch_model
 from finetune.model.tokenizer import load_tokenizer
+from finetune.report.screen import Screen
 from finetune.scoring.contenders import contenders_of
 from finetune.scoring.rows import Line, LineScore
 from finetune.scoring.scorer import attaching, base_to_score, machine_here, plan_wave
@@ -93,7 +96,9 @@ class SluiceLM(TemplateLM):
             recipe, adapters=adapters, checkpoints=None, has_base=False
         )
         self.notes = (*self._subject.notes, *notes)
-        self.tokenizer = load_tokenizer(recipe.model.tokenizer_source)
+        screen = Screen(Console(stderr=True), is_verbose=False)
+        fetch_model(recipe.model, working=screen.working, note=screen.note)
+        self.tokenizer = load_tokenizer(recipe.model)
         self.max_length = max_length or facts.max_position_embeddings
         self._machine = machine_here(self._subject, None if machine is None else Path(machine))
         self._num_slots = self._settled_slots()

@@ -20,11 +20,10 @@ from transformers.core_model_loading import (
     dot_natural_key,
     rename_source_key,
 )
-from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from finetune.env import loading_one_by_one
 from finetune.errors import ModelError, read_by_library, unmatched
-from finetune.files.shards import INDEX, SINGLE, read_weight_map, weight_files
+from finetune.files.shards import weight_files
 from finetune.files.tensors import Unread, open_tensors
 from finetune.model.empty import Empty, empty_published
 
@@ -33,6 +32,10 @@ GENERATION_CONFIG = "generation_config.json"
 
 def load_published(path: str, dtype: str) -> PreTrainedModel:
     """Load a checkpoint, tensor by tensor; quantised ones as the plain model.
+
+    Args:
+        path: The folder of its files.
+        dtype: The type of the model.
 
     Raises:
         ModelError: A tensor is missing, unknown or of another shape; a file is missing or damaged;
@@ -43,22 +46,11 @@ def load_published(path: str, dtype: str) -> PreTrainedModel:
         empty = empty_published(path, kind)
         quantization = empty.quantization
         form = None if quantization is None else format_of(quantization, path)
-        tensors = open_tensors(_weight_files(path))
+        tensors = open_tensors([str(file) for file in weight_files(Path(path))])
         if form is not None:
             tensors = plain_tensors(tensors, form, path)
         _require_all_experts(path, tensors)
         return _filled(empty, join_experts(tensors, empty.model, path), path, kind, source=path)
-
-
-def weights_folder(path: str) -> Path:
-    """Return the folder with a model's config and shards; one on the hub is downloaded.
-
-    Raises:
-        ModelError: A file is missing.
-    """
-    with _named_errors(path):
-        _weight_files(path)
-        return Path(str(cached_file(path, "config.json"))).parent
 
 
 def model_around(
@@ -68,7 +60,7 @@ def model_around(
 
     Args:
         tensors: By the model's own names.
-        path: Where its config is.
+        path: The folder of its config.
         dtype: The model's.
         source: Its name in errors.
 
@@ -100,7 +92,7 @@ def _filled(
     _require_complete(source, *loaded, is_composite=empty.is_composite)
     model: PreTrainedModel = loaded[0]
     model.name_or_path = model.config.name_or_path = path
-    if _has_generation_config(path):
+    if os.path.lexists(Path(path, GENERATION_CONFIG)):  # not every model has one
         with read_by_library(
             f"the generation_config.json of {path} cannot be read",
             error=ModelError,
@@ -109,15 +101,6 @@ def _filled(
         ):
             model.generation_config = GenerationConfig.from_pretrained(path)
     return model
-
-
-def _has_generation_config(path: str) -> bool:
-    """Return whether a model has a generation config; not every model does."""
-    if Path(path).is_dir():
-        return os.path.lexists(Path(path, GENERATION_CONFIG))
-    with contextlib.suppress(OSError):
-        return cached_file(path, GENERATION_CONFIG) is not None
-    return False
 
 
 @contextlib.contextmanager
@@ -136,18 +119,6 @@ def _named_errors(path: str) -> Iterator[None]:
             limit="it must hold config.json and safetensors weights of a language model",
             hint="check `model.path`; if a download was interrupted, download the model again",
         ) from error
-
-
-def _weight_files(path: str) -> list[str]:
-
-    if Path(path).is_dir():
-        return [str(file) for file in weight_files(Path(path))]
-    with contextlib.suppress(OSError):
-        return [str(cached_file(path, SINGLE))]
-    index = cached_file(path, INDEX)
-    read_weight_map(Path(str(index)))
-    files: list[str] = get_checkpoint_shard_files(path, index)[0]
-    return files
 
 
 def _require_all_experts(path: str, names: Iterable[str]) -> None:

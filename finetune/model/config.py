@@ -1,18 +1,24 @@
 """The config of a model: in its folder, in the hub's cache, a shipped shape, or on the hub."""
 
-import contextlib
-import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
-from finetune.env import has_proxy, is_offline
 from finetune.errors import ModelError
-from finetune.files.shards import INDEX, SINGLE
-from finetune.recipe.load import load_shape, published_shape, shape_of_id, shipped_shapes
+from finetune.hub.download import download_weights, fetch_description
+from finetune.hub.repository import (
+    Repository,
+    cached_file,
+    cached_folder,
+    has_cached_weights,
+    look_up,
+    not_here,
+)
+from finetune.recipe.load import load_shape, published_shape, shape_of_id
 from finetune.recipe.sections import ModelSection
+from finetune.report.screen import Working
 
-_CONNECT_TIMEOUT_S = 3.0
+VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 def read_config(section: ModelSection) -> dict[str, Any]:
@@ -44,85 +50,120 @@ def _config_source(section: ModelSection) -> str:
             limit="a model's directory is as `save_pretrained` writes it",
             hint="`model.path: DIR` with a downloaded model",
         )
-    if Path(path).exists():
-        return path
-    found = cached_file(path, "config.json")
-    return str(found) if found is not None else shape_of_id(path) or _hub_config(path)
+    repository = hub_model(section)
+    return path if repository is None else _hub_config(repository)
 
 
-def cached_file(hub_id: str, name: str) -> Path | None:
-    """Return a file of a hub repository from the local cache, or None."""
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    with contextlib.suppress(HFValidationError):
-        found = try_to_load_from_cache(hub_id, name)
-        if isinstance(found, str):
-            return Path(found)
-    return None
-
-
-def is_hub_reachable() -> bool:
-    """Return within seconds whether the hub answers; its client would retry for half a minute."""
-    from huggingface_hub import constants
-
-    if is_offline():
-        return False
-    if has_proxy():
-        return True
-    host = urlsplit(constants.ENDPOINT)
-    port = host.port or (80 if host.scheme == "http" else 443)
-    try:
-        socket.create_connection((host.hostname or "", port), _CONNECT_TIMEOUT_S).close()
-    except OSError:
-        return False
-    return True
+def _hub_config(repository: Repository) -> str:
+    """Return the file of a config in the cache, its shipped shape, or the file once fetched."""
+    known = (repository.id, "config.json", repository.revision)
+    if (found := cached_file(*known)) is not None:
+        return str(found)
+    if (shape := shape_of_id(repository.id)) is not None:
+        return shape
+    look_up(repository)
+    fetch_description(repository)
+    if (found := cached_file(*known)) is not None:
+        return str(found)
+    raise repository.error(
+        f"{repository.id} has no config.json",
+        limit="a model is published as `save_pretrained` writes it",
+        hint=f"look at {repository.page}/tree/main, and name a model for transformers",
+    )
 
 
-def has_weights(path: str) -> bool:
+def hub_model(section: ModelSection) -> Repository | None:
+    """Return the hub repository of a model; None if its files are on this machine by name."""
+    return None if section.path is None else _on_hub(section.path, section.revision, "model.path")
+
+
+def hub_tokenizer(section: ModelSection) -> Repository | None:
+    """Return the hub repository of a model's tokenizer; None if it is on this machine by name."""
+    if section.tokenizer is None:
+        return hub_model(section)
+    revision = section.tokenizer_revision
+    if revision is None and section.tokenizer == section.path:
+        revision = section.revision
+    return _on_hub(section.tokenizer, revision, "model.tokenizer")
+
+
+def _on_hub(name: str, revision: str | None, setting: str) -> Repository | None:
+    if Path(name).exists():
+        return None
+    where = "model.revision" if setting == "model.path" else f"{setting}_revision"
+    return Repository(
+        id=name, revision=revision, kind="model", setting=setting, revision_setting=where
+    )
+
+
+def has_weights(section: ModelSection) -> bool:
     """Return whether a model's weights are on this machine."""
-    if Path(path).is_dir():
-        return any(Path(path).glob("*.safetensors"))
-    return any(cached_file(path, name) is not None for name in (SINGLE, INDEX))
+    repository = hub_model(section)
+    if repository is None:
+        return section.path is not None and any(Path(section.path).glob("*.safetensors"))
+    return has_cached_weights(repository.id, repository.revision)
 
 
-def _hub_config(hub_id: str) -> str:
-    """Return the file of a config after downloading it."""
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+def fetch_model(section: ModelSection, *, working: Working, note: Callable[[str], None]) -> None:
+    """Fetch published weights that are on the hub and not on this machine.
 
-    if not is_hub_reachable():
-        raise ModelError(
-            f"model.path: {hub_id} is no local directory and not in the cache",
-            limit="the Hugging Face hub cannot be reached",
-            hint="`model.path: DIR` with a downloaded model, or a shipped shape"
-            f" ({', '.join(shipped_shapes())}) as `model.config`",
-        )
-    try:
-        file: str = hf_hub_download(hub_id, "config.json")
-    except (HfHubHTTPError, HFValidationError, OSError) as error:
-        raise ModelError(
-            f"model.path: {hub_id} has no config.json on the hub ({type(error).__name__})",
-            limit="it must be a repository that you may read",
-            hint=f"look at https://huggingface.co/{hub_id}, or run `hf auth login`",
-        ) from error
-    return file
-
-
-def local_folder(source: str) -> Path:
-    """Return where a model's files are on this machine.
+    Args:
+        section: The model.
+        working: Shows the progress of some work.
+        note: Shows a line.
 
     Raises:
-        ModelError: A hub id that was not downloaded.
+        ModelError: The hub refuses, the connection breaks, or the disk is full.
     """
-    if Path(source).is_dir():
-        return Path(source)
-    for name in ("config.json", "tokenizer_config.json"):
-        found = cached_file(source, name)
-        if found is not None:
-            return found.parent
-    raise ModelError(
-        f"{source} is no local directory and not in the cache",
-        limit="weights are read from this machine",
-        hint=f"`hf download {source}`",
-    )
+    repository = hub_model(section)
+    if repository is not None and section.init == "pretrained":
+        download_weights(repository, working=working, note=note)
+
+
+def known_folder(section: ModelSection) -> Path | None:
+    """Return where the files of published weights are on this machine: of the hub, of a commit.
+
+    None if they are not here, or the weights are random.
+    """
+    if section.path is None or section.init == "random":
+        return None
+    repository = hub_model(section)
+    return Path(section.path) if repository is None else cached_folder(repository)
+
+
+def commit_of(section: ModelSection) -> str | None:
+    """Return the commit of a model that is in the hub's cache; None of one that is not."""
+    repository = hub_model(section)
+    folder = None if repository is None else cached_folder(repository)
+    return None if folder is None else folder.name
+
+
+def model_folder(section: ModelSection) -> Path:
+    """Return where the files of published weights are on this machine.
+
+    Raises:
+        ModelError: A model of the hub that was not downloaded.
+    """
+    folder, repository = known_folder(section), hub_model(section)
+    if folder is None:
+        assert repository is not None, "a local path is always known"
+        raise not_here(repository)
+    return folder
+
+
+def tokenizer_folder(section: ModelSection) -> Path:
+    """Return where a tokenizer's files are on this machine; those of the hub are fetched first.
+
+    Raises:
+        ModelError: The hub does not give them.
+    """
+    repository = hub_tokenizer(section)
+    if repository is None:
+        return Path(str(section.tokenizer_source))
+    folder = cached_folder(repository)
+    if folder is None or not any((folder / name).exists() for name in VOCABULARY_FILES):
+        fetch_description(repository)
+        folder = cached_folder(repository)
+    if folder is None:
+        raise not_here(repository)
+    return folder

@@ -35,7 +35,7 @@ from finetune.errors import ModelError, reading_config
 from finetune.files.shards import INDEX, SINGLE, read_weight_map
 from finetune.files.tensors import read_bytes, read_header
 from finetune.model.classifier_head import with_classifier_head
-from finetune.model.config import cached_file, read_config
+from finetune.model.config import known_folder, read_config
 from finetune.recipe.sections import ModelSection
 
 _READ_BY_SCANS = {"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"}
@@ -106,8 +106,8 @@ def empty_of(section: ModelSection) -> PreTrainedModel:
         ConfigError: The file is not a config.
     """
     dtype: torch.dtype = getattr(torch, section.dtype)
-    path = section.path if section.init == "pretrained" else None
-    model = _empty(config_of(section), source=_source(section), dtype=dtype, path=path).model
+    folder = known_folder(section)
+    model = _empty(config_of(section), source=_source(section), dtype=dtype, folder=folder).model
     if section.num_outputs:
         with torch.device("meta"):
             return with_classifier_head(
@@ -119,12 +119,12 @@ def empty_of(section: ModelSection) -> PreTrainedModel:
     return model
 
 
-def empty_from(fields: Mapping[str, Any], *, path: str | None = None) -> PreTrainedModel:
+def empty_from(fields: Mapping[str, Any], *, folder: Path | None = None) -> PreTrainedModel:
     """Build a language model from the fields of a config.
 
     Args:
         fields: The fields of config.json.
-        path: The folder or hub id of the weights; None if they are random.
+        folder: The folder of the weights; None if they are random or not here.
 
     Raises:
         ModelError: transformers has none of this type, or not of these sizes.
@@ -133,18 +133,18 @@ def empty_from(fields: Mapping[str, Any], *, path: str | None = None) -> PreTrai
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about values that only matter to generation
         config = _config_from(fields, source=source)
-        return _empty(config, source=source, dtype=torch.float32, path=path).model
+        return _empty(config, source=source, dtype=torch.float32, folder=folder).model
 
 
 def empty_published(path: str, dtype: torch.dtype) -> Empty:
-    """Build the model of a folder or hub id that holds weights.
+    """Build the model of a folder that holds weights.
 
     Raises:
         ModelError: transformers builds no model from its config.
     """
     with reading_config(path):
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    return _empty(config, source=path, dtype=dtype, path=path)
+    return _empty(config, source=path, dtype=dtype, folder=Path(path))
 
 
 def config_of(section: ModelSection) -> PreTrainedConfig:
@@ -199,13 +199,15 @@ def model_class(config: PreTrainedConfig, *, source: str) -> Any:
     )
 
 
-def _empty(config: PreTrainedConfig, *, source: str, dtype: torch.dtype, path: str | None) -> Empty:
+def _empty(
+    config: PreTrainedConfig, *, source: str, dtype: torch.dtype, folder: Path | None
+) -> Empty:
     kind = model_class(config, source=source)
     with reading_config(source), torch.device("meta"):
         quantization = _take_quantization(config)
         model: PreTrainedModel = kind.from_config(config, dtype=dtype)
-    if path is not None:
-        _untie(model, _files_of(path))
+    if folder is not None:
+        _untie(model, _files_of(folder))
     is_composite = type(config) is not type(model.config)
     return Empty(model=model, quantization=quantization, is_composite=is_composite)
 
@@ -249,15 +251,12 @@ def _are_equal(names: Sequence[str], files: Mapping[str, Path]) -> bool:
     return first.spec == second.spec and all(a == b for a, b in pieces)
 
 
-def _files_of(path: str) -> dict[str, Path]:
+def _files_of(folder: Path) -> dict[str, Path]:
     """Return the file of each tensor of a checkpoint, as far as this machine knows them."""
-    is_folder = Path(path).is_dir()
-    single, index = (
-        Path(path, name) if is_folder else cached_file(path, name) for name in (SINGLE, INDEX)
-    )
-    if single is not None and single.is_file():
+    single, index = folder / SINGLE, folder / INDEX
+    if single.is_file():
         return dict.fromkeys(read_header(single), single)
-    if index is not None and index.is_file():
+    if index.is_file():
         return {name: index.with_name(file) for name, file in read_weight_map(index).items()}
     return {}
 

@@ -8,6 +8,7 @@ token mixing is treated as a recurrence with the state size that the config name
 import sys
 from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.model.empty import empty_from, implementation_of, linear_modules
@@ -66,19 +67,19 @@ _SEEN_IN_A_STEP = {
 """What the engine refuses a type for, and the limit, where only a step with values shows it."""
 
 
-def facts_from(config: Mapping[str, Any], *, path: str | None = None) -> ModelFacts:
+def facts_from(config: Mapping[str, Any], *, folder: Path | None = None) -> ModelFacts:
     """Return the facts of the model of a config, if `finetune` can build and stream it.
 
     Args:
         config: The fields of config.json.
-        path: The folder or hub id of the weights; None if they are random.
+        folder: The folder of the weights; None if they are random or not here.
 
     Raises:
         ModelError: transformers builds no language model from the config.
         UnsupportedModelError: It cannot be trained layer by layer, or what it computes cannot be
             determined.
     """
-    return facts_of(empty_from(config, path=path).requires_grad_(requires_grad=False))
+    return facts_of(empty_from(config, folder=folder).requires_grad_(requires_grad=False))
 
 
 def facts_of(model: "PreTrainedModel") -> ModelFacts:

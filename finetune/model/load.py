@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from finetune.errors import reading_config
 from finetune.model.checkpoint import is_loaded, load_published, model_around
 from finetune.model.classifier_head import with_classifier_head
+from finetune.model.config import model_folder
 from finetune.model.empty import compute_exactly, config_of, model_class
 from finetune.model.store import layer_store
 from finetune.recipe.sections import ModelSection
@@ -73,12 +74,11 @@ def load_model(
         if tier == "ram":
             loaded = _into_memory(loaded, make_slab or Slab)
     else:
-        assert section.path is not None
         make = make_slab or Slab
         with CaptureWeights(
             lambda records, _: make(records), is_loaded=is_loaded, on_put=on_put
         ) as captured:
-            model = load_published(section.path, section.dtype)
+            model = load_published(str(model_folder(section)), section.dtype)
         loaded = Loaded(
             model=model, backing=captured.backing, notes=() if captured.backing else (_UNSEEN,)
         )
@@ -90,6 +90,8 @@ def load_model(
             of_tokens=section.head == "token_classes",
         )
         loaded = replace(loaded, model=classifier)
+    if section.init == "pretrained":  # what an adapter names as its base
+        loaded.model.name_or_path = loaded.model.config.name_or_path = str(section.path)
     for tower in find_towers(loaded.model):  # for images or sound: text needs none of it
         tower.to("meta")
     compute_exactly(loaded.model)
@@ -122,10 +124,8 @@ def _random_model(section: ModelSection, seed: int) -> PreTrainedModel:
 
 def _around(store: Store, section: ModelSection) -> PreTrainedModel:
     """Build the model on the tensors of a store."""
-    assert section.path is not None
-    return model_around(
-        store.tensors(), path=section.path, dtype=section.dtype, source=str(store.path)
-    )
+    folder = str(model_folder(section))
+    return model_around(store.tensors(), path=folder, dtype=section.dtype, source=str(store.path))
 
 
 def _into_memory(loaded: Loaded, make_slab: Callable[[Sequence[Record]], Slab]) -> Loaded:

@@ -21,8 +21,8 @@ import torch
 from finetune.env import stores_dir
 from finetune.errors import ModelError
 from finetune.files.atomic import write_atomically
-from finetune.model.checkpoint import is_loaded, load_published, weights_folder
-from finetune.model.config import cached_file
+from finetune.model.checkpoint import is_loaded, load_published
+from finetune.model.config import known_folder, model_folder
 from finetune.model.empty import config_of
 from finetune.recipe.sections import ModelSection
 from offload.engine.host.store import Store, StoreWriter, require_store, sole_builder, unusable
@@ -67,7 +67,7 @@ def weights_digest(section: ModelSection, codec: str) -> str:
     path = section.path
     if section.init == "random" or path is None:
         return hashlib.sha256(config_of(section).to_json_string().encode()).hexdigest()
-    files = WeightFiles(weights_folder(path), store_path(path, section.dtype, codec))
+    files = WeightFiles(model_folder(section), store_path(path, section.dtype, codec))
     contents = files.recorded() or files.read()
     return hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()
 
@@ -99,49 +99,51 @@ def layer_store(
     file = store_path(path, dtype, codec)
     with sole_builder(file):
         try:
-            return _open_store(path, dtype, codec, file)
+            return _open_store(section, codec, file)
         except StoreError as error:
             note = (
                 f"Built the store anew: {error.what}."
                 if file.exists()
                 else f"Wrote the layers of {path} to {file}."
             )
-            contents = _build_store(path, dtype, codec, file, device, on_put)
+            contents = _build_store(section, codec, file, device, on_put)
             return Store(file, identity=identity(contents, dtype, codec)), (note,)
 
 
-def _open_store(path: str, dtype: str, codec: str, file: Path) -> tuple[Store, tuple[str, ...]]:
+def _open_store(section: ModelSection, codec: str, file: Path) -> tuple[Store, tuple[str, ...]]:
     """Open a store, after checking that the weights are still those that it was made from.
 
     Raises:
         StoreError: There is none, or it has to be built again.
     """
     require_store(file)  # before all weights are read for one that is not there
-    config = Path(path, "config.json") if Path(path).is_dir() else cached_file(path, "config.json")
-    if config is None:
-        raise unusable(file, f"{path} is not in the cache")
-    files = WeightFiles(config.parent, file)
+    folder, dtype = known_folder(section), section.dtype
+    if folder is None:
+        raise unusable(file, f"{section.path} is not in the cache")
+    files = WeightFiles(folder, file)
     contents = files.recorded()
     if contents is not None:
         return Store(file, identity=identity(contents, dtype, codec)), ()
     store = Store(file, identity=identity(files.read(), dtype, codec))
+    path = section.path
     note = f"Files of {path} were touched, so all were read again: they hold what {file} holds."
     return store, (note,)
 
 
 def _build_store(
-    path: str, dtype: str, codec: str, file: Path, device: str, on_put: OnPut
+    section: ModelSection, codec: str, file: Path, device: str, on_put: OnPut
 ) -> Contents:
     """Write a store; return the contents of the files that it was made from."""
     make_writer = partial(StoreWriter, file, encoding_device=torch.device(device))
-    files = WeightFiles(weights_folder(path), file)
+    folder, dtype = model_folder(section), section.dtype
+    files = WeightFiles(folder, file)
     with CaptureWeights(make_writer, codec=codec, is_loaded=is_loaded, on_put=on_put) as captured:
         with files.reading() as contents:
-            model = load_published(path, dtype)
+            model = load_published(str(folder), dtype)
         writer = captured.backing
         if writer is None:
             raise ModelError(
-                f"model.path: {path} was loaded and no weight of its layers was seen",
+                f"model.path: {section.path} was loaded and no weight of its layers was seen",
                 limit="the disk tier writes each as transformers registers it",
                 hint="`offload.tier: ram`, or another version of transformers",
             )

@@ -10,68 +10,69 @@ from typing import TYPE_CHECKING
 import torch
 
 from finetune.errors import ConfigError, ModelError, read_by_library
-from finetune.model.config import cached_file, is_hub_reachable
+from finetune.model.config import VOCABULARY_FILES, tokenizer_folder
+from finetune.recipe.sections import ModelSection
 
 if TYPE_CHECKING:
     from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
 
-_VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-
-
-def load_tokenizer(source: str | None) -> "PreTrainedTokenizerBase":
-    """Load a tokenizer and make sure that it can pad.
+def load_tokenizer(section: ModelSection) -> "PreTrainedTokenizerBase":
+    """Load the tokenizer of a model and make sure that it can pad.
 
     Raises:
         ConfigError: No source was given.
-        ModelError: There is no tokenizer at the source.
+        ModelError: There is no tokenizer at the source, or it is code of its own.
     """
     from transformers import AutoTokenizer
 
+    source = section.tokenizer_source
     if source is None:
         raise ConfigError(
             "model.tokenizer: null, and `model.config` names no tokenizer",
             limit="rows must become tokens",
             hint="`model.tokenizer: DIR` or a hub id with the same vocabulary",
         )
-    folder = Path(source)
-    if folder.is_dir():  # for one without a vocabulary transformers would make up an empty one
-        if not any((folder / name).exists() for name in _VOCABULARY_FILES):
-            raise ModelError(
-                f"no tokenizer in {folder}",
-                limit=f"it must hold one of {', '.join(_VOCABULARY_FILES)}",
-                hint="`model.tokenizer: DIR` or a hub id",
-            )
-    elif cached_file(source, "tokenizer_config.json") is None and not is_hub_reachable():
+    folder = tokenizer_folder(section)
+    # for one without a vocabulary transformers would make up an empty one
+    if not any((folder / name).exists() for name in VOCABULARY_FILES):
         raise ModelError(
-            f"the tokenizer {source} is no local directory and not in the cache",
-            limit="the Hugging Face hub cannot be reached",
-            hint="`model.tokenizer: DIR` with a downloaded tokenizer",
+            f"no tokenizer in {source}",
+            limit=f"it must hold one of {', '.join(VOCABULARY_FILES)}",
+            hint="`model.tokenizer: DIR` or a hub id",
         )
+    limit = "it must hold tokenizer.json, or the files that its class needs"
+    if is_code(folder):
+        limit = "it is code in its own repository, and none of that is run"
     with read_by_library(
         f"the tokenizer in {source} cannot be read",
         error=ModelError,
-        limit="it must hold tokenizer.json, or the files that its class needs",
+        limit=limit,
         hint="download it again, or `model.tokenizer: DIR` or a hub id",
     ):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            source,
+            str(folder),
             trust_remote_code=False,  # unasked, it would ask on the terminal
         )
+        tokenizer.name_or_path = source
         if tokenizer.chat_template is None:
-            tokenizer.chat_template = _processor_template(source)
+            tokenizer.chat_template = _processor_template(folder)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
 
-def _processor_template(source: str) -> str | None:
-    """Return the template that older repositories of models for images keep for the processor."""
-    from transformers.utils.hub import cached_file as find_file
+def is_code(folder: Path) -> bool:
+    """Return whether a tokenizer may need code of its own repository."""
+    with contextlib.suppress(OSError, ValueError):
+        return "auto_map" in json.loads((folder / "tokenizer_config.json").read_bytes())
+    return False
 
-    with contextlib.suppress(OSError):
-        file = find_file(source, "chat_template.json")
-        template: str = json.loads(Path(str(file)).read_bytes())["chat_template"]
+
+def _processor_template(folder: Path) -> str | None:
+    """Return the template that older repositories of models for images keep for the processor."""
+    with contextlib.suppress(FileNotFoundError):
+        template: str = json.loads((folder / "chat_template.json").read_bytes())["chat_template"]
         return template
     return None
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from finetune.errors import ConfigError
-from finetune.model.config import read_config
+from finetune.model.config import known_folder, read_config
 from finetune.planning.ranks import LAUNCHED
 from finetune.recipe.adapters import AdapterSection
 from finetune.recipe.capabilities import (
@@ -93,7 +93,7 @@ def facts_of(
     from finetune.model.empty import config_of
     from finetune.model.facts import facts_from
 
-    facts = facts_from(config, path=model.path if model.init == "pretrained" else None)
+    facts = facts_from(config, folder=known_folder(model))
     for part in (config, config.get("text_config")):
         quantization = part.get("quantization_config") if isinstance(part, Mapping) else None
         if model.init == "pretrained" and isinstance(quantization, Mapping):

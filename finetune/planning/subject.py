@@ -14,7 +14,8 @@ from typing import Any
 
 from finetune.errors import ConfigError
 from finetune.files.atomic import expanded
-from finetune.model.config import cached_file, has_weights, is_hub_reachable
+from finetune.hub.repository import cached_file, is_hub_reachable
+from finetune.model.config import has_weights
 from finetune.planning.candidates import full_requests
 from finetune.planning.request import facts_of
 from finetune.recipe.capabilities import RIVALS
@@ -31,6 +32,7 @@ from finetune.recipe.load import (
     shipped_shapes,
 )
 from finetune.recipe.recipe import Recipe, shipped_recipes, whole_units
+from finetune.recipe.sections import ModelSection
 from offload.plan.facts.facts import ModelFacts
 from offload.plan.request import PlanRequest
 
@@ -222,7 +224,7 @@ def wanted_model(text: str) -> WantedModel:
 def _on_disk(text: str) -> WantedModel:
     file = find_shape(text).absolute()
     folder = file.parent
-    if file.name == "config.json" and has_weights(str(folder)):
+    if file.name == "config.json" and has_weights(ModelSection(path=str(folder))):
         return WantedModel(name=folder.name.lower(), settings={"path": str(folder)})
     name = folder.name if file.name == "config.json" else file.stem
     note = "a config alone, which a plan reads; to train, name the folder with the weights"

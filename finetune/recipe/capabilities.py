@@ -254,6 +254,14 @@ RIVALS = (
 """Pairs of which at most one field may be set. One that is set on the command line replaces the
 other one that a recipe file sets."""
 
+REVISIONS = (
+    ("model.revision", "model.path"),
+    ("model.tokenizer_revision", "model.tokenizer"),
+    ("data.revision", "data.path"),
+    ("data.eval_revision", "data.eval_path"),
+)
+"""Settings of revisions on the hub, and those that name their repositories."""
+
 PAIRS: tuple[Row, ...] = (
     *(
         Row(
@@ -281,6 +289,17 @@ PAIRS: tuple[Row, ...] = (
             ("train.grad_accum_steps", "8", "train.tokens_per_step", ""),
             ("train.steps", "500", "train.epochs", "`train.epochs: 1`"),
         )
+    ),
+    *(
+        Row(
+            revision,
+            SET,
+            f"it is of the repository that {owner} names",
+            hint=f"leave out `{revision}`, or set `{owner}: OWNER/NAME`",
+            other=owner,
+            others=UNSET,
+        )
+        for revision, owner in REVISIONS
     ),
     Row(
         "train.what",

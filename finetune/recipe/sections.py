@@ -49,10 +49,14 @@ EmptyThink = Literal["prompt", "learn"]
 ColumnNames = dict[Annotated[str, NameIn(column_names)], Annotated[str, Field(min_length=1)]]
 
 
+Revision = Annotated[str, Field(min_length=1)] | None
+
+
 class MixSource(Section):
     """One source of `data.mix`; what it leaves out is as in `data`."""
 
     path: str = Field(min_length=1, description="As `data.path`.", examples=["data/chats.jsonl"])
+    revision: Revision = Field(default=None, description="As `data.revision`.", examples=["main"])
     weight: float = Field(
         default=1.0, gt=0, description="Its share of the rows is this over the sum of weights."
     )
@@ -84,6 +88,12 @@ class DataSection(Section):
         description="File (jsonl, json, csv, parquet, txt), directory of files, saved data set, or"
         " hub id (id#config:split). Either this or `data.mix`.",
         examples=["data/train.jsonl"],
+    )
+    revision: Revision = Field(
+        default=None,
+        description="Branch, tag or commit of `data.path` on the hub; null takes the newest. A run"
+        " keeps the commit in its `recipe.yaml`.",
+        examples=["main"],
     )
     mix: Annotated[tuple[MixSource, ...], Field(strict=False)] = Field(
         default=(),
@@ -138,6 +148,12 @@ class DataSection(Section):
         description="Held-out rows, in the same form as `data.path`.",
         examples=["data/eval.jsonl"],
     )
+    eval_revision: Revision = Field(
+        default=None,
+        description="Branch, tag or commit of `data.eval_path` on the hub; null takes that of"
+        " `data.revision` if both are one repository, or else the newest.",
+        examples=["main"],
+    )
     eval_frac: float | None = Field(
         default=None,
         gt=0,
@@ -189,7 +205,7 @@ class DataSection(Section):
     @property
     def sources(self) -> tuple[MixSource, ...]:
         """What is trained on: the sources of the mix, or `path` as the only one."""
-        return self.mix or (MixSource(path=self.path or ""),)
+        return self.mix or (MixSource(path=self.path or "", revision=self.revision),)
 
     @property
     def has_eval(self) -> bool:
@@ -312,6 +328,12 @@ class ModelSection(Section):
         description="Hub id or local directory of the model. Either this or `model.config`.",
         examples=["Qwen/Qwen3-0.6B"],
     )
+    revision: Revision = Field(
+        default=None,
+        description="Branch, tag or commit of `model.path` on the hub; null takes what is in the"
+        " cache whole, or else the newest commit. A run keeps the commit in its `recipe.yaml`.",
+        examples=["main"],
+    )
     config: str | None = Field(
         default=None,
         min_length=1,
@@ -332,6 +354,12 @@ class ModelSection(Section):
         min_length=1,
         description="Hub id or local directory of the tokenizer; null means that of `model.path`.",
         examples=["Qwen/Qwen3-0.6B"],
+    )
+    tokenizer_revision: Revision = Field(
+        default=None,
+        description="Branch, tag or commit of `model.tokenizer` on the hub; null takes that of"
+        " `model.revision` if both are one repository, or else the newest.",
+        examples=["main"],
     )
     experts_implementation: Literal["auto"] | ExpertsImplementation = Field(
         default="auto",

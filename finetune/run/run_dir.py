@@ -18,7 +18,7 @@ from finetune.files.manifest import (
     is_sealed_yaml,
     sealed_yaml,
 )
-from finetune.recipe.capabilities import setting
+from finetune.recipe.capabilities import REVISIONS, setting
 from finetune.recipe.load import RUN_CHECKPOINTS, RUN_METRICS, RUN_RECIPE, load_recipe
 from finetune.recipe.recipe import (
     Recipe,
@@ -411,10 +411,25 @@ def as_begun(recipe: Recipe, begun: Recipe | None, *, num_ranks: int = 1) -> Rec
         found = setting(begun, path)  # None where it was begun with another method of adapters
         if setting(recipe, path) == "auto" and found is not None:
             recipe = with_settings(recipe, {path: found})
+    recipe = _at_commits_of(recipe, begun)
     shares = begun.train.shares
     if recipe.train.shares == "auto" and (isinstance(shares, str) or len(shares) == num_ranks):
         recipe = with_settings(recipe, {"train.shares": shares})
     return _placed_as_begun(recipe, begun)
+
+
+def _at_commits_of(recipe: Recipe, begun: Recipe) -> Recipe:
+    """Return the recipe at the commits of the hub that the run began with, unless it names some."""
+    for path, owner in REVISIONS:
+        if setting(recipe, path) is None and setting(recipe, owner) == setting(begun, owner):
+            recipe = with_settings(recipe, {path: setting(begun, path)})
+    if [one.path for one in recipe.data.mix] != [one.path for one in begun.data.mix]:
+        return recipe
+    mix = (
+        now.model_copy(update={"revision": now.revision or then.revision})
+        for now, then in zip(recipe.data.mix, begun.data.mix, strict=True)
+    )
+    return with_settings(recipe, {"data.mix": tuple(mix)})
 
 
 def _placed_as_begun(recipe: Recipe, begun: Recipe) -> Recipe:

@@ -16,7 +16,7 @@ from finetune.planning.request import adapter_spec
 from finetune.recipe.recipe import Recipe
 from finetune.run.adapter_folder import WEIGHTS_FILE, read_adapter_config, refuse_classifier
 from finetune.run.run_dir import RunDir
-from finetune.training.preflight import adapter_to_go_on_from
+from finetune.training.preflight import adapter_to_go_on_from, other_base
 from offload.plan.facts.facts import AdapterSpec, ModelFacts, linear_names
 from offload.plan.facts.linears import FP32_BYTES
 from offload.plan.machine.machine import DTYPE_BYTES
@@ -66,7 +66,7 @@ def contenders_of(
     """
     found, notes = list[Contender](), list[str]()
     for path in adapters:
-        folder, own = adapter_to_go_on_from(path, model=recipe.model.path)
+        folder, own = adapter_to_go_on_from(path, model=recipe.model)
         refuse_classifier(folder, "scored by the log-probabilities of tokens")
         notes += own
         num_bytes = _fp32_bytes(folder / WEIGHTS_FILE)
@@ -107,11 +107,9 @@ def _checkpoints_of(run: RunDir, recipe: Recipe, notes: list[str]) -> list[Conte
         )
     for step in steps:
         run.checkpoints.require_whole(step)
-    if begun.model.path != recipe.model.path:
-        notes.append(
-            f"The run in {run.path} trains on {begun.model.path}, and rows are scored on"
-            f" {recipe.model.path}: they have to be the same model"
-        )
+    notes += other_base(
+        f"The run in {run.path} trains", recipe.model, begun.model.path, begun.model.revision
+    )
     return [
         Contender(
             name=f"step {step}",

@@ -12,7 +12,7 @@ from finetune.adapter.lora import add_alike, add_lora, load_adapter, set_trained
 from finetune.data.tokenize import IGNORE_INDEX
 from finetune.errors import ConfigError, ModelError
 from finetune.files.atomic import expanded
-from finetune.model.config import has_weights, is_hub_reachable
+from finetune.model.config import has_weights, hub_model
 from finetune.model.load import load_model
 from finetune.planning.request import find_machine, full_request, with_backend
 from finetune.planning.subject import Subject, is_model, subject_of
@@ -226,12 +226,10 @@ def base_to_score(name: str, overrides: Sequence[str]) -> Subject:
             hint="evaluate it with `data.eval_path` and `output.eval_every`, or load its adapter"
             " with peft",
         )
-    path_or_none, init = subject.recipe.model.path, subject.recipe.model.init
-    if init == "random" or (path_or_none and has_weights(path_or_none)):
-        return subject
-    if path_or_none is None or Path(path_or_none).exists() or not is_hub_reachable():
+    model = subject.recipe.model
+    if model.init == "pretrained" and hub_model(model) is None and not has_weights(model):
         raise ModelError(
-            f"{name} has no weights: model.path is {path_or_none}",
+            f"{name} has no weights: model.path is {model.path}",
             limit="rows are scored with the weights of a model, in safetensors files",
             hint="a directory with config.json and *.safetensors, or a recipe of one",
         )

@@ -18,7 +18,7 @@ import yaml
 from pydantic import Field, ValidationError
 
 from finetune.errors import ConfigError
-from finetune.model.config import is_hub_reachable
+from finetune.hub.repository import is_hub_reachable
 from finetune.planning.candidates import (
     chooser,
     chosen_plan,

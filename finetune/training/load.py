@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from finetune.model.download import download_weights
+from finetune.model.config import fetch_model
 from finetune.model.load import Loaded, load_model, set_router_loss
 from finetune.model.store import weights_digest
 from finetune.training.ranks import Ranks
@@ -26,9 +26,8 @@ def load_base(run: Run, plan: Plan) -> Loaded:
         plan: The plan of its steps.
     """
     recipe, ranks = run.recipe, run.ranks
-    if recipe.model.init == "pretrained" and recipe.model.path is not None:
-        with ranks.first_here_first():
-            download_weights(recipe.model.path, working=run.screen.working, note=run.screen.note)
+    with ranks.first_here_first():
+        fetch_model(recipe.model, working=run.screen.working, note=run.screen.note)
     if ranks.num_machines > 1:
         codec = plan.request.typical.codec
         digest = ranks.from_first_here(lambda: weights_digest(recipe.model, codec))

@@ -9,18 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finetune.data.steps import Steps
-from finetune.errors import CheckpointError, ConfigError, DataError, ModelError
-from finetune.model.config import has_weights, is_hub_reachable
-from finetune.planning.candidates import choose, full_requests
+from finetune.errors import CheckpointError, ConfigError, DataError
+from finetune.model.config import commit_of
 from finetune.recipe.capabilities import broken_length_rules
 from finetune.recipe.recipe import Recipe
-from finetune.recipe.sections import OffloadSection
-from finetune.report.format import shown_gib, shown_time
+from finetune.recipe.sections import ModelSection, OffloadSection
+from finetune.report.format import shown_gib
 from finetune.run.adapter_folder import read_adapter_config, require_adapter_files
 from finetune.run.run_dir import RunDir
 from finetune.training.ranks import Ranks
-from offload.errors import DoesNotFitError
-from offload.plan.facts.facts import ModelFacts
 from offload.plan.facts.linears import FP32_BYTES
 from offload.plan.facts.optimizer import (
     HOST_GRADIENTS,
@@ -33,10 +30,8 @@ from offload.plan.facts.trainable import (
     trained_parameters,
     trained_tensor_shapes,
 )
-from offload.plan.fit import MemoryNeeds
 from offload.plan.machine.machine import Machine
-from offload.plan.plan import Plan, costs_of
-from offload.plan.time.bounds import r3_bound_s
+from offload.plan.plan import Plan
 
 if TYPE_CHECKING:
     import torch
@@ -146,12 +141,12 @@ def require_last_step(steps: Steps, *, num_ranks: int) -> None:
     )
 
 
-def adapter_to_go_on_from(path: Path, *, model: str | None) -> tuple[Path, tuple[str, ...]]:
+def adapter_to_go_on_from(path: Path, *, model: ModelSection) -> tuple[Path, tuple[str, ...]]:
     """Return the folder of the adapter that a run goes on from, and what is to know of it.
 
     Args:
         path: A run's directory, or a folder in peft's format.
-        model: The model of the run; None if it has no name.
+        model: The model of the run.
 
     Raises:
         CheckpointError: There is none, or it is damaged.
@@ -161,13 +156,32 @@ def adapter_to_go_on_from(path: Path, *, model: str | None) -> tuple[Path, tuple
     if run.recipe_file.exists():
         folder, notes = run.adapter, run.require_adapter()
     require_adapter_files(folder)
-    base = read_adapter_config(folder).get("base_model_name_or_path")
-    if base and model and base != model:
-        notes += (
-            f"The adapter in {folder} was trained on {base}, and this run trains one on {model}:"
-            " they have to be the same model",
+    config = read_adapter_config(folder)
+    base, revision = config.get("base_model_name_or_path"), config.get("revision")
+    who = f"The adapter in {folder} was trained"
+    return folder, (*notes, *other_base(who, model, base, revision))
+
+
+def other_base(
+    who: str, model: ModelSection, base: str | None, revision: str | None
+) -> tuple[str, ...]:
+    """Return a note if an adapter was trained on another model, or at another commit of it.
+
+    Args:
+        who: The beginning of the note: what was trained.
+        model: The model that it is put on.
+        base: The model that it was trained on; None if that is not known.
+        revision: Its commit on the hub; None if that is not known.
+    """
+    if base and model.path and base != model.path:
+        return (f"{who} on {base}, and this is {model.path}: they have to be the same model",)
+    commit = commit_of(model)
+    if base and revision and commit and revision != commit:
+        return (
+            f"{who} on {base} at commit {revision}, and this is at {commit}: `model.revision:"
+            f" {revision}` is the same",
         )
-    return folder, notes
+    return ()
 
 
 def require_room(folder: Path, plan: Plan) -> None:
@@ -207,13 +221,12 @@ def require_room(folder: Path, plan: Plan) -> None:
         )
 
 
-def require_ready(recipe: Recipe, facts: ModelFacts, machine: Machine, *, num_ranks: int) -> None:
-    """Check that the weights can be obtained; if not, report everything that stops this run.
+def require_trainable(recipe: Recipe) -> None:
+    """Check that the model can be trained as the recipe asks.
 
     Raises:
-        UnsupportedModelError: The recipe asks for a router loss of another kind than is known.
+        UnsupportedModelError: It asks for a router loss of another kind than is known.
         ConfigError: It asks for a prefix, and layers keep anything but plain keys and values.
-        ModelError: The weights are not here and cannot be fetched.
     """
     _require_router_loss(recipe)
     if recipe.adapter.stated.kind == "prefix":
@@ -221,31 +234,6 @@ def require_ready(recipe: Recipe, facts: ModelFacts, machine: Machine, *, num_ra
         from finetune.model.empty import empty_of
 
         require_plain_cache(empty_of(recipe.model), recipe.adapter)
-    path = recipe.model.path
-    if recipe.model.init == "random" or path is None or has_weights(path):
-        return
-    if Path(path).is_dir():
-        raise ModelError(
-            f"model.path: {path} holds no *.safetensors",
-            limit="weights are read from safetensors files",
-            hint="download the model again, or `model.init: random` for measurements",
-        )
-    if is_hub_reachable():
-        return
-    causes = [f"model.path: {path} has no weights on this machine and the hub cannot be reached"]
-    if machine.device == "cpu":
-        causes.append(
-            f"on this CPU a step would take {_step_time(recipe, facts, machine, num_ranks)}"
-        )
-    shortage = _shortage(recipe, facts, machine, num_ranks)
-    if shortage is not None:
-        causes.append(f"{shortage.what}; {shortage.limit}")
-    raise ModelError(
-        "\n  - ".join(causes),
-        limit="training needs the weights, memory for them and a device that is fast enough",
-        hint=f"download the model where there is a network (`hf download {path}`) and set"
-        " `model.path: DIR`; `sluice plan RECIPE --machine rtx5090` needs no weights",
-    )
 
 
 def _require_router_loss(recipe: Recipe) -> None:
@@ -263,21 +251,3 @@ def _require_router_loss(recipe: Recipe) -> None:
     empty = empty_of(recipe.model)
     set_router_loss(empty, recipe.train.router_loss_coef)
     LayeredModel(empty)
-
-
-def _shortage(
-    recipe: Recipe, facts: ModelFacts, machine: Machine, num_ranks: int
-) -> DoesNotFitError | None:
-    try:
-        choose(facts, machine, full_requests(recipe, facts, num_ranks=num_ranks))
-    except DoesNotFitError as error:
-        return error
-    return None
-
-
-def _step_time(recipe: Recipe, facts: ModelFacts, machine: Machine, num_ranks: int) -> str:
-    request = full_requests(recipe, facts, num_ranks=num_ranks)[0]
-    costs = costs_of(facts, machine, request)
-    num_slots = MemoryNeeds.of(facts, machine, request).least.num_slots
-    bound_s = r3_bound_s(costs, num_slots=num_slots, num_micro_batches=request.rank_micro_batches)
-    return f"{shown_time(bound_s + costs.optimizer_s)} by the plan"

@@ -156,8 +156,7 @@ def settled(runs: "Sequence[Run]", facts: ModelFacts, cards: "Cards") -> list[Ru
 
 def prepare_alone(run: Run, facts: ModelFacts, cards: "Cards") -> Prepared:
     """Read the rows of a settled run, and plan its steps as if it were alone."""
-    own = cards.machines[run.ranks.index]
-    preflight.require_ready(run.recipe, facts, own, num_ranks=run.ranks.num)
+    preflight.require_trainable(run.recipe)
     data = load_data(run, facts)
     return Prepared(run=run, data=data, planned=plan_steps(run, facts, data, cards))
 
@@ -330,7 +329,7 @@ def load_data(run: Run, facts: ModelFacts) -> Data:
         ModelError: There is no tokenizer.
     """
     recipe, ranks = run.recipe, run.ranks
-    tokenizer = load_tokenizer(recipe.model.tokenizer_source)
+    tokenizer = load_tokenizer(recipe.model)
     with ranks.first_here_first():
         rows = load_rows(
             recipe.data,

@@ -32,6 +32,7 @@ T = TypeVar("T")
 # What is there is compared by itself, or is the main rank's alone.
 OF_A_MACHINE = (
     *("model.path:", "model.config:", "model.tokenizer:", "adapter.init_from:"),
+    *("model.revision:", "model.tokenizer_revision:", "data.revision:", "data.eval_revision:"),
     *("data.path:", "data.mix:", "data.eval_path:", "data.num_workers:"),
     *("output.name:", "output.dir:", "report."),
 )

@@ -43,6 +43,7 @@ from finetune.planning.candidates import choose, requests_for
 from finetune.planning.request import facts_of
 from finetune.planning.subject import model_subject
 from finetune.recipe.recipe import Recipe, with_settings
+from finetune.recipe.sections import ModelSection
 from finetune.training.ranks import own_micro_batches
 from offload.engine.engine import Engine, EngineOptions
 from offload.plan.machine.machine import GIB, named_machine
@@ -102,7 +103,7 @@ def rows_of(name: str, data: Path | None) -> ExampleSet:
         with tempfile.TemporaryDirectory() as cache:
             found = load_rows(
                 Recipe.model_validate(values).data,
-                load_tokenizer(str(data / "qwen3-tokenizer")),
+                load_tokenizer(ModelSection(tokenizer=str(data / "qwen3-tokenizer"))),
                 seq_len=SEQ_LEN,
                 seed=0,
                 cache_dir=Path(cache),

@@ -1009,11 +1009,11 @@ def test_a_run_downloads_its_model_and_says_so_once(
     recipe = write_recipe(train={"steps": 1})
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     words = ("cli.py", "finetune", str(recipe), "--machine", str(machine_file))
-    with hub(tmp_path / "hub") as (variables, asked):
+    with hub(tmp_path / "hub") as served:
         done = subprocess.run(
             [
                 *("env", "-u", "http_proxy", "-u", "HTTP_PROXY", "OMP_NUM_THREADS=1"),
-                *(f"{name}={value}" for name, value in variables.items()),
+                *(f"{name}={value}" for name, value in served.variables.items()),
                 *(sys.executable, *(launcher if num_ranks > 1 else ()), *words),
                 "model.path=own/model",
             ],
@@ -1023,8 +1023,8 @@ def test_a_run_downloads_its_model_and_says_so_once(
             check=False,
         )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("Downloading own/model: 0.00 GB, 1 file, to ") == 1, done.stdout
-    assert asked.count("model.safetensors") == 1
+    assert done.stdout.count("Downloading own/model: ") == 1, done.stdout
+    assert served.asked.count("model.safetensors") == 1
 
 
 # ------------------------------------------------------------------------------------------- choice

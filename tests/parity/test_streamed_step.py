@@ -968,7 +968,7 @@ NUM_STEPS, NUM_MICRO_BATCHES, MICRO_BATCH_SIZE = 5, 3, 4
 
 
 def batches() -> list[dict[str, torch.Tensor]]:
-    tokenizer = load_tokenizer(str(QUICKSTART / "model"))
+    tokenizer = load_tokenizer(ModelSection(path=str(QUICKSTART / "model")))
     rows = read_conversations(
         path=str(QUICKSTART / "train.jsonl"),
         data_format="messages",

@@ -56,7 +56,7 @@ class AdapterRun:
         model = add_loras(loaded.model, new, backing=loaded.backing)
         for run in runs:
             if (begun := run.recipe.adapter.as_lora.init_from) is not None:
-                folder, _ = adapter_to_go_on_from(Path(begun), model=run.recipe.model.path)
+                folder, _ = adapter_to_go_on_from(Path(begun), model=run.recipe.model)
                 load_into(model, folder, adapter=run.adapter or ALONE)
         return model
 
@@ -144,5 +144,12 @@ def save_trained(session: Session, tensors: "dict[str, torch.Tensor] | None") ->
     """
     run, model = session.run, cast("PeftModel", session.model)
     folder = run.dir.adapter
-    save_adapter(model, folder, adapter=run.adapter or ALONE, tensors=tensors, stops=session.stops)
+    save_adapter(
+        model,
+        folder,
+        adapter=run.adapter or ALONE,
+        tensors=tensors,
+        stops=session.stops,
+        revision=run.recipe.model.revision,
+    )
     return folder

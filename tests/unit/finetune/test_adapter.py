@@ -49,7 +49,7 @@ from finetune.errors import CheckpointError, MergeError
 from finetune.export.merge import merge
 from finetune.export.vllm import write_vllm_adapter
 from finetune.recipe.adapters import LoraSection
-from finetune.recipe.sections import TrainSection
+from finetune.recipe.sections import ModelSection, TrainSection
 from finetune.training.optimizer import (
     AdapterUpdate,
     RoundedOptimizer,
@@ -388,7 +388,9 @@ DOORS: dict[str, Callable[[Path, Path], object]] = {
     "merge": lambda base, adapter: merge(base, adapter, base.parent / "out"),
     "vllm": lambda base, adapter: write_vllm_adapter(adapter, base.parent / "out", base=base),
     "score, chat and generate": lambda base, adapter: load_adapter(load(base), adapter),
-    "before training": lambda base, adapter: adapter_to_go_on_from(adapter, model=str(base)),
+    "before training": lambda base, adapter: adapter_to_go_on_from(
+        adapter, model=ModelSection(path=str(base))
+    ),
     "init_from": lambda base, adapter: load_into(
         add_lora(load(base), LoraSection(rank=4), seed=0), adapter
     ),

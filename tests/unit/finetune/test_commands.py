@@ -153,7 +153,7 @@ def test_the_figures_are_those_of_the_run(
     )
     rows = load_rows(
         data,
-        load_tokenizer(recipe.model.tokenizer_source),
+        load_tokenizer(recipe.model),
         seq_len=recipe.train.seq_len,
         seed=recipe.train.seed,
         cache_dir=tmp_path / "other",

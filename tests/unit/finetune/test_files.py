@@ -34,7 +34,6 @@ from finetune.files.manifest import (
 from finetune.files.shards import INDEX, weight_files
 from finetune.files.tensors import open_tensors, read_header
 from finetune.model.base_weights import BaseWeights
-from finetune.model.checkpoint import _weight_files
 from finetune.run.adapter_folder import require_adapter_files
 from finetune.run.run_dir import RunDir
 from tests.parity.tiny_models import tiny_model
@@ -321,7 +320,7 @@ def test_an_index_that_leads_out_of_its_folder_is_refused(name: str, tmp_path: P
     """A model's index could name any file of the machine as its weights (#16)."""
     publish(tmp_path, {})
     folder = publish(tmp_path / "model", {"a": name.format(tmp_path)})
-    for read in (weight_files, lambda path: _weight_files(str(path)), BaseWeights):
+    for read in (weight_files, BaseWeights):
         with pytest.raises(ModelError, match=rf"{INDEX} cannot be read: weight_map\.a is .*same"):
             read(folder)
 
@@ -351,13 +350,13 @@ def test_of_a_tensor_in_two_files_the_index_decides(chosen: str, tmp_path: Path)
         save_file(tensors, folder / f"{name}.safetensors")
     wanted = both["xy".index(chosen[0])]["a"]
     assert torch.equal(BaseWeights(folder).read("a"), wanted)
-    assert torch.equal(open_tensors(_weight_files(str(folder)))["a"][...], wanted)
+    assert torch.equal(open_tensors(list(map(str, weight_files(folder))))["a"][...], wanted)
     publish(folder, {"b": "y.safetensors", "c": "x.safetensors"})
     save_file(both[0], folder / "x.safetensors")
     with pytest.raises(ModelError, match=r"a is in .*x\.safetensors and in .*y\.safetensors; "):
         BaseWeights(folder)
     with pytest.raises(ModelError, match=r"a is in .*x\.safetensors and in .*y\.safetensors; "):
-        open_tensors(_weight_files(str(folder)))
+        open_tensors(list(map(str, weight_files(folder))))
 
 
 def with_header(file: Path, change: Callable[[dict[str, dict]], object]) -> None:

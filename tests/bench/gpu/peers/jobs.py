@@ -210,7 +210,7 @@ def _write_rows(folder: Path, recipe_file: Path) -> None:
     recipe = load_recipe(str(recipe_file), [])
     rows = load_rows(
         recipe.data,
-        load_tokenizer(recipe.model.tokenizer_source),
+        load_tokenizer(recipe.model),
         seq_len=recipe.train.seq_len,
         seed=recipe.train.seed,
         cache_dir=folder / "cache" / "sluice",

@@ -29,8 +29,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from finetune.adapter.lora import add_lora, linear_names, trained
 from finetune.errors import ConfigError, ModelError
+from finetune.hub.repository import is_hub_reachable
 from finetune.model.classifier_head import with_classifier_head
-from finetune.model.config import has_weights, is_hub_reachable, read_config
+from finetune.model.config import has_weights, read_config
 from finetune.model.empty import config_of, empty_from, empty_of, empty_published
 from finetune.model.facts import facts_from, facts_of
 from finetune.planning.request import adapter_spec
@@ -349,11 +350,11 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_a_shipped_shape_stands_in_for_a_hub_id_that_is_not_here(offline: None) -> None:
     config = read_config(ModelSection(path="Qwen/Qwen3-30B-A3B"))
     assert config["num_experts"] == 128
-    assert not has_weights("Qwen/Qwen3-30B-A3B")
+    assert not has_weights(ModelSection(path="Qwen/Qwen3-30B-A3B"))
 
 
 def test_a_hub_id_without_a_network_is_an_error_that_says_so(offline: None) -> None:
-    with pytest.raises(ModelError, match=r"nobody/nothing is no local directory.*cannot be reach"):
+    with pytest.raises(ModelError, match=r"nobody/nothing is no local directory.*HF_HUB_OFFL"):
         read_config(ModelSection(path="nobody/nothing"))
 
 

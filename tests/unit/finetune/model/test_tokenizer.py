@@ -10,6 +10,7 @@ import torch
 import offload
 from finetune.errors import ConfigError, ModelError
 from finetune.model.tokenizer import Sampling, chosen_by, load_tokenizer, most_probable
+from finetune.recipe.sections import ModelSection
 from finetune.training.generate import generate
 from tests.chat_templates import CHATML, PARTS
 from tests.doubles import tiny_tokenizer
@@ -18,12 +19,12 @@ from tests.parity.steps import tiny
 
 def test_a_tokenizer_is_asked_for_where_none_is_known() -> None:
     with pytest.raises(ConfigError, match=r"model\.tokenizer: null"):
-        load_tokenizer(None)
+        load_tokenizer(ModelSection())
 
 
 def test_a_folder_without_a_tokenizer_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no tokenizer in"):
-        load_tokenizer(str(tmp_path))
+        load_tokenizer(ModelSection(path=str(tmp_path)))
 
 
 @pytest.mark.parametrize("own", [None, CHATML])
@@ -32,7 +33,7 @@ def test_the_template_of_a_processor_is_taken_where_the_tokenizer_has_none(
 ) -> None:
     tiny_tokenizer(chat_template=own).save_pretrained(tmp_path)
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": PARTS}))
-    assert load_tokenizer(str(tmp_path)).chat_template == (own or PARTS)
+    assert load_tokenizer(ModelSection(path=str(tmp_path))).chat_template == (own or PARTS)
 
 
 # ----------------------------------------------------------------------------------------- sampling

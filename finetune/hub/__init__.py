@@ -1,0 +1,1 @@
+"""The Hugging Face hub: which commit of a repository is read, what it holds, and its files."""
