@@ -23,6 +23,7 @@ from finetune.cli.commands import (
     merge,
     plan,
     probe,
+    push,
     recipes_app,
     score,
     share,
@@ -41,7 +42,7 @@ _OURS: Sequence[Callable[..., None]] = (
     *(finetune, sweep),
     *(init, plan, fit, probe, doctor, validate),
     *(data, explain, compare, generate, chat, score),
-    *(adapter, merge, export, share),
+    *(adapter, merge, export, push),
     studio,
 )
 COMMANDS = Registry[Any]("commands", {one.__name__: one for one in _OURS}, FunctionType)

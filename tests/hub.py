@@ -100,9 +100,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._api(rest, prefix="" if kind == "models" else f"{kind}/")
         else:
             repo, _, rest = path.partition("/resolve/")
-            parts = rest.split("/")
-            size = 3 if rest.startswith("refs/") else 1
-            self._file(repo, "/".join(parts[:size]), "/".join(parts[size:]))
+            self._file(repo, *_revision_and_name(rest))
 
     # ------------------------------------------------------------------------------ repositories
 
@@ -125,7 +123,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _api(self, path: str, *, prefix: str) -> None:
         repo, what = "/".join(path.split("/")[:2]), path.split("/")[2:]
         repo = prefix + repo
-        revision = "/".join(what[1:]) if what[:1] in (["revision"], ["tree"]) else "main"
+        has_revision = what[:1] in (["revision"], ["tree"])
+        revision, below = _revision_and_name("/".join(what[1:]) if has_revision else "main")
         folder = self._found(repo, revision)
         if folder is None:
             return
@@ -137,16 +136,27 @@ class _Handler(BaseHTTPRequestHandler):
             branch = {"name": "main", "ref": "refs/heads/main", "targetCommit": commit_of(main)}
             tags = [{"name": n, "ref": f"refs/tags/{n}", "targetCommit": "0" * 40} for n in names]
             self._json({"branches": [branch], "tags": tags, "converts": [], "pullRequests": []})
+        elif below and not (folder / below).is_dir():
+            self._refuse("EntryNotFound", HTTPStatus.NOT_FOUND)
         elif what[:1] == ["tree"]:
-            self._json([self._entry(file, folder, path="path") for file in files_of(folder)])
+            self._json(
+                [self._entry(file, folder, path="path") for file in files_of(folder / below)]
+            )
         else:
             siblings = [self._entry(file, folder, path="rfilename") for file in files_of(folder)]
+            is_private = (self.hub.folder / repo / ".unlisted").exists()
             gated = "manual" if (self.hub.folder / repo / ".gated").exists() else False
             known = {"id": repo.removeprefix("datasets/"), "sha": commit_of(folder)}
             card = self.hub.folder / repo / ".card.json"
             about = json.loads(card.read_text()) if card.exists() else {}
             self._json(
-                {**known, "gated": gated, "private": False, "siblings": siblings, "cardData": about}
+                {
+                    **known,
+                    "gated": gated,
+                    "private": is_private,
+                    "siblings": siblings,
+                    "cardData": about,
+                }
             )
 
     def _entry(self, file: Path, folder: Path, *, path: str) -> dict[str, Any]:
@@ -218,9 +228,15 @@ class _Handler(BaseHTTPRequestHandler):
         if path == "api/repos/create":
             asked = json.loads(content)
             self.hub.created.append(asked)
-            owner = asked.get("organization") or "own"
-            (self.hub.folder / owner / asked["name"]).mkdir(parents=True)
-            self._json({"url": f"{self.hub.variables['HF_ENDPOINT']}/{owner}/{asked['name']}"})
+            folder = self.hub.folder / (asked.get("organization") or "own") / asked["name"]
+            address = f"{self.hub.variables['HF_ENDPOINT']}/{folder.relative_to(self.hub.folder)}"
+            if folder.is_dir():
+                self._answer(json.dumps({"url": address}).encode(), {}, HTTPStatus.CONFLICT)
+                return
+            folder.mkdir(parents=True)
+            if not asked.get("visibility", "").startswith("public") and asked.get("private", True):
+                (folder / ".unlisted").touch()
+            self._json({"url": address})
         elif path == "api/validate-yaml":
             self._json({"errors": [], "warnings": []})
         elif "/preupload/" in path:
@@ -236,6 +252,13 @@ class _Handler(BaseHTTPRequestHandler):
                     file.write_bytes(base64.b64decode(line["value"]["content"]))
             address = f"{self.hub.variables['HF_ENDPOINT']}/{repo}/commit/{'0' * 40}"
             self._json({"commitUrl": address, "commitOid": "0" * 40, "success": True})
+
+
+def _revision_and_name(text: str) -> tuple[str, str]:
+    """Split what follows a repository in an address."""
+    parts = text.split("/")
+    size = 3 if text.startswith("refs/") else 1
+    return "/".join(parts[:size]), "/".join(parts[size:])
 
 
 def _digest(file: Path) -> str:

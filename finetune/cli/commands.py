@@ -603,6 +603,26 @@ def export(
         print_notes(console, lines)
 
 
+def push(
+    source: Annotated[Path, typer.Argument(help="A finished run, or a merged model.")],
+    *,
+    repo: Annotated[str, typer.Option(help="OWNER/NAME, or NAME of your own account.")],
+    is_public: Annotated[
+        bool, typer.Option("--public", help="Let everybody read it; otherwise it is private.")
+    ] = False,
+) -> None:
+    """Upload the adapter or the model, with its card, to the Hugging Face hub."""
+    with explained(str(source)):
+        from finetune.commands.push import pushed
+        from finetune.report.screen import Screen
+
+        screen = Screen(open_console(), is_verbose=False)
+        address = pushed(
+            source, repo, is_public=is_public, working=screen.working, note=screen.note
+        )
+        screen.note(f"Pushed: {address} ({'public' if is_public else 'private'})")
+
+
 def data(
     recipe: Source,
     overrides: Overrides = None,

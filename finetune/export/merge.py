@@ -22,7 +22,7 @@ from pydantic import BaseModel, RootModel
 from finetune.data.chat_template import merge_generation_config
 from finetune.errors import MergeError, ModelError
 from finetune.export.adapter_delta import Changes
-from finetune.files.atomic import JsonFile, becoming
+from finetune.files.atomic import JsonFile, becoming, write_atomically
 from finetune.files.shard_writer import Shards, new_shards
 from finetune.files.tensors import Spec
 from finetune.model.base_weights import BaseWeights
@@ -31,6 +31,7 @@ from finetune.model.empty import empty_published
 from finetune.model.renaming import Group, Renaming
 from finetune.recipe.load import published_shape
 from finetune.report.format import shown_gib
+from finetune.report.model_card import MODEL_CARD, merged_card
 from finetune.run.adapter_folder import refuse_classifier
 from finetune.run.run_dir import RunDir
 from offload.engine.codec import form_named
@@ -369,6 +370,8 @@ def merge_run(run_dir: Path, out: Path, *, progress: Progress | None = None) -> 
     base, tokenizer = base_and_tokenizer(run_dir)
     recipe = run.recipe()
     merged = merge(base, run.adapter, out, tokenizer=tokenizer, progress=progress)
+    if (card := run.adapter / MODEL_CARD).exists():
+        write_atomically(out / MODEL_CARD, merged_card(recipe, card.read_text("utf-8")))
     rounding = _rounding(
         recipe.offload.layer_codec, getattr(torch, recipe.model.dtype), base, merged.changed
     )

@@ -81,6 +81,15 @@ def is_hub_reachable() -> bool:
     return True
 
 
+def why_unreachable() -> str:
+    """Return why the hub is not asked, in words."""
+    from huggingface_hub import constants
+
+    if is_offline():
+        return "HF_HUB_OFFLINE forbids the hub"
+    return f"the hub ({constants.ENDPOINT}) cannot be reached"
+
+
 # ---------------------------------------------------------------------------------------------
 # A repository, and what the hub says of it
 
@@ -180,24 +189,15 @@ def require_reachable(repository: Repository) -> None:
     """
     if is_hub_reachable():
         return
-    from huggingface_hub import constants
-
     repo, revision = repository.id, repository.revision
-    at = f" at {repository.revision_setting}: {revision}" if revision else ""
-    what = f"{repo}{at} is no local directory and not whole in the cache"
-    fetch = f"hf download {repo}"
-    fetch += f" --revision {revision}" if revision else ""
+    fetch = f"hf download {repo}{f' --revision {revision}' if revision else ''}"
     fetch += " --repo-type dataset" if repository.kind == "dataset" else ""
-    if is_offline():
-        raise repository.error(
-            what,
-            limit="HF_HUB_OFFLINE forbids the hub",
-            hint=f"`unset HF_HUB_OFFLINE` to download it, or set `{repository.setting}: DIR`",
-        )
+    at = f" at {repository.revision_setting}: {revision}" if revision else ""
+    first = "`unset HF_HUB_OFFLINE`" if is_offline() else "check the network"
     raise repository.error(
-        what,
-        limit=f"the hub ({constants.ENDPOINT}) cannot be reached",
-        hint=f"check the network; or `{fetch} --local-dir DIR` where there is one, and set"
+        f"{repo}{at} is no local directory and not whole in the cache",
+        limit=why_unreachable(),
+        hint=f"{first}; or `{fetch} --local-dir DIR` where there is one, and"
         f" `{repository.setting}: DIR`",
     )
 
@@ -270,6 +270,12 @@ def _refusal(repository: Repository, error: Exception) -> FinetuneError:
             f"the hub does not know the token of this machine, so it does not give {repo}",
             hint="`hf auth login` with a new token, or `unset HF_TOKEN`",
         )
+    if error.response.status_code == HTTPStatus.FORBIDDEN:
+        return repository.error(
+            f"the token of this machine may not do that with {repo}",
+            limit="a token reads or writes, and some are for one owner's repositories",
+            hint="`hf auth login` with a token that may (https://huggingface.co/settings/tokens)",
+        )
     return repository.error(
         f"the hub ({constants.ENDPOINT}) answers {error.response.status_code} for {repo}",
         hint="start again later; https://status.huggingface.co shows whether it is down",
@@ -295,15 +301,15 @@ def _gated(repository: Repository) -> FinetuneError:
 def _missing(repository: Repository) -> FinetuneError:
     from huggingface_hub import get_token
 
-    repo, kind = repository.id, "data set" if repository.kind == "dataset" else "model"
+    kind = "data set" if repository.kind == "dataset" else "model"
+    what = f"{repository.id} is no directory here, and the hub has no such {kind}, or it is private"
     if get_token() is None:
         return repository.error(
-            f"the hub has no {kind} {repo}, or it is private: this machine has no token",
+            f"{what}: this machine has no token",
             hint=f"check the name at {repository.page}; `hf auth login` for a private one",
         )
     return repository.error(
-        f"the hub has no {kind} {repo}, or it is private and not shared with the account of this"
-        " machine's token",
+        f"{what} and not shared with the account of this machine's token",
         hint=f"check the name at {repository.page}, and the account by `hf auth whoami`",
     )
 

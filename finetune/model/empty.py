@@ -164,6 +164,13 @@ def _source(section: ModelSection) -> str:
 def _config_from(fields: Mapping[str, Any], *, source: str) -> PreTrainedConfig:
     others = {key: value for key, value in fields.items() if key != "model_type"}
     model_type = str(fields.get("model_type"))
+    if model_type not in CONFIG_MAPPING and "auto_map" in fields:
+        raise ModelError(
+            f"{source} is built by code of its own repository: model_type {model_type!r} is not"
+            f" known to transformers {transformers.__version__}",
+            limit="no code of a repository is run (trust_remote_code)",
+            hint="`pip install -U transformers` if a newer version knows it; or another model",
+        )
     if model_type not in CONFIG_MAPPING:
         near = difflib.get_close_matches(model_type, CONFIG_MAPPING, n=3, cutoff=0.0)
         raise ModelError(

@@ -41,14 +41,14 @@ def load_tokenizer(section: ModelSection) -> "PreTrainedTokenizerBase":
             limit=f"it must hold one of {', '.join(VOCABULARY_FILES)}",
             hint="`model.tokenizer: DIR` or a hub id",
         )
-    limit = "it must hold tokenizer.json, or the files that its class needs"
+    what, limit = "cannot be read", "it must hold tokenizer.json, or the files that its class needs"
+    hint = "download it again, or `model.tokenizer: DIR` or a hub id"
     if is_code(folder):
-        limit = "it is code in its own repository, and none of that is run"
+        what = "asks for code of its own repository"
+        limit = "no code of a repository is run (trust_remote_code)"
+        hint = "`model.tokenizer` of a model with the same vocabulary and a tokenizer.json"
     with read_by_library(
-        f"the tokenizer in {source} cannot be read",
-        error=ModelError,
-        limit=limit,
-        hint="download it again, or `model.tokenizer: DIR` or a hub id",
+        f"the tokenizer in {source} {what}", error=ModelError, limit=limit, hint=hint
     ):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             str(folder),
@@ -63,7 +63,7 @@ def load_tokenizer(section: ModelSection) -> "PreTrainedTokenizerBase":
 
 
 def is_code(folder: Path) -> bool:
-    """Return whether a tokenizer may need code of its own repository."""
+    """Return whether a tokenizer names code of its own repository, which it may need."""
     with contextlib.suppress(OSError, ValueError):
         return "auto_map" in json.loads((folder / "tokenizer_config.json").read_bytes())
     return False

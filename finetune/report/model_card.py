@@ -6,6 +6,7 @@ prompts are left out unless the recipe asks for them. peft would leave a form to
 """
 
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,9 +57,11 @@ def model_card(
         header = {"base_model": base, **header}
     sources = ", ".join(source.path for source in public.data.sources)
     (figures,) = tables("", _figures(run_dir))
-    size = f", num_labels={recipe.model.num_outputs}" if recipe.model.num_outputs else ""
+    options = f", num_labels={recipe.model.num_outputs}" if recipe.model.num_outputs else ""
+    if is_on_hub and recipe.model.revision is not None and not recipe.train.is_full:
+        options = f', revision="{recipe.model.revision}"{options}'
     call = (_MODEL_CALL if recipe.train.is_full else _ADAPTER_CALL).format(
-        loader=loader, base=base, size=size
+        loader=loader, base=base, options=options
     )
     prompted = f"## Prompt\n\n{prompt}\n\n" if prompt else ""
     return f"""---
@@ -95,6 +98,40 @@ SHA-256 `{recipe_hash(recipe)}`, every setting with its value:
 """
 
 
+def merged_card(recipe: Recipe, card: str) -> str:
+    """Return the card of a model that a run's adapter was merged into, with the adapter's in it.
+
+    Args:
+        recipe: Of the run.
+        card: The adapter's.
+    """
+    path, public = recipe.model.path, public_recipe(recipe).model.path
+    header: dict[str, Any] = {"base_model": path} if path == public else {}
+    header |= {"library_name": "transformers", "pipeline_tag": _PIPELINES["tokens"]}
+    header |= {"tags": ["sluice"]}
+    about = card.split("---\n", 2)[2] if card.startswith("---\n") else card
+    loader = re.search(r"AutoModel\w+", about)
+    call = _MODEL_CALL.format(loader=loader[0] if loader else "AutoModelForCausalLM", options="")
+    return f"""---
+{yaml.safe_dump(header, sort_keys=False).strip()}
+---
+
+# {recipe.output.name}, merged
+
+{public} with an adapter that was merged into it by Sluice: plain weights.
+
+## Load
+
+```python
+{call}
+```
+
+## The adapter
+
+{about.strip().replace(chr(10) + "#", chr(10) + "##").replace("# ", "### ", 1)}
+"""
+
+
 def _what(recipe: Recipe) -> str:
     """Return what was trained, in a sentence."""
     trained = (
@@ -121,12 +158,12 @@ _PIPELINES = {
 _ADAPTER_CALL = """from peft import PeftModel
 from transformers import {loader}
 
-base = {loader}.from_pretrained("{base}"{size})
+base = {loader}.from_pretrained("{base}"{options})
 model = PeftModel.from_pretrained(base, "ADAPTER")"""
 
 _MODEL_CALL = """from transformers import {loader}
 
-model = {loader}.from_pretrained("MODEL"{size})"""
+model = {loader}.from_pretrained("MODEL"{options})"""
 
 _UNLINKED = """
 {base} was a directory on the machine that trained it, so this card cannot link it.
@@ -136,6 +173,11 @@ _UNPUBLISHED = """
 {base} was a directory on the machine that trained it, so this card cannot link it:
 `base_model_name_or_path` in adapter_config.json is where it was.
 """
+
+
+def card_at(card: str, repo: str) -> str:
+    """Return a card whose example loads what it is of from a repository of the hub."""
+    return card.replace('"ADAPTER"', f'"{repo}"').replace('"MODEL"', f'"{repo}"')
 
 
 def public_recipe(recipe: Recipe) -> Recipe:

@@ -48,9 +48,12 @@ def pinned(recipe: Recipe, *, ranks: Ranks, note: Callable[[str], None]) -> Reci
     """
     _require_weights(recipe)
     named = repositories(recipe)
+    notes: list[str] = []
     commits = ranks.from_main(
-        lambda: {place: _settled(one, place, note) for place, one in named.items()}
+        lambda: {place: _settled(one, place, notes.append) for place, one in named.items()}
     )
+    for line in dict.fromkeys(notes):
+        note(line)
     recipe = with_commits(recipe, {place: commits.get(place) for place in named})
     with ranks.first_here_first():
         _describe(recipe)

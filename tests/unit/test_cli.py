@@ -75,9 +75,8 @@ FLAGS = {
     "score": {"--adapter", "--checkpoints", "--base", "--machine", "--json", "--out"},
     "adapter": {"--format", "--out"},
     "merge": {"--out"},
-    # the form of the weights, a Modelfile too, where to, and whose programs
-    "export": {"--gguf", "--ollama", "--out", "--llama-cpp"},
-    "share": set(),
+    "export": {"--gguf", "--llama-cpp"},
+    "push": {"--repo", "--public"},
     "studio": {"--port", "--machine"},
     "recipes list": set(),
     "recipes show": set(),
