@@ -199,8 +199,10 @@ def _fetch(repository: Repository, name: str, file: File, counter: type[Any]) ->
     """Fetch a file, or the rest of it, and put it where the hub's client looks for it."""
     from huggingface_hub import constants, hf_hub_download, hf_hub_url
     from huggingface_hub.file_download import http_get
-    from huggingface_hub.utils._fixes import WeakFileLock
-    from huggingface_hub.utils._headers import build_hf_headers
+    from huggingface_hub.utils import (  # type: ignore[attr-defined]  # they are not marked as
+        WeakFileLock,
+        build_hf_headers,
+    )
 
     partial, revision = _partial(repository, file), repository.revision
     whole = partial.with_name(file.digest)
