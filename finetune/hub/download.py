@@ -36,6 +36,7 @@ from finetune.report.format import shown_gib
 from finetune.report.screen import Work, Working
 
 NUM_AT_A_TIME = 8
+_PIECE_BYTES = 2**20
 _DESCRIBING = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 _CUT = ".cut"  # ends the name of a file that has not come whole
 _SHA256_DIGITS = 64
@@ -181,7 +182,7 @@ def _fetch_all(missing: Missing, show: Work) -> None:
     """Fetch files, several at a time; if one fails the others end after what they have."""
     stop = Event()
     counter = _counter(missing.num_bytes - missing.num_kept_bytes, show, stop)
-    with ThreadPoolExecutor(NUM_AT_A_TIME) as threads:
+    with _small_pieces(), ThreadPoolExecutor(NUM_AT_A_TIME) as threads:
         every = [
             threads.submit(_fetch, missing.repository, name, file, counter)
             for name, file in missing.files.items()
@@ -193,6 +194,19 @@ def _fetch_all(missing: Missing, show: Work) -> None:
             stop.set()
             threads.shutdown(wait=False, cancel_futures=True)
             raise
+
+
+@contextmanager
+def _small_pieces() -> Iterator[None]:
+    """Have the hub's client read 1 MiB at a time: of 10, slow lines bring none for a minute."""
+    from huggingface_hub import constants
+
+    before = constants.DOWNLOAD_CHUNK_SIZE
+    constants.DOWNLOAD_CHUNK_SIZE = _PIECE_BYTES
+    try:
+        yield
+    finally:
+        constants.DOWNLOAD_CHUNK_SIZE = before
 
 
 def _fetch(repository: Repository, name: str, file: File, counter: type[Any]) -> None:

@@ -162,7 +162,7 @@ def look_up(repository: Repository) -> Listing:
             repository.id,
             revision=repository.revision,
             repo_type=repository.kind,
-            files_metadata=True,
+            files_metadata=repository.kind == "model",
             timeout=_ANSWER_TIMEOUT_S,
         )
         if info.gated:
@@ -197,7 +197,7 @@ def require_reachable(repository: Repository) -> None:
     raise repository.error(
         f"{repo}{at} is no local directory and not whole in the cache",
         limit=why_unreachable(),
-        hint=f"{first}; or `{fetch} --local-dir DIR` where there is one, and"
+        hint=f"{first}; or `{fetch} --local-dir DIR` where there is a network, and"
         f" `{repository.setting}: DIR`",
     )
 

@@ -166,8 +166,8 @@ def _config_from(fields: Mapping[str, Any], *, source: str) -> PreTrainedConfig:
     model_type = str(fields.get("model_type"))
     if model_type not in CONFIG_MAPPING and "auto_map" in fields:
         raise ModelError(
-            f"{source} is built by code of its own repository: model_type {model_type!r} is not"
-            f" known to transformers {transformers.__version__}",
+            f"model_type {model_type!r} is built by code of its own repository, and not known to"
+            f" transformers {transformers.__version__}",
             limit="no code of a repository is run (trust_remote_code)",
             hint="`pip install -U transformers` if a newer version knows it; or another model",
         )

@@ -112,6 +112,7 @@ def merged_card(recipe: Recipe, card: str) -> str:
     about = card.split("---\n", 2)[2] if card.startswith("---\n") else card
     loader = re.search(r"AutoModel\w+", about)
     call = _MODEL_CALL.format(loader=loader[0] if loader else "AutoModelForCausalLM", options="")
+    about = re.sub(r"(?ms)^## Load\n.*?(?=^## )", "", about)
     return f"""---
 {yaml.safe_dump(header, sort_keys=False).strip()}
 ---

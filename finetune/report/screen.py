@@ -20,6 +20,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Column
 from rich.text import Text
 
+from finetune.report.format import shown_time
 from finetune.run.run_files import EVAL_LOSS, shown_evaluation
 from offload.plan.machine.machine import GIB
 
@@ -32,6 +33,7 @@ Work = Callable[[int, int | None], None]
 NUM_RECENT_STEPS = 20
 LINE_EVERY_S, LINE_AFTER_S = 5.0, 60.0
 RATE_AFTER_S = 0.5  # a rate means little before
+_LONG_S = 7200.0  # in hours from here on
 NUM_LINES = 10  # of a piece of work, at least if it is long
 SPARK_CELLS = 24
 _BLOCKS = "".join(chr(0x2581 + level) for level in range(8))
@@ -187,8 +189,11 @@ def shown_work(done: int, total: int | None, unit: Unit, *, seconds: float) -> s
         return amount
     rate = done / seconds
     shown_rate = f"{rate / 1e6:,.0f} MB/s" if is_in_bytes else f"{rate:,.0f} rows/s"
-    eta = "" if total is None else f", ETA {(total - done) / rate:,.0f} s"
-    return f"{amount}, {shown_rate}{eta}"
+    if total is None:
+        return f"{amount}, {shown_rate}"
+    eta_s = (total - done) / rate
+    eta = f"{eta_s:,.0f} s" if eta_s < _LONG_S else shown_time(eta_s)
+    return f"{amount}, {shown_rate}, ETA {eta}"
 
 
 def sparkline(losses: Sequence[float], *, is_ascii: bool = False) -> str:

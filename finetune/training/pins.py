@@ -79,10 +79,13 @@ def check(recipe: Recipe, *, note: Callable[[str], None]) -> None:
         ids = ", ".join(dict.fromkeys(one.id for one in named.values()))
         note(f"Not checked, as the hub cannot be reached: {ids}")
         return
+    found: list[str] = []
     for place, one in named.items():
         listing = look_up(one)
         _require_readable(one, listing, place)
-        note(f"{_shown(one, listing.commit)} is on the hub")
+        found.append(f"{_shown(one, listing.commit)} is on the hub")
+    for line in dict.fromkeys(found):
+        note(line)
 
 
 def repositories(recipe: Recipe) -> dict[str, Repository]:

@@ -86,6 +86,7 @@ def test_a_run_is_of_one_commit_for_good(
     merged_card = (tmp_path / "merged" / "README.md").read_text()
     assert merged_card.startswith("---\nbase_model: own/model\nlibrary_name: transformers\n")
     assert "\n## The adapter\n\n### " in merged_card
+    assert "ADAPTER" not in merged_card
 
     scored = ("score", run_dir / "recipe.yaml", rows / "train.jsonl", "--adapter", run_dir)
     assert run(*scored, "--machine", machine_file) == 0

@@ -228,6 +228,27 @@ def test_the_digests_of_two_parts_of_a_split_differ(
 
 
 @pytest.mark.usefixtures("datasets_cache")
+def test_rows_of_another_commit_than_was_asked_for_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the hub, `datasets` gives any commit that is in its cache."""
+    file, load_dataset = write_jsonl(tmp_path / "rows.jsonl"), datasets.load_dataset
+    asked: list[object] = []
+
+    def any_commit(_name: str, _config: str | None, *, revision: str | None, **_: object) -> object:
+        asked.append(revision)
+        return load_dataset("json", split="train", data_files=str(file))
+
+    monkeypatch.setattr(datasets, "load_dataset", any_commit)
+    assert open_source("some/rows", revision="v1").num_rows()
+    with pytest.raises(
+        DataError, match=r"some/rows is in the cache of .*, and not at commit 0{40}"
+    ):
+        open_source("some/rows", revision="0" * 40).num_rows()
+    assert asked == ["v1", "0" * 40]
+
+
+@pytest.mark.usefixtures("datasets_cache")
 def test_tokens_of_a_file_that_was_copied_come_from_the_cache_under_its_new_name(
     tmp_path: Path,
 ) -> None:

@@ -152,7 +152,7 @@ def test_a_download_that_was_killed_goes_on_where_it_was(served: Hub) -> None:
     served.piece_s = 0.05
     process = subprocess.Popen([sys.executable, "-c", FETCH], stdout=subprocess.DEVNULL)
     cache, deadline_s = Path(served.variables["HF_HOME"]), time.monotonic() + 60
-    while len([one for one in cache.rglob("*.cut") if one.stat().st_size > 9 * MIB]) < 2:
+    while len([one for one in cache.rglob("*.cut") if one.stat().st_size > 4 * MIB]) < 2:
         assert time.monotonic() < deadline_s
         assert process.poll() is None
         time.sleep(0.01)
@@ -164,8 +164,8 @@ def test_a_download_that_was_killed_goes_on_where_it_was(served: Hub) -> None:
     shown = fetched("own/model")
     assert f"  {kept / MIB:.1f} MiB came before it was cut: it goes on from there" in shown
     starts = dict(served.starts)
-    assert starts["model-0.safetensors"] >= 9 * MIB
-    assert starts["model-1.safetensors"] >= 9 * MIB
+    assert starts["model-0.safetensors"] > 4 * MIB
+    assert starts["model-1.safetensors"] > 4 * MIB
     assert starts["model-0.safetensors"] + starts["model-1.safetensors"] == kept
     for name in ("model-0.safetensors", "model-1.safetensors", "model-2.safetensors"):
         (file,) = cache.glob(f"hub/models*/snapshots/*/{name}")
@@ -180,7 +180,7 @@ def test_a_connection_that_breaks_is_taken_up_again(served: Hub, monkeypatch) ->
     monkeypatch.setattr("time.sleep", lambda _s: None)
     fetched("own/model")
     assert cached(served)["model-0.safetensors"] == 25 * MIB
-    assert [start for name, start in served.starts if name.startswith("model-")] == [0, 10 * MIB]
+    assert [start for name, start in served.starts if name.startswith("model-")] == [0, 12 * MIB]
 
 
 def test_a_connection_that_stays_broken_says_how_to_go_on(served: Hub, monkeypatch) -> None:
@@ -197,7 +197,7 @@ def test_a_connection_that_stays_broken_says_how_to_go_on(served: Hub, monkeypat
         "start again: the download goes on where it broke",
     )
     served.cuts.clear()
-    assert "10.0 MiB came before it was cut" in fetched("own/model")
+    assert "12.0 MiB came before it was cut" in fetched("own/model")
     assert cached(served)["model-0.safetensors"] == 25 * MIB
 
 
@@ -261,3 +261,19 @@ def test_where_the_hub_may_not_be_asked_it_is_not(served: Hub, monkeypatch) -> N
         fetched("own/model")
     assert error.value.hint.startswith("`unset HF_HUB_OFFLINE`")
     assert served.asked == []
+
+
+def test_a_download_that_is_stopped_ends_soon(served: Hub) -> None:
+    write_shards(served.folder / "own" / "model", 60 * MIB, 60 * MIB)
+    served.piece_s = 0.2
+    process = subprocess.Popen(
+        [sys.executable, "-c", FETCH], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    cache, deadline_s = Path(served.variables["HF_HOME"]), time.monotonic() + 60
+    while not any(one.stat().st_size for one in cache.rglob("*.cut")):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    process.wait(timeout=5)  # all of it would take 12 s
+    assert process.returncode not in (0, None)
+    assert any(one.stat().st_size for one in cache.rglob("*.cut"))

@@ -385,6 +385,14 @@ def test_a_config_is_read_as_from_pretrained_reads_it(kind: str, tmp_path: Path)
     assert found.to_json_string() == wanted.to_json_string()
 
 
+def test_a_model_of_code_in_its_own_repository_is_refused_as_one() -> None:
+    fields = {"model_type": "own_arch", "auto_map": {"AutoModelForCausalLM": "modeling.Own"}}
+    with pytest.raises(ModelError) as error:
+        empty_from(fields)
+    assert error.value.what.startswith("model_type 'own_arch' is built by code of its own repos")
+    assert error.value.limit == "no code of a repository is run (trust_remote_code)"
+
+
 def test_a_direct_connection_proves_nothing_behind_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     monkeypatch.setenv("https_proxy", "http://localhost:1")
