@@ -254,6 +254,13 @@ class _Handler(BaseHTTPRequestHandler):
             self._json({"commitUrl": address, "commitOid": "0" * 40, "success": True})
 
 
+class _Server(ThreadingHTTPServer):
+    """Lets as many clients wait as there may be, on a busy machine too."""
+
+    daemon_threads = True
+    request_queue_size = 128
+
+
 def _revision_and_name(text: str) -> tuple[str, str]:
     """Split what follows a repository in an address."""
     parts = text.split("/")
@@ -289,8 +296,7 @@ def hub(folder: Path) -> Iterator[Hub]:
     """Serve a folder's folders as repositories; `variables` ask it by `HF_ENDPOINT`."""
     served = Hub(folder=folder)
     handler = type("Handler", (_Handler,), {"hub": served})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    server.daemon_threads = True
+    server = _Server(("127.0.0.1", 0), handler)
     thread = Thread(target=server.serve_forever, daemon=True)
     thread.start()
     cache = folder.with_name(f"{folder.name}-cache")
