@@ -185,8 +185,6 @@ def requests_for(
 def choose(facts: ModelFacts, machine: Machine, requests: Sequence[PlanRequest]) -> Choice:
     """Return the fastest plan that fits, and the alternatives that were considered.
 
-    Layers that may wait packed do so only where they would not fit otherwise: the cost of unpacking
-    on a GPU has not been measured, and a file of packed weights is written at the first start.
     Fewer logits exist at a time only where more would not fit, MLPs compute in tiles only
     where that does not fit either, the input embedding is in host memory only where nothing else
     fits, and the output head is there too where not even that does.
@@ -279,15 +277,14 @@ def in_forms(requests: Sequence[PlanRequest], machine: Machine) -> list[list[Pla
     Where layers compute in host memory, an embedding or a head that is there too saves nothing.
     """
     first = requests[0].typical
-    groups: dict[tuple[str, str, int | None, int, bool], list[PlanRequest]] = {}
+    groups: dict[tuple[str, str, int | None, int], list[PlanRequest]] = {}
     for request in requests:
         typical = request.typical
         places = typical.embeddings, typical.head
         if machine.device == "cpu" and places != (first.embeddings, first.head):
             continue
         sizes = typical.mlp_chunk_tokens, typical.head_chunk_tokens
-        key = (*places, *sizes, typical.codec == first.codec)
-        groups.setdefault(key, []).append(request)
+        groups.setdefault((*places, *sizes), []).append(request)
     return list(groups.values())
 
 

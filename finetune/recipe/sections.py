@@ -226,7 +226,8 @@ class OffloadSection(Section):
     codec: Literal["auto"] | CodecName = Field(
         default="auto",
         description=f"Form in which the layers' matrices wait: {listed(CODECS)}. `auto` takes the"
-        " faster of those that leave weights in `model.dtype` as they are.",
+        " faster of those that leave weights in `model.dtype` as they are; of two that are as fast"
+        " to 1 %, the one with less RAM.",
     )
     num_slots: Literal["auto", "all"] | Annotated[int, Field(ge=2)] = Field(
         default="auto",

@@ -11,6 +11,11 @@ the step time, orders the requests, and one is simulated only if its bound can s
 steps of the same time, to one part in a million, the first request is chosen, so the same requests
 give the same plan.
 
+Of exact codecs the fastest is chosen, and of those that are as fast to one percent the one that
+takes less of the host's memory: other programs have use for it, and a prediction is no finer than
+that. Decoding is priced as one pass over a layer's bytes at the rate of fused kernels, once per
+visit; no GPU has shown how fast the kernel of `bf16_packed` is.
+
 On a CPU a codec that has to be decoded is chosen only to save memory. There, copies and decoding
 run on the same processor, and decoding took eight times as long as copying (bench_codecs), while
 the plan prices it by its bytes.
@@ -38,7 +43,7 @@ from offload.plan.request import (
 )
 from offload.plan.schedule.op import LINK
 from offload.plan.schedule.schedule import Residency
-from offload.plan.split import SAME_FRAC, Split
+from offload.plan.split import SAME_FRAC, WORTH_FRAC, Split
 from offload.plan.time.costs import Costs
 
 NUM_REJECTED = 3
@@ -89,6 +94,11 @@ class Candidate:
         return self.bound_s if self.step_s is None else self.step_s
 
     @property
+    def host_bytes(self) -> int:
+        """The host memory of all its ranks at the peak."""
+        return sum(term.num_bytes for term in self.needs.host(self.residency))
+
+    @property
     def tokens_per_s(self) -> float:
         """Predicted tokens per second, padding included."""
         return self.request.tokens_per_step / self.least_s
@@ -117,7 +127,7 @@ class Choice:
     """A plan, and the alternatives that it was compared with.
 
     Attributes:
-        plan: The fastest plan that fits.
+        plan: The plan that is chosen.
         chosen: Its candidate.
         candidates: All of them; none where there was nothing to choose.
         rounding: Codecs to list among the what-ifs, if they would be faster.
@@ -159,10 +169,9 @@ def search(
     Raises:
         DoesNotFitError: None of them fits; the error is that of the nearest request.
     """
-    candidates, best = _weighed_all(facts, machine, requests)
-    if best is None:
+    candidates, chosen = _weighed_all(facts, machine, requests)
+    if chosen is None:
         raise refusal(_nearest(candidates).needs)
-    chosen = candidates[best]
     return Choice(
         plan=laid_out(chosen.needs, chosen.costs, chosen.residency),
         chosen=chosen,
@@ -173,8 +182,8 @@ def search(
 
 def fastest_step_s(facts: ModelFacts, machine: Machine, requests: Sequence[PlanRequest]) -> float:
     """Return the step time of the plan that `search` chooses; infinite if none fits."""
-    candidates, best = _weighed_all(facts, machine, requests)
-    return math.inf if best is None else candidates[best].least_s
+    _, chosen = _weighed_all(facts, machine, requests)
+    return math.inf if chosen is None else chosen.least_s
 
 
 def nearest_request(
@@ -187,11 +196,10 @@ def nearest_request(
 
 def _weighed_all(
     facts: ModelFacts, machine: Machine, requests: Sequence[PlanRequest]
-) -> tuple[list[Candidate], int | None]:
-    """Evaluate all comparable requests, and find the fastest of them that fits."""
+) -> tuple[list[Candidate], Candidate | None]:
+    """Evaluate all comparable requests, and find the one that is chosen."""
     all_needs = _comparable([MemoryNeeds.of(facts, machine, request) for request in requests])
-    candidates = [_weighed(needs) for needs in all_needs]
-    return candidates, fastest(candidates)
+    return _with_preferred([_weighed(needs) for needs in all_needs])
 
 
 def _weighed(needs: MemoryNeeds) -> Candidate:
@@ -205,6 +213,26 @@ def _comparable(all_needs: list[MemoryNeeds]) -> list[MemoryNeeds]:
     is_cpu = all_needs[0].machine.device == "cpu"
     plain = [needs for needs in all_needs if not needs.request.typical.is_encoded]
     return plain if is_cpu and any(needs.most_slots for needs in plain) else all_needs
+
+
+def _with_preferred(
+    candidates: Sequence[Candidate],
+) -> tuple[list[Candidate], Candidate | None]:
+    """Return the candidates by codec, with the one that is chosen; None if none fits.
+
+    Of codecs with which a step is as fast, to `WORTH_FRAC`, the least in host memory is chosen.
+    """
+    by_codec: dict[str, list[Candidate]] = {}
+    for candidate in candidates:
+        by_codec.setdefault(candidate.request.typical.codec, []).append(candidate)
+    places = [(own, fastest(own)) for own in by_codec.values()]
+    found = [own[place] for own, place in places if place is not None]
+    ordered = [candidate for own in by_codec.values() for candidate in own]
+    if not found:
+        return ordered, None
+    most_s = min(one.least_s for one in found) * (1 + WORTH_FRAC)
+    near = [one for one in found if one.least_s <= most_s]
+    return ordered, min(near, key=lambda one: one.host_bytes)
 
 
 def fastest(candidates: list[Candidate]) -> int | None:
@@ -267,11 +295,10 @@ def _what_ifs(
         least_s = min((c.bound_s for c in found if not c.shortages), default=math.inf)
         if change in NO_SLOWER and chosen.least_s * (1 - SAME_FRAC) <= least_s < math.inf:
             return WhatIf(change=change, best=chosen, tokens_per_s=chosen.tokens_per_s)
-        best = fastest(found)
+        found, best = _with_preferred(found)
         if best is None:
             return WhatIf(change=change, best=_nearest(found), tokens_per_s=None)
-        rate = num_tokens / found[best].least_s
-        return WhatIf(change=change, best=found[best], tokens_per_s=rate)
+        return WhatIf(change=change, best=best, tokens_per_s=num_tokens / best.least_s)
 
     yield what_if("memory", map(_with_more_memory, candidates))
     yield what_if("link", map(_with_faster_link, candidates))

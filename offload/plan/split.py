@@ -25,7 +25,7 @@ _Spend = Callable[[int], Residency]
 """A way to spend what slots leave: the residency with so many slots."""
 
 SAME_FRAC = 1e-6  # times that differ by less are the same
-WORTH_FRAC = 0.01  # of the step: smaller gains are not worth a slot, in case the link is slower
+WORTH_FRAC = 0.01  # of the step: smaller gains are not worth memory, in case a rate is off
 
 
 @dataclass(frozen=True, kw_only=True)  # no slots: what is read again and again is kept
