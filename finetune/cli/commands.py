@@ -15,6 +15,7 @@ from finetune.cli.console import (
     AsMarkdown,
     DrawSeed,
     Gpus,
+    Headless,
     JsonLogs,
     Link,
     Machine,
@@ -169,6 +170,7 @@ def plan(
         str | None, typer.Option(help="`all`, or cards with commas: a table of them all.")
     ] = None,
     ram: Ram = None,
+    headless: Headless = False,
     link: Link = None,
     gpus: Gpus = None,
     interconnect: Annotated[
@@ -201,7 +203,11 @@ def plan(
         from finetune.recipe.grid import named_variants
 
         host = HostOptions(
-            ram_gib=ram, link_gb_per_s=link, num_gpus=gpus, interconnect=interconnect
+            ram_gib=ram,
+            link_gb_per_s=link,
+            num_gpus=gpus,
+            interconnect=interconnect,
+            is_headless=headless,
         )
         if sweep or runs is not None or named_variants(model) is not None:
             flag = "--machines" if machines else "--what-if" if wants_ways else None
@@ -260,6 +266,7 @@ def fit(
         typer.Option(min=1, max=1_000_000, callback=finite, help="GiB of VRAM to use."),
     ] = None,
     ram: Ram = None,
+    headless: Headless = False,
     link: Link = None,
     gpus: Gpus = None,
     machine: Machine = None,
@@ -274,7 +281,7 @@ def fit(
             model,
             machine=machine,
             vram_gib=vram,
-            host=HostOptions(ram_gib=ram, link_gb_per_s=link, num_gpus=gpus),
+            host=HostOptions(ram_gib=ram, link_gb_per_s=link, num_gpus=gpus, is_headless=headless),
             form=form_of(as_json=as_json, as_markdown=as_markdown, is_verbose=False),
         )
         for part in fitting:
@@ -403,6 +410,7 @@ def recipes_for(
     *,
     vram: Vram = None,
     ram: Ram = None,
+    headless: Headless = False,
     gpus: Gpus = None,
     machine: Machine = None,
     goal: GoalName = "balanced",
@@ -414,7 +422,14 @@ def recipes_for(
     with explained(model):
         from finetune.commands.recipes import Asked, recipe_for
 
-        asked = Asked(machine=machine, vram_gib=vram, ram_gib=ram, num_gpus=gpus, goal=goal)
+        asked = Asked(
+            machine=machine,
+            vram_gib=vram,
+            ram_gib=ram,
+            num_gpus=gpus,
+            goal=goal,
+            is_headless=headless,
+        )
         text, notes = recipe_for(model, overrides or [], asked, out=out)
         for note in notes:
             warn(note)

@@ -120,6 +120,9 @@ Ram = Annotated[
         min=1, max=1_000_000, callback=finite, help="GiB of RAM in the machine of a named card."
     ),
 ]
+Headless = Annotated[
+    bool, typer.Option("--headless", help="No desktop uses the named card: all of it is free.")
+]
 Vram = Annotated[
     float | None,
     typer.Option(min=1, max=1_000_000, callback=finite, help="GiB of VRAM of the card."),

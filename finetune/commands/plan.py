@@ -81,6 +81,7 @@ class HostOptions:
     # Cards of the machine, which share a step; None plans for one, and says so nowhere.
     num_gpus: int | None = None
     interconnect: str | None = None  # what connects them; None is the link that loads weights too
+    is_headless: bool = False  # whether no desktop uses a named card
 
     def machine(self, name: str, *, dtype: Dtype) -> Machine:
         """Return a named card with this host memory and link, or the machine of a file."""
@@ -90,6 +91,7 @@ class HostOptions:
             dtype=dtype,
             ram_bytes=None if self.ram_gib is None else int(self.ram_gib * GIB),
             link_bytes_per_s=None if link is None else link * 1e9,
+            is_headless=self.is_headless,
         )
         if self.interconnect is None:
             return machine
@@ -155,14 +157,16 @@ def _one_machine(
 ) -> Machine:
     if name is not None:
         return host.machine(name, dtype=dtype)
-    given = {"--ram": host.ram_gib, "--link": host.link_gb_per_s}
-    for flag, value in {**given, "--interconnect": host.interconnect}.items():
-        if value is not None:
-            raise ConfigError(
-                f"{flag} {value if isinstance(value, str) else f'{value:g}'} without a named card",
-                limit="without --machine this machine's own memory and link are measured",
-                hint="`--machine rtx4090`, or another card",
-            )
+    numbers = {"--ram": host.ram_gib, "--link": host.link_gb_per_s}
+    given = {flag: "" if value is None else f"{value:g}" for flag, value in numbers.items()}
+    given["--interconnect"] = host.interconnect or ""
+    asked = [f"{flag} {value}" for flag, value in given.items() if value]
+    for flag in [*asked, *(["--headless"] if host.is_headless else [])]:
+        raise ConfigError(
+            f"{flag} without a named card",
+            limit="without --machine this machine's own memory and link are measured",
+            hint="`--machine rtx4090`, or another card",
+        )
     return probed(dtype, note=note)
 
 
@@ -450,9 +454,10 @@ def machine_notes(machine: Machine, *, dtype: Dtype) -> list[str]:
         disk = machine.disk_bytes_per_s
         assert disk is not None
         notes.append(
-            f"{machine.name} is a card of four numbers, with {shown_gib(machine.ram_bytes)} of RAM"
-            f" (--ram). Assumed are {GEMM_FRACS['workstation']:.0%} of its 16-bit rate in large"
-            f" products, in fp32 {FP32_FRAC:g} of that, {EAGER_FRAC:.0%} of the memory's rate, and"
+            f"{machine.name} is a card of four numbers, with"
+            f" {shown_gib(machine.installed_bytes)} of RAM (--ram). Assumed are"
+            f" {GEMM_FRACS['workstation']:.0%} of its 16-bit rate in large products, in fp32"
+            f" {FP32_FRAC:g} of that, {EAGER_FRAC:.0%} of the memory's rate, and"
             f" {disk.value / 1e9:g} GB/s from disk"
         )
     if machine.others_frac is not None:

@@ -29,6 +29,7 @@ class Asked:
     ram_gib: float | None  # host memory; None takes what is assumed for the card
     goal: str  # name of the goal
     num_gpus: int | None = None  # such cards in the machine, which share a step; None plans for one
+    is_headless: bool = False  # whether no desktop uses the card
 
 
 def recipe_for(
@@ -87,7 +88,7 @@ def target_of(asked: Asked, *, dtype: Dtype) -> tuple[Target, list[str]]:
             hint="`--vram 12 --ram 64`, or `--machine rtx3060`",
         )
     name = asked.machine or slowest_card(asked.vram_gib)
-    host = HostOptions(ram_gib=asked.ram_gib, link_gb_per_s=None)
+    host = HostOptions(ram_gib=asked.ram_gib, link_gb_per_s=None, is_headless=asked.is_headless)
     machine = host.machine(name, dtype=dtype)
     notes = machine_notes(machine, dtype=dtype)
     if asked.machine is None:
@@ -99,6 +100,7 @@ def target_of(asked: Asked, *, dtype: Dtype) -> tuple[Target, list[str]]:
     has_budget = budgeted(machine, vram_gib=asked.vram_gib).vram_bytes < machine.vram_bytes
     options = f"--machine {shlex.quote(name)}"
     options += "" if asked.ram_gib is None else f" --ram {asked.ram_gib:g}"
+    options += " --headless" if asked.is_headless else ""
     options += "" if asked.num_gpus is None else f" {GPUS} {asked.num_gpus}"
     budget, num_gpus = asked.vram_gib if has_budget else None, asked.num_gpus or 1
     target = Target(machine=machine, options=options, vram_gib=budget, num_gpus=num_gpus)

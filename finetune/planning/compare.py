@@ -257,7 +257,10 @@ def budgeted(machine: Machine, *, vram_gib: float | None) -> Machine:
             limit="a budget is at most what the card has",
             hint=f"`--vram {most_gib:g}`, or another `--machine`",
         )
-    return replace(machine, vram_bytes=min(machine.vram_bytes, int(vram_gib * GIB)))
+    budget_bytes = int(vram_gib * GIB)
+    if budget_bytes >= machine.vram_bytes:
+        return machine
+    return replace(machine, vram_bytes=budget_bytes, desktop_bytes=0)
 
 
 def slowest_card(vram_gib: float | None) -> str:

@@ -111,12 +111,16 @@ def own_choice(facts: ModelFacts, machine: Machine, shares: Shares, *, rank: int
 def _of_form(
     facts: ModelFacts, machines: Sequence[Machine], form: Sequence[PlanRequest], wanted: Wanted
 ) -> Iterator[Shares]:
-    """Yield the shares of each cut of a step; a cut into no whole shares is left out."""
-    cuts: dict[tuple[int, int], list[PlanRequest]] = {}
+    """Yield the shares of each cut of a step; a cut into no whole shares is left out.
+
+    All ranks have layers in the same codec: those of a machine map one slab.
+    """
+    cuts: dict[tuple[int, int, str], list[PlanRequest]] = {}
     for request in form:
-        key = (request.typical.micro_batch_size, request.num_micro_batches)
+        typical = request.typical
+        key = (typical.micro_batch_size, request.num_micro_batches, typical.codec)
         cuts.setdefault(key, []).append(request)
-    for (_, num), alike in cuts.items():
+    for (_, num, _), alike in cuts.items():
         is_whole = alike[0].most_tokens is not None  # packed steps differ in their micro-batches
         if not isinstance(wanted, str) and num % sum(wanted) and not is_whole:
             continue

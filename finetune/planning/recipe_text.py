@@ -74,7 +74,7 @@ def _header(suggestion: Suggestion, name: str) -> Iterator[str]:
     yield from _wrapped(
         f"{way[0].upper()}{way[1:]} {suggestion.model.name}, {form_words(chosen)}, for"
         f" {cards} with"
-        f" {machine.ram_bytes / GIB:g} GiB of RAM."
+        f" {machine.installed_bytes / GIB:g} GiB of RAM."
     )
     yield ""
     grade, drive = chosen.plan.costs.grade, machine.disk_bytes_per_s

@@ -111,23 +111,29 @@ def find_machine(
     dtype: Dtype,
     ram_bytes: int | None = None,
     link_bytes_per_s: float | None = None,
+    is_headless: bool = False,
 ) -> Machine:
     """Return a named card, a card of four numbers, or what `sluice probe --save FILE` wrote.
 
     Args:
         name_or_file: A card's name, or a path.
         dtype: What layers compute in; a file holds the rates that were measured.
-        ram_bytes: Host memory, if not the assumed one.
+        ram_bytes: Installed host memory, if not the assumed one.
         link_bytes_per_s: The link of a named card, if not the assumed one.
+        is_headless: Whether no desktop uses the card.
 
     Raises:
-        MachineError: Neither exists, a file's memory or link is to be another, or the card does not
-            compute in this dtype.
+        MachineError: Neither exists, a measured memory or link is to be another, or the card does
+            not compute in this dtype.
     """
     file = Path(name_or_file)
     if file.is_file():
         return _machine_in(
-            file, dtype=dtype, ram_bytes=ram_bytes, link_bytes_per_s=link_bytes_per_s
+            file,
+            dtype=dtype,
+            ram_bytes=ram_bytes,
+            link_bytes_per_s=link_bytes_per_s,
+            is_headless=is_headless,
         )
     if file.suffix == ".json":
         raise MachineError(
@@ -136,12 +142,21 @@ def find_machine(
             hint=f"`sluice probe --save {file}` writes one for this machine",
         )
     return named_machine(
-        name_or_file, dtype=dtype, ram_bytes=ram_bytes, link_bytes_per_s=link_bytes_per_s
+        name_or_file,
+        dtype=dtype,
+        ram_bytes=ram_bytes,
+        link_bytes_per_s=link_bytes_per_s,
+        is_headless=is_headless,
     )
 
 
 def _machine_in(
-    file: Path, *, dtype: Dtype, ram_bytes: int | None, link_bytes_per_s: float | None
+    file: Path,
+    *,
+    dtype: Dtype,
+    ram_bytes: int | None,
+    link_bytes_per_s: float | None,
+    is_headless: bool,
 ) -> Machine:
     """Read a card of four numbers, which may be varied, or a measured machine, which may not."""
     try:
@@ -149,8 +164,10 @@ def _machine_in(
             raise ValueError(f"it has {file.stat().st_size:,} bytes")
         text = file.read_text(encoding="utf-8")
         if is_described(text) and link_bytes_per_s is None:
-            return described_machine(file.stem, text, dtype=dtype, ram_bytes=ram_bytes)
-        if ram_bytes is None and link_bytes_per_s is None:
+            return described_machine(
+                file.stem, text, dtype=dtype, ram_bytes=ram_bytes, is_headless=is_headless
+            )
+        if ram_bytes is None and link_bytes_per_s is None and not is_headless:
             return Machine.from_json(text)
     except ValueError as error:
         raise MachineError(
@@ -161,8 +178,9 @@ def _machine_in(
     except MachineError as error:
         raise MachineError(f"{file}: {error.what}", limit=error.limit, hint=error.hint) from error
     raise MachineError(
-        f"--ram or --link with the machine file {file}",
-        limit="they vary a named card, and --ram one of four numbers; a file says the rest",
+        f"--ram, --link or --headless with the machine file {file}",
+        limit="they vary a named card, and --ram and --headless one of four numbers; a file says"
+        " the rest, and its memory is what was free",
         hint="edit ram_bytes or h2d_bytes_per_s in a copy of the file, or link_gb_per_s",
     )
 

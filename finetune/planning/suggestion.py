@@ -25,7 +25,7 @@ from finetune.report.format import shown_gib
 from offload.errors import DoesNotFitError
 from offload.plan.facts.codec import CODECS, codecs_that
 from offload.plan.machine.cards import CARDS
-from offload.plan.machine.machine import GIB, Machine, named_machine
+from offload.plan.machine.machine import GIB, Machine, named_machine, usable_ram_bytes
 from offload.plan.plan import Plan
 from offload.plan.what_if import plan_anyway
 
@@ -328,7 +328,9 @@ def _least(target: Target, base: _Base) -> str:
     machine = replace(target.machine, vram_bytes=min(budget_bytes, target.machine.vram_bytes))
     cards = _larger_cards(machine.vram_bytes)
     ram_gib = _least_ram(base, machine)
-    card = _first(cards, lambda name: base.fits(_with_ram(named_machine(name), machine.ram_bytes)))
+    card = _first(
+        cards, lambda name: base.fits(_with_ram(named_machine(name), machine.installed_bytes))
+    )
     words = [] if ram_gib is None else [f"`--ram {ram_gib}` with as much VRAM"]
     if card is not None:
         words.append(f"`--machine {card}` ({CARDS[card].memory_gib:g} GiB) with as much RAM")
@@ -346,7 +348,8 @@ def _least_ram(base: _Base, machine: Machine) -> int | None:
     return _first(RAM_SIZES_GIB, lambda size: base.fits(_with_ram(machine, size * GIB)))
 
 
-def _with_ram(machine: Machine, ram_bytes: int) -> Machine:
+def _with_ram(machine: Machine, installed_bytes: int) -> Machine:
+    ram_bytes = usable_ram_bytes(installed_bytes)
     return replace(machine, ram_bytes=ram_bytes, pinned_bytes=ram_bytes)
 
 

@@ -311,11 +311,16 @@ def _peaks(plan: Plan) -> list[Row]:
     elif is_cuda and budget_bytes is not None and budget_bytes > limit_bytes:
         limit = ", less than `offload.vram_budget`"
     is_shared = is_cuda and plan.request.local_ranks > 1
+    is_named = not machine.is_measured and machine.system_bytes > 0
+    has_desktop = not (machine.is_measured or limit) and machine.desktop_bytes > 0
     of_each, of_all = (", of each card", ", of all") if is_shared else ("", "")
     ram_bytes = plan.host_bytes if is_cuda else plan.peak_bytes + plan.host_bytes
-    rows = [Row("", "RAM", ram_bytes, "bytes", f"of {shown_gib(machine.ram_bytes)}{of_all}")]
+    left = f", {shown_gib(machine.system_bytes)} left to the system" if is_named else ""
+    note = f"of {shown_gib(machine.ram_bytes)}{of_all}{left}"
+    rows = [Row("", "RAM", ram_bytes, "bytes", note)]
     if is_cuda or limit:
-        note = f"of {shown_gib(limit_bytes)}{limit}{of_each}"
+        left = f", {shown_gib(machine.desktop_bytes)} left to a desktop" if has_desktop else ""
+        note = f"of {shown_gib(limit_bytes)}{limit}{of_each}{left}"
         rows.insert(0, Row("", "VRAM" if is_cuda else "computing", plan.peak_bytes, "bytes", note))
     return rows
 

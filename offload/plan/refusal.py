@@ -63,10 +63,38 @@ def refusal(needs: MemoryNeeds) -> DoesNotFitError:
         f" {short},"
         f" {' and '.join(_gib(s.short_bytes) for s in shortages)} too much",
         limit=" and ".join(f"{_gib(s.limit_bytes)} {s.limit}" for s in shortages)
-        + f" on {machine.name}"
+        + f" on {machine.name}{_left_to_others(needs, shortages)}"
         + "".join(_largest_terms(needs, shortage) for shortage in shortages),
-        hint=_nearest_fit(needs),
+        hint=", or ".join(filter(None, (_nearest_fit(needs), _freed(needs, shortages)))),
     )
+
+
+def _freed(needs: MemoryNeeds, shortages: Sequence[Shortage]) -> str:
+    """Say what others would have to free on a measured machine, if they have that much."""
+    others = _others_bytes(needs) if needs.machine.is_measured else {}
+    if any(short.short_bytes > others.get(short.what, 0) for short in shortages):
+        return ""
+    freed = " and ".join(f"{_gib(short.short_bytes)} {short.what}" for short in shortages)
+    return f"close other programs, until {freed} more is free"
+
+
+def _others_bytes(needs: MemoryNeeds) -> dict[str, int]:
+    """Return what others have of each memory, unless a budget is what limits the plan."""
+    machine, budget_bytes = needs.machine, needs.request.vram_budget_bytes
+    is_budget = budget_bytes is not None and budget_bytes < machine.vram_bytes
+    return {DEVICE: 0 if is_budget else machine.desktop_bytes, RAM: machine.system_bytes}
+
+
+def _left_to_others(needs: MemoryNeeds, shortages: Sequence[Shortage]) -> str:
+    """Say how much of each memory that is too small is not the plan's to use."""
+    sizes = _others_bytes(needs)
+    words = {DEVICE: "left to a desktop (`--headless`: none)", RAM: "left to the system"}
+    if needs.machine.is_measured:
+        words = dict.fromkeys(words, "in use by others")
+    named = [
+        f"{_gib(sizes[one.what])} {words[one.what]}" for one in shortages if sizes.get(one.what)
+    ]
+    return f", with {' and '.join(named)}" if named else ""
 
 
 def _largest_terms(needs: MemoryNeeds, shortage: Shortage) -> str:

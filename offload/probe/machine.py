@@ -24,7 +24,7 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Literal
 
-from offload.engine.host.limits import free_host_bytes, resident_bytes
+from offload.engine.host.limits import free_host_bytes, others_host_bytes, resident_bytes
 from offload.errors import MachineError
 from offload.plan.machine.machine import (
     DTYPE_BYTES,
@@ -293,6 +293,7 @@ def _probe_cpu(bench: RateBench, dtype: str) -> Machine:
         dtype=dtype,
         vram_bytes=free_bytes + own_bytes,
         ram_bytes=free_bytes + own_bytes,
+        desktop_bytes=0,
         pinned_bytes=free_bytes,
         context_bytes=own_bytes,
         links=(
@@ -309,7 +310,7 @@ def _probe_cuda(bench: RateBench, dtype: str) -> Machine:
     import torch
 
     context_bytes = cuda_context_bytes()
-    free_bytes, _ = torch.cuda.mem_get_info()
+    free_bytes, total_bytes = torch.cuda.mem_get_info()
     ram_bytes = free_host_bytes(Path("/")) + resident_bytes()
     copy = bench.pinned_copy_bytes_per_s
     return _machine(
@@ -319,6 +320,7 @@ def _probe_cuda(bench: RateBench, dtype: str) -> Machine:
         dtype=dtype,
         vram_bytes=free_bytes + context_bytes,
         ram_bytes=ram_bytes,
+        desktop_bytes=max(0, total_bytes - free_bytes - context_bytes),
         pinned_bytes=pinned_bytes(ram_bytes),
         context_bytes=context_bytes,
         links=(
@@ -338,6 +340,7 @@ def _machine(  # noqa: PLR0913 - what a machine has, but for its rates
     dtype: str,
     vram_bytes: int,
     ram_bytes: int,
+    desktop_bytes: int,
     pinned_bytes: int,
     context_bytes: int,
     links: tuple[Measure, Measure, Measure],
@@ -372,6 +375,8 @@ def _machine(  # noqa: PLR0913 - what a machine has, but for its rates
         dtype=dtype,
         vram_bytes=vram_bytes,
         ram_bytes=ram_bytes,
+        desktop_bytes=desktop_bytes,
+        system_bytes=others_host_bytes(Path("/")),
         pinned_bytes=pinned_bytes,
         context_bytes=context_bytes,
         has_grouped_gemm=is_grouped,

@@ -46,6 +46,7 @@ FLAGS = {
         "--machine",
         "--machines",
         "--ram",
+        "--headless",  # a card without a desktop has more memory
         "--link",
         "--gpus",
         "--interconnect",
@@ -56,9 +57,11 @@ FLAGS = {
         "--markdown",
         "--verbose",
     },
-    "fit": {"--vram", "--ram", "--link", "--gpus", "--machine", "--json", "--markdown"},
-    # --anyway: rates of a busy machine are written only if that is meant
-    "probe": {"--dtype", "--json", "--save", "--anyway"},
+    "fit": {
+        *("--vram", "--ram", "--headless", "--link", "--gpus", "--machine"),
+        *("--json", "--markdown"),
+    },
+    "probe": {"--dtype", "--json", "--save"},
     "doctor": {"--json"},
     "validate": set(),
     "data": {"--rows", "--json", "--html"},
@@ -83,7 +86,7 @@ FLAGS = {
     "recipes copy": set(),
     "recipes schema": set(),
     # a card, and what comes first; a suggested recipe goes to the terminal or a file
-    "recipes for": {"--vram", "--ram", "--gpus", "--machine", "--goal", "--out"},
+    "recipes for": {"--vram", "--ram", "--headless", "--gpus", "--machine", "--goal", "--out"},
 }
 
 
@@ -623,15 +626,30 @@ def test_the_same_plan_is_printed_byte_for_byte_again(capsys) -> None:
 
 
 def test_a_plan_that_does_not_fit_exits_with_3_and_names_the_fix(capsys) -> None:
-    words = ("plan", "qwen30b_lora_5090", "--machine", "rtx3060", "--ram", "58")
-    assert run(*words) == 3
+    words = ("plan", "qwen30b_lora_5090", "--machine", "rtx3060")
+    assert run(*words, "offload.codec=native") == 3
     err = capsys.readouterr().err
-    assert "with 2 slots of 48 layers the plan needs 60.28 GiB" in err
-    assert "2.28 GiB too much; 58.00 GiB of RAM is there on rtx3060" in err
+    assert (
+        "with 2 slots of 48 layers the plan needs 10.21 GiB of device memory and 60.28 GiB" in err
+    )
+    assert "0.21 GiB and 0.28 GiB too much; 10.00 GiB may be used and 60.00 GiB of RAM is" in err
+    assert "left to a desktop (`--headless`: none) and 4.00 GiB left to the system" in err
     assert "hint: `offload.codec: bf16_packed` with `offload.stash: host`" in err
     assert "\n  Most of RAM is for:\n    55.71 GiB  slab; less with `offload.tier: disk`" in err
     assert run(*words, "offload.codec=bf16_packed", "offload.stash=host") == 0
-    assert run(*words, "offload.codec=bf16_packed") == 0
+    assert run(*words) == 0
+
+
+def test_a_card_without_a_desktop_has_what_a_desktop_takes(capsys) -> None:
+    words = ("plan", "qwen3-32b", "--machine", "rtx3060-8gb")
+    assert run(*words) == 3
+    err = capsys.readouterr().err
+    desktop = "with 1.50 GiB left to a desktop (`--headless`: none)"
+    assert f"5.96 GiB may be used on rtx3060-8gb, {desktop}" in err
+    assert run(*words, "--headless") == 0
+    assert "of 7.46 GiB " in capsys.readouterr().out
+    assert run(*words[:2], "--headless") == 1
+    assert "--headless without a named card" in capsys.readouterr().err
 
 
 @pytest.mark.thorough

@@ -13,14 +13,26 @@ def free_host_bytes(root: Path) -> int:
     Raises:
         MachineError: The kernel's memory statistics cannot be read.
     """
-    return min([_available_bytes(root), *_cgroup_free_bytes(root)])
+    return min([_meminfo_bytes(root, "MemAvailable"), *_cgroup_free_bytes(root)])
 
 
-def _available_bytes(root: Path) -> int:
+def others_host_bytes(root: Path) -> int:
+    """Return the memory that the system and other programs have; 0 where a cgroup is the limit.
+
+    Raises:
+        MachineError: The kernel's memory statistics cannot be read.
+    """
+    available_bytes = _meminfo_bytes(root, "MemAvailable")
+    if free_host_bytes(root) < available_bytes:
+        return 0
+    return max(0, _meminfo_bytes(root, "MemTotal") - available_bytes - resident_bytes())
+
+
+def _meminfo_bytes(root: Path, name: str) -> int:
     path = root / "proc/meminfo"
     if path.exists():
         for line in path.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
+            if line.startswith(f"{name}:"):
                 return int(line.split()[1]) * 1024
     raise MachineError(
         f"{path} does not tell the available memory",

@@ -73,6 +73,8 @@ class Machine:
         dtype: The weights' dtype that the rates of matrix products are for.
         vram_bytes: Device memory that a process may use, its context included.
         ram_bytes: Host memory that a process may use.
+        desktop_bytes: Device memory in addition to that, of a desktop and other programs.
+        system_bytes: Host memory in addition to that, of the system and other programs.
         pinned_bytes: Host memory that may be page-locked.
         context_bytes: Device memory used before the first tensor: the CUDA context, or the process.
         has_grouped_gemm: Whether torch's grouped products run as one kernel instead of a loop.
@@ -106,6 +108,8 @@ class Machine:
     dtype: str
     vram_bytes: int
     ram_bytes: int
+    desktop_bytes: int
+    system_bytes: int
     pinned_bytes: int
     context_bytes: int
     has_grouped_gemm: bool
@@ -126,6 +130,11 @@ class Machine:
     nodes: tuple[Node, ...] = ()
     network: Network | None = None
     others_frac: float | None = None
+
+    @property
+    def installed_bytes(self) -> int:
+        """All host memory, that of other programs included."""
+        return self.ram_bytes + self.system_bytes
 
     @property
     def is_measured(self) -> bool:
@@ -234,10 +243,15 @@ EAGER_FRAC, FUSED_FRAC, COPY_FRAC = 0.55, 0.65, 0.8
 # Memory that a process cannot have. nvidia-smi lists 0.995 of what a card is sold with, or more
 # (8,151 of 8,192 MiB for an RTX 5060); this is assumed where no list was found. CUDA has 346 MiB
 # less than that on an RTX 4090 (23.65 GiB in out-of-memory messages), 469 on an H100 (79.19) and
-# 494 on an RTX 5090 (31.36). A desktop takes 261 to 1,909 MiB, in the median of 20 lists of
-# nvidia-smi 830.
+# 494 on an RTX 5090 (31.36). A card with a display and no job had 133 to 2,102 MiB in use in 28
+# lists of nvidia-smi on Linux and WSL2 (public repositories on GitHub, searched for bus ids that
+# are followed by "On |"): 715 in the median, at most 1,492 in nine of ten, and 1,536 is left to it.
 LISTED_FRAC = 0.995
-DRIVER_BYTES, DESKTOP_BYTES = 512 * MIB, 830 * MIB
+DRIVER_BYTES, DESKTOP_BYTES = 512 * MIB, 1536 * MIB
+# RAM that a process cannot have of what is installed. Of 64 GiB Linux has 62.6 to 62.8 (MemTotal in
+# 20 such files of public repositories), and of that an idle system 0.9 to 2.6 (`free` in 8 more).
+# What other programs take on top of it, a browser say, is known only when a machine is measured.
+SYSTEM_BYTES = 4 * GIB
 # Triton's expert kernels, with branches and gates: 299 of the 814 TFLOP/s of large products, by the
 # kernel times of an H200's profile (tests/bench/results: 30B-A3B, 8,192 tokens), where an eighth of
 # what they multiply is empty rows of tiles. The trial of a run replaces it.
@@ -283,14 +297,16 @@ def named_machine(
     dtype: Dtype = "bfloat16",
     ram_bytes: int | None = None,
     link_bytes_per_s: float | None = None,
+    is_headless: bool = False,
 ) -> Machine:
     """Return a known card in a workstation or server; case, spaces and dashes do not matter.
 
     Args:
         name: Such as rtx3060, "RTX 5090" or "RTX 3060 8 GB".
         dtype: What layers compute in.
-        ram_bytes: Host memory, if it is not the assumed 64 GiB (server cards: 256).
+        ram_bytes: Host memory that is installed, if not the assumed 64 GiB (server cards: 256).
         link_bytes_per_s: Host to device, if the slot is narrower than the card's link.
+        is_headless: Whether no desktop uses the card; none uses a server card.
 
     Raises:
         MachineError: No such card (the error lists the nearest names), or it has no such dtype.
@@ -320,6 +336,7 @@ def named_machine(
         card,
         dtype=dtype,
         ram_bytes=ram_bytes or (SERVER_RAM_BYTES if is_server else WORKSTATION_RAM_BYTES),
+        is_headless=is_headless or is_server,
         link=link if link_bytes_per_s is None else Rate(value=link_bytes_per_s, source=GIVEN),
         word="datasheet",
     )
@@ -333,7 +350,12 @@ def board_w(machine: Machine) -> int | None:
 
 
 def described_machine(
-    name: str, text: str, *, dtype: Dtype = "bfloat16", ram_bytes: int | None = None
+    name: str,
+    text: str,
+    *,
+    dtype: Dtype = "bfloat16",
+    ram_bytes: int | None = None,
+    is_headless: bool = False,
 ) -> Machine:
     """Return a card described by four numbers; everything else is assumed.
 
@@ -342,7 +364,8 @@ def described_machine(
         text: A JSON object of `CARD_KEYS`: GiB, GB/s, TFLOP/s of dense 16-bit products that are
             accumulated in fp32, and GB/s from host to device.
         dtype: What layers compute in.
-        ram_bytes: Host memory, if it is not the assumed 64 GiB.
+        ram_bytes: Host memory that is installed, if it is not the assumed 64 GiB.
+        is_headless: Whether no desktop uses the card.
 
     Raises:
         MachineError: The text is not these four numbers.
@@ -375,6 +398,7 @@ def described_machine(
         card,
         dtype=dtype,
         ram_bytes=ram_bytes or WORKSTATION_RAM_BYTES,
+        is_headless=is_headless,
         link=Rate(value=numbers["link_gb_per_s"] * 1e9, source=GIVEN),
         word=GIVEN,
     )
@@ -427,8 +451,16 @@ def _plain(name: str) -> str:
 
 
 def _machine(
-    name: str, card: Card, *, dtype: Dtype, ram_bytes: int, link: Rate, word: str
+    name: str,
+    card: Card,
+    *,
+    dtype: Dtype,
+    ram_bytes: int,
+    is_headless: bool,
+    link: Rate,
+    word: str,
 ) -> Machine:
+    desktop_bytes = 0 if is_headless else DESKTOP_BYTES
     gemm_frac, fp32_frac = GEMM_FRACS[card.line], FP32_GEMM_FRACS[card.line]
     half = _published(card.measured_gemm_tflops, card.half_tflops, gemm_frac, 1e12, word)
     vector = _published(card.measured_fp32_tflops, card.fp32_tflops, fp32_frac, 1e12, word)
@@ -442,9 +474,11 @@ def _machine(
         name=name,
         device="cuda",
         dtype=dtype,
-        vram_bytes=usable_bytes(card),
-        ram_bytes=ram_bytes,
-        pinned_bytes=ram_bytes,
+        vram_bytes=_process_bytes(card) - desktop_bytes,
+        ram_bytes=usable_ram_bytes(ram_bytes),
+        desktop_bytes=desktop_bytes,
+        system_bytes=ram_bytes - usable_ram_bytes(ram_bytes),
+        pinned_bytes=usable_ram_bytes(ram_bytes),
         context_bytes=CONTEXT_BYTES,
         has_grouped_gemm=card.has_grouped_gemm,
         experts_implementation=assumed_implementation(
@@ -470,12 +504,17 @@ def _machine(
     )
 
 
-def usable_bytes(card: Card) -> int:
-    """Return the memory that a process may use: not the driver's, nor a desktop's if it has one."""
+def _process_bytes(card: Card) -> int:
+    """Return the memory of a card without the driver's."""
     total_bytes = int(LISTED_FRAC * card.memory_gib * GIB)
     if card.listed_mib is not None:
         total_bytes = card.listed_mib * MIB
-    return total_bytes - DRIVER_BYTES - (0 if card.line == "server" else DESKTOP_BYTES)
+    return total_bytes - DRIVER_BYTES
+
+
+def usable_ram_bytes(installed_bytes: int) -> int:
+    """Return the RAM that a process may use of what is installed, on a machine without a job."""
+    return max(0, installed_bytes - SYSTEM_BYTES)
 
 
 def assumed_implementation(*, device: str, has_grouped_gemm: bool) -> Implementation:

@@ -301,7 +301,7 @@ def ways_of_parallel(
 
 
 def test_where_nvlink_gathers_faster_than_the_link_loads_the_model_is_held_in_sum() -> None:
-    found = ways_of_parallel("llama-3.1-70b")
+    found = ways_of_parallel("llama-3.1-70b", "offload.codec=native")
     assert found.stream.plan is not None
     assert found.sharded.plan is not None
     assert found.faster is found.sharded
@@ -332,7 +332,7 @@ def test_weights_that_train_are_sharded_wherever_that_fits() -> None:
 @pytest.mark.parametrize(
     ("settings", "card", "num", "what", "hint"),
     [
-        ((), "rtx4090", 2, r"sharded over 2 ranks the plan needs .* of 22\.68 GiB", ""),
+        ((), "rtx4090", 2, r"sharded over 2 ranks the plan needs .* of 21\.99 GiB", ""),
         (
             ("train.optimizer=adafactor",),
             "h100",
@@ -417,7 +417,7 @@ def seconds(plan: Plan, *, num_bytes: float, num_collectives: int, bytes_per_s: 
     assert busy_s == pytest.approx(expected_s, rel=1e-6)
 
 
-def test_eight_h100_hold_llama_70b_and_gather_it_faster_than_a_link_loads_it() -> None:
+def test_eight_h100_stream_llama_70b_packed_as_fast_as_they_would_gather_it() -> None:
     assert (LLAMA_70B, LLAMA_70B_LORA) == (855_654_400, 2_588_672)
     stream, sharded = both(ways_of(CLUSTERS[0]))
     # one micro-batch of 2,048 tokens each: 80 layers up and down, what is around them, 80 sums
@@ -425,13 +425,15 @@ def test_eight_h100_hold_llama_70b_and_gather_it_faster_than_a_link_loads_it() -
     sent = 7 / 8 * (gathered + 80 * 4 * LLAMA_70B_LORA)
     assert sent == pytest.approx(245.4e9, rel=1e-3)
     seconds(sharded, num_bytes=sent, num_collectives=241, bytes_per_s=0.8 * 450e9)
-    # 80 layers in 41 slots: 39 are loaded for the forward and 39 for the backward
-    assert stream.residency.num_slots == 41
-    assert stream.schedule.num_loads == 78
-    load_s = 78 * 2 * LLAMA_70B / stream.machine.h2d_bytes_per_s.value
+    # 80 packed layers in 52 slots: 28 are loaded for the forward and 28 for the backward
+    assert stream.residency.num_slots == 52
+    assert stream.schedule.num_loads == 56
+    packed = 1.5274 * LLAMA_70B
+    load_s = 56 * packed / stream.machine.h2d_bytes_per_s.value
     assert stream.predict().busy_s(Kind.LOAD) == pytest.approx(load_s, rel=0.03)
-    assert load_s > sharded.step_s - sharded.predict().exposed_s(*OVER_NETWORK)  # of compute
-    assert ways_of(CLUSTERS[0]).faster.name == "fsdp2"
+    assert 0.05 < stream.predict().stall_s < 0.15
+    assert 0.9 * sharded.step_s < stream.step_s < sharded.step_s
+    assert ways_of(CLUSTERS[0]).faster.name == "stream"
 
 
 def test_eight_h100_train_all_weights_of_qwen_8b_in_parts() -> None:
@@ -473,8 +475,8 @@ def test_four_rtx_4090_cannot_hold_qwen_32b() -> None:
     own_gib = 64 * 2 * QWEN_32B / 4 / 2**30
     outer_gib = 2 * 2 * 151_936 * 5120 / 2**30
     assert own_gib == pytest.approx(14.5, abs=0.1)
-    assert own_gib + outer_gib / 4 + outer_gib > 18.0  # and 22.68 are free
-    assert "of device memory on each rank, of 22.68 GiB" in ways.sharded.why_not
+    assert own_gib + outer_gib / 4 + outer_gib > 18.0  # and 21.99 are free
+    assert "of device memory on each rank, of 21.99 GiB" in ways.sharded.why_not
     assert ways.faster.name == "stream"
 
 

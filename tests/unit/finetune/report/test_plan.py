@@ -263,11 +263,11 @@ def test_each_memory_and_link_is_shown_with_its_rate_and_where_that_is_from() ->
     )
     machine = replace(HOST_MAP_CARD, nodes=(near, far), disk_bytes_per_s=rate)
     assert host_map(machine, None).lines == [
-        ("VRAM of rtx5090", "30.53 GiB", "985.6 GB/s (datasheet x 0.55)", ""),
+        ("VRAM of rtx5090", "29.84 GiB", "985.6 GB/s (datasheet x 0.55)", ""),
         ("copies to the device", "", "56.0 GB/s (measured by others)", ""),
         ("  while the other direction is busy", "", "51.0 GB/s (assumed: 0.91 x h2d)", ""),
         ("copies to the host", "", "56.0 GB/s (measured by others)", ""),
-        ("RAM (96.00 GiB may be page-locked)", "96.00 GiB", "60.0 GB/s (assumed)", ""),
+        ("RAM (92.00 GiB may be page-locked)", "92.00 GiB", "60.0 GB/s (assumed)", ""),
         ("  node 0, 8 CPUs, near the device", "48.00 GiB", "8.3 GB/s (measured)", ""),
         ("  node 1, 8 CPUs", "48.00 GiB", "8.3 GB/s (measured)", ""),
         ("disk", "", "8.3 GB/s (measured)", "layers, with `offload.tier: disk`"),

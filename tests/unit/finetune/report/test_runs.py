@@ -231,16 +231,19 @@ def test_what_was_rejected_is_named_by_what_differs_and_why() -> None:
     assert not any("codec" in line[0] or "micro batch" in line[0] for line in table.lines)
 
 
+DESKTOP, SYSTEM = ", 1.50 GiB left to a desktop", ", 4.00 GiB left to the system"
+
+
 def test_memory_is_shown_against_what_there_is_or_what_may_be_used() -> None:
     plan = search(FACTS, CARD, [REQUEST], rounding=())
     found = rows(plan)
-    assert found["VRAM"] == [f"{plan.plan.peak_bytes / GIB:.2f} GiB of 14.69 GiB"]
-    assert found["RAM"] == [f"{plan.plan.host_bytes / GIB:.2f} GiB of 64.00 GiB"]
+    assert found["VRAM"] == [f"{plan.plan.peak_bytes / GIB:.2f} GiB of 14.00 GiB{DESKTOP}"]
+    assert found["RAM"] == [f"{plan.plan.host_bytes / GIB:.2f} GiB of 60.00 GiB{SYSTEM}"]
     assert found["slab"][0].startswith("13,2")
     less = search(FACTS, CARD, [replace(REQUEST, vram_budget_bytes=12 * GIB)], rounding=())
     assert rows(less)["VRAM"][0].endswith(" of 12.00 GiB (`offload.vram_budget`)")
     more = search(FACTS, CARD, [replace(REQUEST, vram_budget_bytes=24 * GIB)], rounding=())
-    assert rows(more)["VRAM"][0].endswith(" of 14.69 GiB, less than `offload.vram_budget`")
+    assert rows(more)["VRAM"][0].endswith(" of 14.00 GiB, less than `offload.vram_budget`")
 
 
 def test_a_cpu_has_one_memory() -> None:
@@ -251,7 +254,7 @@ def test_a_cpu_has_one_memory() -> None:
     assert "VRAM" not in found
     assert "1 GiB more RAM" in {line[0] for line in choice_tables(choice)[1].lines}
     both = choice.plan.peak_bytes + choice.plan.host_bytes
-    assert found["RAM"] == [f"{both / GIB:.2f} GiB of 64.00 GiB"]
+    assert found["RAM"] == [f"{both / GIB:.2f} GiB of 60.00 GiB{SYSTEM}"]
     assert found["limited by"][0].startswith("computing on the CPU")
 
 

@@ -58,7 +58,7 @@ from offload.plan.what_if import what_if
 from tests.builders import lora, model_facts, qwen3_8b, request, slow_link, workload
 from tests.parity.steps import MODELS
 
-CARD = named_machine("rtx4090")
+CARD = named_machine("rtx4090", is_headless=True)
 LARGE = named_machine("rtx4090", ram_bytes=256 * GIB)
 FACTS = qwen3_8b()
 TABLE = 151936 * 4096 * 2

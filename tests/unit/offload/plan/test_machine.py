@@ -20,7 +20,6 @@ from offload.plan.machine.machine import (
     described_machine,
     is_described,
     named_machine,
-    usable_bytes,
     with_interconnect,
 )
 
@@ -72,7 +71,7 @@ def test_figures_of_a_card_agree(name: str) -> None:
         assert card.half_tflops / card.fp32_tflops == pytest.approx(tensor_cores, rel=0.02)
     listed_gib = (card.listed_mib or card.memory_gib * 1024) / 1024
     assert 0.93 < listed_gib / card.memory_gib <= 1.01
-    assert usable_bytes(card) < card.memory_gib * GIB
+    assert named_machine(name, dtype="float32").vram_bytes < card.memory_gib * GIB
     assert 50 <= (card.board_w or 50) <= 1000
 
 
@@ -122,7 +121,7 @@ def test_a_card_of_four_numbers_is_that_card_but_for_what_is_assumed() -> None:
     assert not is_described(named_machine("rtx3090").to_json())
     found, known = described_machine("mine", FOUR), named_machine("rtx3090")
     assert found.ram_bytes == known.ram_bytes
-    assert found.vram_bytes == int(0.995 * 24 * GIB) - 1342 * MIB  # not listed, with a desktop
+    assert found.vram_bytes == int(0.995 * 24 * GIB) - 2048 * MIB  # not listed, with a desktop
     for name in ("memory_bytes_per_s", "h2d_bytes_per_s"):
         assert getattr(found, name).value == getattr(known, name).value
     assert found.gemm_flops_per_s.value == pytest.approx(0.8 * 71e12)
@@ -185,23 +184,35 @@ def test_experts_are_a_loop_by_eager_and_where_torch_has_no_kernel() -> None:
 @pytest.mark.parametrize(
     ("name", "listed_mib", "reserved_mib"),
     [
-        ("rtx3060", 12288, 1342),
-        ("rtx4060ti", 16380, 1342),
-        ("rtx4090", 24564, 1342),
-        ("rtx5080", 16303, 1342),
-        ("rtx5090", 32607, 1342),
+        ("rtx3060", 12288, 2048),
+        ("rtx4060ti", 16380, 2048),
+        ("rtx4090", 24564, 2048),
+        ("rtx5080", 16303, 2048),
+        ("rtx5090", 32607, 2048),
         ("h100", 81559, 512),
     ],
 )
 def test_a_card_has_what_nvidia_smi_lists_but_for_its_driver_and_a_desktop(
     name: str, listed_mib: int, reserved_mib: int
 ) -> None:
-    assert named_machine(name).vram_bytes == (listed_mib - reserved_mib) * MIB
+    machine = named_machine(name)
+    assert machine.vram_bytes == (listed_mib - reserved_mib) * MIB
+    assert machine.desktop_bytes == (reserved_mib - 512) * MIB
+    headless = named_machine(name, is_headless=True)
+    assert headless.vram_bytes == (listed_mib - 512) * MIB
+    assert headless.desktop_bytes == 0
+
+
+def test_a_system_has_its_part_of_what_is_installed() -> None:
+    machine = named_machine("rtx4090")
+    assert machine.ram_bytes == machine.pinned_bytes == 60 * GIB
+    assert machine.installed_bytes == 64 * GIB
+    assert named_machine("rtx4090", ram_bytes=3 * GIB).ram_bytes == 0
 
 
 def test_memory_and_link_of_the_host_can_be_given() -> None:
     machine = named_machine("rtx4090", ram_bytes=32 * GIB, link_bytes_per_s=12e9)
-    assert (machine.ram_bytes, machine.pinned_bytes) == (32 * GIB, 32 * GIB)
+    assert (machine.ram_bytes, machine.pinned_bytes) == (28 * GIB, 28 * GIB)
     assert machine.h2d_bytes_per_s == Rate(value=12e9, source="given")
     assert machine.h2d_duplex_bytes_per_s.value < 12e9
 

@@ -9,7 +9,7 @@ from offload.errors import DoesNotFitError, OffloadError
 from offload.plan.facts.facts import ModelFacts
 from offload.plan.facts.workload import to_pages
 from offload.plan.fit import MemoryNeeds
-from offload.plan.machine.machine import GIB, Machine, Rate, named_machine
+from offload.plan.machine.machine import GIB, MEASURED, Machine, Rate, named_machine
 from offload.plan.memory.memory import MemoryTerm, TracedBytes, device_terms, total_bytes
 from offload.plan.plan import Plan, calibrate, hidden_frac, needed_bytes_per_s, plan, with_costs
 from offload.plan.request import PlanRequest, Reduction, with_workload
@@ -72,11 +72,11 @@ def test_a_budget_in_which_nothing_fits_is_to_be_larger() -> None:
 
 
 def test_what_does_not_fit_names_need_limit_and_the_nearest_fix() -> None:
-    request = replace(REQUEST, num_slots=30, vram_budget_bytes=14 * GIB)
+    request = replace(REQUEST, num_slots=30, vram_budget_bytes=13 * GIB)
     with pytest.raises(
         DoesNotFitError,
         match=r"with 30 slots of 36 layers the plan needs \d+\.\d\d GiB of device memory,"
-        r" \d+\.\d\d GiB too much; 14\.00 GiB may be used on rtx4060ti\n"
+        r" \d+\.\d\d GiB too much; 13\.00 GiB may be used on rtx4060ti\n"
         r"  Most of device memory is for:\n +\d+\.\d\d GiB  slots; less with fewer"
         r" `offload\.num_slots`, `offload\.codec: nf4`\n(?:.*\n)+\n"
         r"hint: `offload\.num_slots: (\d+)`",
@@ -86,6 +86,26 @@ def test_what_does_not_fit_names_need_limit_and_the_nearest_fix() -> None:
     assert plan(FACTS, CARD, replace(request, num_slots=hinted)).num_slots == hinted
     with pytest.raises(DoesNotFitError):
         plan(FACTS, CARD, replace(request, num_slots=hinted + 1))
+
+
+def test_what_lacks_no_more_than_others_have_says_how_much_they_would_free() -> None:
+    need = plan(FACTS, CARD, replace(REQUEST, num_slots=2))
+    rates = {
+        name: replace(getattr(CARD, name), source=MEASURED)
+        for name, kind in Machine.__annotations__.items()
+        if kind is Rate
+    }
+    busy = replace(CARD, ram_bytes=need.host_bytes - GIB // 2, **rates)
+    with pytest.raises(
+        DoesNotFitError,
+        match=r"0\.50 GiB too much; \d+\.\d\d GiB of RAM is there on rtx4060ti, with 4\.00 GiB in"
+        r" use by others\n(?:.*\n)+hint: .*, or close other programs, until 0\.50 GiB of RAM more"
+        r" is free$",
+    ):
+        plan(FACTS, busy, REQUEST)
+    with pytest.raises(DoesNotFitError) as refused:
+        plan(FACTS, replace(busy, system_bytes=GIB // 4), REQUEST)
+    assert "close other programs" not in refused.value.hint
 
 
 def test_too_long_sequences_are_told_a_length_that_fits() -> None:
@@ -114,7 +134,7 @@ def test_an_encoded_plan_decodes_each_layer_once_per_visit_and_respects_r3() -> 
 
 def test_too_little_ram_is_named() -> None:
     small = named_machine("rtx4060ti", ram_bytes=8 * GIB)
-    with pytest.raises(DoesNotFitError, match=r"GiB of RAM, .*; 8\.00 GiB of RAM is there"):
+    with pytest.raises(DoesNotFitError, match=r"GiB of RAM, .*; 4\.00 GiB of RAM is there"):
         plan(FACTS, small, REQUEST)
 
 
@@ -541,9 +561,10 @@ def test_rounds_are_taken_where_most_layers_fit_and_no_others() -> None:
         assert not found.schedule.d2h_bytes
     mixture = qwen3_30b()  # each token computes with a few of the experts that are loaded
     both = [replace(free, order=order) for order in Order]
-    chosen = search(mixture, replace(card, ram_bytes=128 * GIB), both, rounding=()).plan
+    roomy = replace(card, ram_bytes=128 * GIB)
+    chosen = search(mixture, roomy, both, rounding=()).plan
     assert chosen.request.order is Order.LAYER_MAJOR
-    assert 2 * chosen.step_s < plan(mixture, card, both[1]).step_s
+    assert 2 * chosen.step_s < plan(mixture, roomy, both[1]).step_s
 
 
 @pytest.mark.parametrize("machine", [CARD, CPU])
@@ -578,6 +599,24 @@ def test_on_a_slow_link_the_packed_form_is_chosen_and_the_native_one_is_slower()
     native = [one for one in choice.rejected if one.request.typical.codec == "native"]
     assert native
     assert all(one.least_s > choice.plan.step_s for one in native)
+
+
+@pytest.mark.parametrize(
+    ("asked", "gain", "codec"),
+    [(SHORT_REQUEST, -0.19, "native"), (REQUEST, -0.008, "bf16_packed")],
+    ids=["faster", "as fast"],
+)
+def test_of_exact_forms_that_are_as_fast_the_one_with_less_ram_is_chosen(
+    asked: PlanRequest, gain: float, codec: str
+) -> None:
+    ways = ways_of(asked)
+    native, packed = (
+        search(FACTS, CARD, [way for way in ways if way.typical.codec == name], rounding=())
+        for name in ("native", "bf16_packed")
+    )
+    assert 1 - packed.plan.step_s / native.plan.step_s == pytest.approx(gain, abs=0.005)
+    assert packed.chosen.host_bytes == packed.plan.host_bytes < native.plan.host_bytes
+    assert search(FACTS, CARD, ways, rounding=()).plan.request.typical.codec == codec
 
 
 def test_the_same_input_gives_the_same_choice() -> None:
@@ -655,7 +694,8 @@ def test_where_nothing_fits_the_nearest_is_named_with_what_would_fit() -> None:
         DoesNotFitError,
         match=r"with 2 slots of 36 layers the plan needs 10\.87 GiB of device memory and 12\.85"
         r" GiB of RAM, 1\.87 GiB and 0\.85 GiB too much; 9\.00 GiB may be used and 12\.00 GiB of"
-        r" RAM is there on rtx4060ti\n  Most of device memory is for:\n(?:.*\n)+  Most of RAM is"
+        r" RAM is there on rtx4060ti, with 1\.50 GiB left to a desktop \(`--headless`: none\) and"
+        r" 4\.00 GiB left to the system\n  Most of device memory is for:\n(?:.*\n)+  Most of RAM is"
         r" for:\n     9\.88 GiB  slab; less with `offload\.codec: nf4`\n(?:.*\n)+\nhint:"
         r" `offload\.codec: nf4` \(rounds each weight, by 9\.2%"
         r" of their size\) with `offload\.stash: host`$",
@@ -1025,7 +1065,7 @@ def test_gradients_of_30b_experts_overlap_with_the_backward_at_less_than_half_a_
         most_local_ranks=1,
         reduction=Reduction(element_bytes=2),
     )
-    made = plan(qwen3_30b(), named_machine("rtx5090"), asked)
+    made = plan(qwen3_30b(), named_machine("rtx5090", ram_bytes=96 * GIB), asked)
     backward_s = made.predict().phases()["backward"]
     even = made.schedule.network_bytes / backward_s
     assert even * 8 == pytest.approx(0.48e9, rel=0.05)
@@ -1042,7 +1082,8 @@ def test_gradients_of_30b_experts_overlap_with_the_backward_at_less_than_half_a_
 
 
 def test_the_needed_link_is_the_slowest_that_makes_the_step_no_longer() -> None:
-    made = plan(qwen3_30b(), named_machine("rtx5090"), request(num_ranks=2, most_local_ranks=1))
+    card = named_machine("rtx5090", ram_bytes=96 * GIB)
+    made = plan(qwen3_30b(), card, request(num_ranks=2, most_local_ranks=1))
     needed = needed_bytes_per_s(made.schedule, made.costs)
 
     def step_s(bytes_per_s: float) -> float:

@@ -593,7 +593,7 @@ def test_the_search_and_other_ways_take_an_objective() -> None:
 # ---------------------------------------------------------------------------------------- reduction
 
 
-HERE = named_machine("rtx4090")
+HERE = named_machine("rtx4090", ram_bytes=128 * GIB)
 
 
 def planned_reduction(asked: PlanRequest) -> Plan:

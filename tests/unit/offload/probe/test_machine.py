@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from offload.engine.host.limits import free_host_bytes, resident_bytes
+from offload.engine.host.limits import free_host_bytes, others_host_bytes, resident_bytes
 from offload.errors import MachineError
 from offload.plan.machine.machine import Machine, Rate, named_machine
 from offload.probe import machine as host_probe
@@ -209,6 +209,16 @@ def test_a_container_sees_its_limit_where_its_own_path_is_not_mounted(root: Path
     write(root / "sys/fs/cgroup/memory.max", str(2 * GIB))
     write(root / "sys/fs/cgroup/memory.current", str(GIB))
     assert free_host_bytes(root) == GIB
+
+
+def test_what_others_have_is_the_rest_unless_a_cgroup_is_the_limit(root: Path) -> None:
+    memory = f"MemTotal: {16 * GIB // 1024} kB\nMemAvailable: {8 * GIB // 1024} kB\n"
+    write(root / "proc/meminfo", memory)
+    assert others_host_bytes(root) == pytest.approx(8 * GIB - resident_bytes(), abs=2**20)
+    write(root / "proc/self/cgroup", "0::/\n")
+    write(root / "sys/fs/cgroup/memory.max", str(3 * GIB))
+    write(root / "sys/fs/cgroup/memory.current", str(GIB))
+    assert others_host_bytes(root) == 0
 
 
 def test_a_system_without_meminfo_is_refused(tmp_path: Path) -> None:
