@@ -7,7 +7,7 @@ from functools import cache
 from finetune.planning.parallel import Way, Ways, compare_ways
 from finetune.planning.subject import subject_of
 from finetune.report.format import shown_gib, shown_time
-from offload.plan.machine.machine import named_machine, with_interconnect
+from offload.plan.machine.machine import GIB, named_machine, with_interconnect
 from offload.plan.schedule.op import OVER_NETWORK
 
 HEAD = ("cluster", "model", "stream", "fsdp2", "`auto`")
@@ -25,6 +25,7 @@ class Cluster:
         model: A shipped shape.
         what: What is trained, in words.
         overrides: Settings for it.
+        ram_gib: Installed in the machine; None for what is assumed with the card.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Cluster:
     model: str
     what: str = "LoRA"
     overrides: Sequence[str] = ()
+    ram_gib: int | None = None
 
 
 CLUSTERS = (
@@ -61,11 +63,12 @@ CLUSTERS = (
         model="qwen3-8b",
     ),
     Cluster(
-        name="4 x RTX 4090, PCIe 4.0",
+        name="4 x RTX 4090, PCIe 4.0, 128 GiB of RAM",
         card="rtx4090",
         num=4,
         interconnect="pcie",
         model="qwen3-32b",
+        ram_gib=128,
     ),
 )
 
@@ -74,9 +77,9 @@ CLUSTERS = (
 def ways_of(cluster: Cluster) -> Ways:
     """Plan both ways on a cluster, in steps of 16,384 tokens."""
     subject = subject_of(cluster.model, cluster.overrides)
-    machine = with_interconnect(
-        named_machine(cluster.card), cluster.interconnect, world_size=cluster.num
-    )
+    ram_bytes = None if cluster.ram_gib is None else cluster.ram_gib * GIB
+    card = named_machine(cluster.card, ram_bytes=ram_bytes)
+    machine = with_interconnect(card, cluster.interconnect, world_size=cluster.num)
     return compare_ways(subject.recipe, subject.facts, machine, num_ranks=cluster.num)
 
 
