@@ -364,7 +364,8 @@ def test_every_error_that_a_user_meets_has_a_way_out() -> None:
 def test_every_term_of_memory_is_explained(settings: list[str]) -> None:
     recipe = load_recipe("qwen30b_qlora_4060ti", settings, check_files=False)
     facts = model_facts(load_shape("qwen3-30b-a3b"))
-    made = plan(facts, named_machine("rtx5090"), full_request(recipe, facts, num_ranks=1))
+    machine = named_machine("rtx5090", ram_bytes=96 * 2**30)
+    made = plan(facts, machine, full_request(recipe, facts, num_ranks=1))
     explained = TEXTS["docs/concepts/memory.md"]
     for term in (*made.device_memory, *made.host_memory):
         name = re.sub(r".*: ", "", term.name)
