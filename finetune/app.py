@@ -42,7 +42,7 @@ _OURS: Sequence[Callable[..., None]] = (
     *(finetune, sweep),
     *(init, plan, fit, probe, doctor, validate),
     *(data, explain, compare, generate, chat, score),
-    *(adapter, merge, export, push),
+    *(adapter, merge, export, push, share),
     studio,
 )
 COMMANDS = Registry[Any]("commands", {one.__name__: one for one in _OURS}, FunctionType)

@@ -41,6 +41,7 @@ from finetune.export.llama_cpp import Programs
 from finetune.export.merge import Progress
 from finetune.files.atomic import becoming, workspace
 from finetune.model.tokenizer import load_tokenizer
+from finetune.recipe.sections import ModelSection
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -90,7 +91,7 @@ def _modelfile(model: Path, name: str, kwargs: Mapping[str, bool]) -> str:
         name: The name of its GGUF file.
         kwargs: What its chat template must be given.
     """
-    tokenizer = load_tokenizer(str(model))
+    tokenizer = load_tokenizer(ModelSection(path=str(model)))
     template = None if tokenizer.chat_template is None else go_template(tokenizer, kwargs)
     ids = eos_ids(read_generation_config(model) or {}, source=model / GENERATION_CONFIG)
     stops = [tokenizer.decode([token]) for token in ids or (tokenizer.eos_token_id,)]

@@ -1096,6 +1096,21 @@ def _resolve(
         )
 
 
+def _note_no_model(draft: Draft, value: str, bases: Sequence[Path]) -> None:
+    """Note a model's path that is one word, and neither a folder nor a shipped shape."""
+    ids = published_ids()
+    near = difflib.get_close_matches(value.lower(), ids, n=3)
+    shapes = f"the nearest are {', '.join(near)}" if near else "`sluice recipes list` has them"
+    place = draft.place("model.path")
+    draft.add_problem(
+        place,
+        f"model.path is {shown(value)}, and there is no such folder in"
+        f" {' or '.join(dict.fromkeys(map(str, bases)))}",
+        limit=f"it is a model's folder, a hub id such as owner/name, or a shipped shape: {shapes}",
+        hint=_setting(place, "model.path", ids[near[0]] if near else "Qwen/Qwen3-0.6B"),
+    )
+
+
 def _check_command(draft: Draft, *, check_files: bool) -> None:
     """Note a `report.notify` that cannot be called: it is words, the first of them a program."""
     section = draft.values.get("report")

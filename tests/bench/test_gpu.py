@@ -485,7 +485,7 @@ def test_what_is_said_of_speed_comes_from_what_is_kept(tmp_path: Path) -> None:
     more = kept | {"of_m_star": 2.0, "resident_share": 1.02, "calibrated_error": -0.019}
     more |= {"note": "2 slots", "resident_step_s": quantiles([1.0])}
     (tmp_path / "two.jsonl").write_text(json.dumps(more) + "\n")
-    told = "Card, 2026-11-21, b (2 slots): 1,234 tokens/s, 97% of R3, 102% of the resident rate"
+    told = "Card, 2026-11-21, b (2 slots): 1,234 tokens/s, 97% of what is possible, 102% of the"
     assert told in brief(tmp_path)
 
 

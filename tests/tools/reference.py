@@ -34,6 +34,7 @@ from finetune.planning.subject import Subject, model_subject
 from finetune.recipe.extensions import FORMATS
 from finetune.recipe.load import shipped_shapes
 from finetune.recipe.recipe import json_schema, shipped_recipes, with_settings
+from finetune.report.format import shown_break_even
 from offload.errors import DoesNotFitError, SluiceError
 from offload.plan import Machine, Plan
 from offload.plan.machine.cards import CARDS
@@ -383,6 +384,35 @@ def fit_table() -> str:
     return table(("model", *head), rows)
 
 
+FORMS_OF = (("qwen3-8b", 24), ("qwen3-8b", 12), ("qwen3.6-27b", 24), ("qwen3-30b-a3b", 24))
+
+
+def forms_table() -> str:
+    """Return what exact weights cost against 4 bits, and from how many tokens streaming is free."""
+    rows = []
+    for model, vram in FORMS_OF:
+        card = slowest_card(vram)
+        host = HostOptions(ram_gib=FIT_RAM_GIB, link_gb_per_s=None)
+        machine = budgeted(host.machine(card, dtype="bfloat16"), vram_gib=vram)
+        subject = model_subject(model, [])
+        exact, rounded = (_planned(subject, machine, codec, "ram") for codec in FIT_CODECS)
+        assert exact is not None
+        assert rounded is not None
+        gain = exact.step_s / rounded.step_s - 1
+        free = shown_break_even(exact.break_even_tokens)
+        rows.append(
+            [
+                model,
+                f"{vram} GiB ({card})",
+                _cell(exact, ()),
+                _cell(rounded, ()),
+                f"{gain:+.0%}",
+                free,
+            ]
+        )
+    return table(("model", "card", "exact", "4 bits", "gain", "copies hide from"), rows)
+
+
 def _plainest(subject: Subject, machine: Machine) -> str:
     """Return the speed of the exact form in RAM, else of nf4, else of the faster from disk."""
     for codec in FIT_CODECS:
@@ -477,7 +507,7 @@ def launches() -> str:
 
 
 PARTS: Mapping[str, Mapping[str, Part]] = {
-    "README.md": {"fit": fit_table},
+    "README.md": {"fit": fit_table, "forms": forms_table},
     "docs/guides/choose-a-card.md": {"plan": plan},
     "docs/guides/trainer.md": {"refusals": refusals},
     "docs/guides/several-gpus.md": {"clusters": clusters_table},

@@ -61,7 +61,8 @@ FLAGS = {
         *("--vram", "--ram", "--headless", "--link", "--gpus", "--machine"),
         *("--json", "--markdown"),
     },
-    "probe": {"--dtype", "--json", "--save"},
+    # --anyway: rates of a busy machine are written only if that is meant
+    "probe": {"--dtype", "--json", "--save", "--anyway"},
     "doctor": {"--json"},
     "validate": set(),
     "data": {"--rows", "--json", "--html"},
@@ -78,7 +79,9 @@ FLAGS = {
     "score": {"--adapter", "--checkpoints", "--base", "--machine", "--json", "--out"},
     "adapter": {"--format", "--out"},
     "merge": {"--out"},
-    "export": {"--gguf", "--llama-cpp"},
+    # the form of the weights, a Modelfile too, where to, and whose programs
+    "export": {"--gguf", "--ollama", "--out", "--llama-cpp"},
+    "share": set(),
     "push": {"--repo", "--public"},
     "studio": {"--port", "--machine"},
     "recipes list": set(),

@@ -133,7 +133,7 @@ def test_every_command_parses_with_its_options_and_settings(page: str, line: str
     elif words[0] == "make":
         assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), line
     else:
-        assert words[0] == "source", f"{page} has a command that nothing checks: {line}"
+        assert words[0] in ("source", "git", "cd"), f"{page} has a command that nothing checks: {line}"
 
 
 def runnable() -> list[str]:
@@ -419,6 +419,14 @@ def test_every_file_that_is_linked_from_the_root_exists() -> None:
     for page in ("README.md", "CONTRIBUTING.md"):
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", TEXTS[page]):
             assert (ROOT / target).exists(), f"{page} links {target}"
+
+
+def test_llms_txt_links_pages_and_every_guide() -> None:
+    text = (ROOT / "docs" / "llms.txt").read_text()
+    linked = {target.partition("#")[0] for target in re.findall(r"\]\(([^)]+)\)", text)}
+    assert all((ROOT / "docs" / target).exists() for target in linked)
+    guides = {f"guides/{file.name}" for file in (ROOT / "docs" / "guides").glob("*.md")}
+    assert guides - linked == {"guides/studio.md"}  # for eyes
 
 
 def paths() -> Iterator[tuple[str, str]]:

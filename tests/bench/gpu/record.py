@@ -107,7 +107,8 @@ def _line(row: Row) -> str:
     path = "" if is_default(row) else "; old code path"
     return (
         f"- {row['gpu']}, {row['date'][:10]}, {row['part']} ({row['note']}):"
-        f" {row['tokens_per_s']['p50']:,.0f} tokens/s, {row['r3_share']['p50']:.0%} of R3,"
+        f" {row['tokens_per_s']['p50']:,.0f} tokens/s,"
+        f" {row['r3_share']['p50']:.0%} of what is possible,"
         f" {row['resident_share']:.0%} of the resident rate,"
         f" predicted {row['calibrated_error']:+.1%}{path}\n"
     )

@@ -229,7 +229,8 @@ def test_a_machine_file_cannot_be_given_other_memory(tmp_path, capsys) -> None:
 
 def compared_in_12_gib(*models: str) -> list[Comparison]:
     machine = budgeted(named_machine("rtx3060", ram_bytes=52 * GIB), vram_gib=12)
-    return compare_within_memory([model_subject(one, []) for one in models], machine)
+    groups = compare_within_memory([model_subject(one, []) for one in models], machine)
+    return list(chain.from_iterable(groups))
 
 
 @pytest.fixture(scope="module")
@@ -280,7 +281,7 @@ def test_the_longest_sequence_fits_and_one_that_is_a_step_longer_does_not(
 @pytest.mark.thorough
 def test_more_memory_never_shortens_the_longest_sequence(in_12_gib: list[Comparison]) -> None:
     machine = budgeted(named_machine("rtx4090", ram_bytes=52 * GIB), vram_gib=20)
-    in_20_gib = compare_within_memory([model_subject(SMALL, [])], machine)
+    (in_20_gib,) = compare_within_memory([model_subject(SMALL, [])], machine)
     for less, more in zip(in_12_gib[:3], in_20_gib, strict=True):
         assert less.longest_seq_len is not None
         assert more.longest_seq_len is not None
