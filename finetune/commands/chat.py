@@ -61,18 +61,25 @@ class Chat:
         asked = [*turns, Message(role="user", content=said)]
         try:
             prompt = prepared.ids_of(asked, source="the conversation")
-            prepared.require_room(len(prompt), self.max_new_tokens)
+            num_new = max(1, min(self.max_new_tokens, prepared.most_new(len(prompt))))
+            prepared.require_room(len(prompt), num_new)
         except SluiceError as error:
             self.note(f"{error.what}: {error.limit}. {RESET} forgets what was said before.")
             return
         if self.has_base:
-            self._spoken(model, prompt, name="base", is_base=True)
+            self._spoken(model, prompt, num_new, name="base", is_base=True)
         name = "adapter" if self.has_base else None
-        answer = self._spoken(model, prompt, name=name, is_base=False)
+        answer = self._spoken(model, prompt, num_new, name=name, is_base=False)
         turns[:] = [*asked, Message(role="assistant", content=answer)]
 
     def _spoken(
-        self, model: TrainedModel, prompt: Sequence[int], *, name: str | None, is_base: bool
+        self,
+        model: TrainedModel,
+        prompt: Sequence[int],
+        num_new: int,
+        *,
+        name: str | None,
+        is_base: bool,
     ) -> str:
         """Print an answer as it comes, and return it."""
         said = ""
@@ -88,7 +95,7 @@ class Chat:
             self.say(f"{name}: ")
         answer = model.answer(
             prompt,
-            max_new_tokens=self.max_new_tokens,
+            max_new_tokens=num_new,
             choose=self.chooser(),
             is_base=is_base,
             heard=heard,

@@ -106,6 +106,11 @@ class Prepared:
         require_known_ids([ids], self.tokenizer, self.facts.vocab_size, where=source)
         return ids
 
+    def most_new(self, num_prompt: int) -> int:
+        """Return how many tokens an answer may have; none or fewer if the prompt is too long."""
+        in_front, limit = self.recipe.adapter.num_in_front, self.facts.max_position_embeddings
+        return limit - in_front - num_prompt + 1
+
     def require_room(self, num_prompt: int, num_new: int) -> None:
         """Check that an answer fits into the model's positions, and its cache into device memory.
 
@@ -116,7 +121,7 @@ class Prepared:
             DoesNotFitError: The key-value cache is too large.
         """
         in_front, limit = self.recipe.adapter.num_in_front, self.facts.max_position_embeddings
-        most_new = limit - in_front - num_prompt + 1
+        most_new = self.most_new(num_prompt)
         if num_new > most_new:
             raise ConfigError(
                 (f"{in_front} virtual tokens, " if in_front else "")

@@ -72,7 +72,10 @@ class Split:
         best = self._with_any_slots(spend)
         if self.step_s(best) >= self.step_s(most) * (1 - WORTH_FRAC):
             return most
-        while (more := spend(best.num_slots + 1))[1:] == best[1:]:
+        for num_slots in self._slots[self._slots.index(best.num_slots) + 1 :]:
+            more = spend(num_slots)
+            if more[1:] != best[1:]:
+                break
             best = more
         return best
 

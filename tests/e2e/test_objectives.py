@@ -1354,8 +1354,9 @@ def test_a_router_loss_of_another_kind_is_refused_before_anything_is_read(
     }
     file = tmp_path / "config.json"
     file.write_text(json.dumps(config))
+    tiny_tokenizer().save_pretrained(tmp_path)
     recipe = write_recipe(
-        model={"path": None, "config": str(file), "init": "random", "tokenizer": "absent"},
+        model={"path": None, "config": str(file), "init": "random", "tokenizer": str(tmp_path)},
         train={"router_loss_coef": 0.01},
     )
     assert run("finetune", recipe, "--machine", machine_file) == 1

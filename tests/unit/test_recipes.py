@@ -90,7 +90,7 @@ def test_the_quickstart_finds_its_model_and_rows_beside_it_from_anywhere(
 def test_the_30b_recipe_fills_a_step_of_48k_tokens_with_sequences_of_8k() -> None:
     recipe = load_recipe("qwen30b_lora_5090", [])
     assert recipe.model.path == "Qwen/Qwen3-30B-A3B"
-    assert recipe.offload.codec == "native"
+    assert recipe.offload.codec == "auto"
     assert (recipe.train.seq_len, recipe.train.micro_batch_size) == (8192, 1)
     assert recipe.train.tokens_per_step == 49_152
 

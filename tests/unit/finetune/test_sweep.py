@@ -333,10 +333,11 @@ class Scene:
 
         checkpoints = SimpleNamespace(newest=lambda: None)
         folder = SimpleNamespace(path=Path(), checkpoints=checkpoints)
+        recipe = SimpleNamespace(report=SimpleNamespace(notify=None))
         return SimpleNamespace(
             name=name,
             engine=self.engine,
-            run=SimpleNamespace(ranks=self.ranks, dir=folder),
+            run=SimpleNamespace(ranks=self.ranks, dir=folder, recipe=recipe),
             log=FakeLog(steps, fails=fails, evaluated=evaluated),
             loop=SimpleNamespace(
                 request=lambda number, _share: SimpleNamespace(run=f"{name}{number}"),

@@ -374,18 +374,19 @@ def test_config_and_split_of_a_hub_data_set_stand_behind_its_name(
 ) -> None:
     asked = []
 
-    def load(name: str, config: str | None, *, split: str, data_files: object) -> object:
-        asked.append((name, config, split, data_files))
-        return [{"question": "1 + 1", "answer": "2"}]
+    def load(name: str, config: str | None, *, split: str, **others: object) -> object:
+        assert others == {"data_files": None, "revision": None}
+        asked.append((name, config, split))
+        return datasets.Dataset.from_list([{"question": "1 + 1", "answer": "2"}])
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     for path in ("openai/gsm8k", "openai/gsm8k#main", "openai/gsm8k#main:test"):
         rows = read(path, columns={"prompt": "question", "completion": "answer"})
         assert [row.source for row in rows] == [f"{path}[0]"]
     assert asked == [
-        ("openai/gsm8k", None, "train", None),
-        ("openai/gsm8k", "main", "train", None),
-        ("openai/gsm8k", "main", "test", None),
+        ("openai/gsm8k", None, "train"),
+        ("openai/gsm8k", "main", "train"),
+        ("openai/gsm8k", "main", "test"),
     ]
 
 
