@@ -1017,8 +1017,17 @@ def _find_recipe(source: str) -> Path:
     )
 
 
+_ROWS = (".jsonl", ".csv", ".parquet")
+
+
 def _read_text(path: Path) -> str:
     """Return the text of a recipe file."""
+    if path.suffix in _ROWS:
+        raise ConfigError(
+            f"{path} holds rows, and no recipe",
+            limit="a recipe is a YAML file that names its rows by `data.path`",
+            hint=f"`sluice init --model MODEL --data {path}` writes one for them",
+        )
     try:
         num_bytes = path.stat().st_size
         if num_bytes > MAX_RECIPE_BYTES or not path.is_file():
@@ -1132,7 +1141,9 @@ def _check_command(draft: Draft, *, check_files: bool) -> None:
             draft.place("report.notify"),
             f"report.notify is {shown(command)}, and there is no program {program}",
             limit="it has to be on the PATH, or an executable file from the current directory",
-            hint="install it, or give its path (`chmod +x` on a script), or `report.notify: null`",
+            hint=f"`report.notify: curl -s -d @- {program}`"
+            if "://" in program
+            else "install it, or give its path (`chmod +x` on a script), or `report.notify: null`",
         )
 
 

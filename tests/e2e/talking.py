@@ -42,6 +42,11 @@ class Plain:
         return str(self._tokenizer.decode(new, skip_special_tokens=True))
 
 
-def talk(lines: Sequence[str], monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
+def talk(
+    lines: Sequence[str],
+    monkeypatch: pytest.MonkeyPatch,
+    *words: object,
+    num_new: int = NEW_TOKENS,
+) -> int:
     monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
-    return run("chat", *words, "--max-new-tokens", str(NEW_TOKENS))
+    return run("chat", *words, "--max-new-tokens", str(num_new))

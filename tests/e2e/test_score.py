@@ -553,6 +553,16 @@ def test_what_cannot_be_talked_with_is_refused(finished, tmp_path, monkeypatch, 
     assert "top" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
+def test_an_answer_ends_where_the_model_has_no_more_positions(
+    finished, monkeypatch, capsys
+) -> None:
+    assert talk(["what follows 3"], monkeypatch, finished, num_new=100_000) == 0
+    shown = capsys.readouterr()
+    assert len(shown.out.splitlines()) == 1
+    assert "positions" not in shown.err
+
+
 @pytest.mark.slow
 def test_an_answer_without_room_is_not_remembered(finished, monkeypatch, capsys) -> None:
     import finetune.commands.trained_model as trained_model

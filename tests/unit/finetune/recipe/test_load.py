@@ -938,3 +938,17 @@ def test_a_command_that_cannot_be_called_is_refused(folder: Path) -> None:
         hint="install it, or give its path (`chmod +x` on a script), or `report.notify: null`",
     )
     assert load_recipe(missing, [], check_files=False).report.notify == "no-such-program --now"
+    url = "https://ntfy.sh/mine"
+    assert_refused(
+        with_notify(url),
+        what=f'r.yaml:14: report.notify is "{url}", and there is no program {url}',
+        limit="it has to be on the PATH, or an executable file from the current directory",
+        hint=f"`report.notify: curl -s -d @- {url}`",
+    )
+
+
+def test_rows_in_place_of_a_recipe_are_named_so(folder: Path) -> None:
+    (folder / "chats.jsonl").write_text("{}\n")
+    with pytest.raises(ConfigError, match=r"chats\.jsonl holds rows, and no recipe") as caught:
+        load_recipe("chats.jsonl", [])
+    assert caught.value.hint == "`sluice init --model MODEL --data chats.jsonl` writes one for them"
