@@ -13,6 +13,7 @@ from finetune.errors import ConfigError
 from finetune.planning.candidates import chooser, full_requests, uncollected
 from finetune.planning.compare import (
     CARD_WIDTHS,
+    LEGEND,
     MODEL_WIDTHS,
     UNITS,
     Group,
@@ -440,7 +441,7 @@ def models_that_fit(
     yield from _in_groups(
         [*notes, *shared_by(num)],
         fitting(compare_within_memory(subjects, here), here),
-        lambda group: fit_table(title + _of_step(group), group),
+        lambda group: fit_table(title + _of_step(group) + LEGEND, group),
         MODEL_WIDTHS,
         num_gpus=host.num_gpus,
         form=form,

@@ -300,6 +300,10 @@ def slowest_card(vram_gib: float | None) -> str:
 # Shown
 
 UNITS = f"VRAM and RAM in GiB; from N* tokens per step streaming adds less than {FREE_FRAC:.0%}"
+LEGEND = (
+    "; exact are {exact}; longest: tokens of the longest sequence, and what limits it"
+    " (the model: its positions)"
+).format(exact=", ".join(codecs_that(lambda codec: codec.is_exact)))
 FIGURES = ("slots|whole", "tok/s|whole", "VRAM|whole", "RAM|whole", "N*|whole")
 # What most cells take, so that tables of which lines come one by one are as wide from the first on.
 _LAYERS_WIDTH, _FIGURE_WIDTHS = 12, (5, 6, 5, 5, 6)
