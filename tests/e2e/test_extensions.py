@@ -232,7 +232,7 @@ def test_a_plan_chooses_no_codec_that_does_not_go_with_its_recipe(tmp_path: Path
         "--machine",
         "rtx3060",
         "--ram",
-        "15",
+        "19",
         "--json",
     )
     chosen = [

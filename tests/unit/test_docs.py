@@ -300,7 +300,7 @@ PRINTED = {
     "docs/guides/library.md": [
         "13 layers loaded for 248 tokens",
         "10 layers loaded for 248 tokens",
-        "2 slots, 46.1 s per step, 10.7 GiB",
+        "11 slots, 46.1 s per step, 9.8 GiB",
         "3 micro-batches per step",
     ],
 }
