@@ -400,7 +400,7 @@ def test_the_three_commands_print_the_same_figures(capsys) -> None:
     assert run("fit", "gpt-oss-20b", "--machine", "rtx5090", *words) == 0
     fit = json.loads(capsys.readouterr().out)
     for lines in (machines, fit):
-        (line,) = [x for x in lines if (x["codec"], x["tier"]) == ("native", "disk")]
+        (line,) = [x for x in lines if (x["codec"], x["tier"]) == (plan["choice"]["codec"], "disk")]
         rate = plan["predicted"]["tokens_per_s"]
         assert line["tokens_per_s"] == pytest.approx(rate, rel=1e-9)
         assert line["vram_bytes"] == plan["predicted"]["peak_vram_bytes"]
