@@ -183,7 +183,7 @@ def test_commands_and_flags_in_prose_exist(page: str) -> None:
     for words in (text.split() for text in inline(page) if text.startswith("sluice ")):
         command = group
         for word in words[1:]:
-            if not hasattr(command, "commands"):
+            if not hasattr(command, "commands") or word.startswith("--"):
                 break
             assert word in command.commands, f"{page}: {' '.join(words)}"
             command = command.commands[word]
