@@ -28,7 +28,7 @@ content = {"lacks": b"GGUF\\3", "other": b"ggjt" + template}.get(MODE, b"GGUF\\3
 if MODE != "writes nothing":
     Path(outfile).write_bytes(content + b"weights")
 """
-# Writes what it was given, in place of what it was told to write.
+# Stands in for the converter: writes the arguments that it got.
 QUANTIZES = """#!{python}
 import sys
 from pathlib import Path

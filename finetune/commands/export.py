@@ -52,7 +52,7 @@ def served_by(exported: Exported, *, name: str, is_for_ollama: bool) -> tuple[st
 
     Args:
         exported: The file.
-        name: What the model is to be called.
+        name: The name that the model gets.
         is_for_ollama: Whether a Modelfile is next to it.
     """
     file, kwargs = exported.file, exported.template_kwargs

@@ -189,7 +189,7 @@ def _share_out(settings: Settings, rows: Look, tokens: int) -> None:
 
     Args:
         settings: The recipe's, changed in place.
-        rows: What it trains on.
+        rows: The rows that it trains on.
         tokens: The wanted tokens; a step has no more than the usual one.
     """
     train, output = settings["train"], settings["output"]

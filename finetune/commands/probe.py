@@ -38,7 +38,7 @@ def save_machine(machine: Machine, file: Path, *, is_anyway: bool) -> None:
     """Write a machine to a file.
 
     Args:
-        machine: What was measured.
+        machine: The measured machine.
         file: The file.
         is_anyway: Whether that of a busy machine is written too; it is marked.
 

@@ -16,7 +16,7 @@ import json
 import mmap
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from finetune.data.chat_template import template_kwargs_in
@@ -62,15 +62,6 @@ _REFUSALS = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Converted:
-    """A GGUF file in the making, and the model that it is of."""
-
-    file: Path  # where it is for now
-    model: Path  # the folder of the model: a merged one is removed with what surrounds it
-    notes: tuple[str, ...]  # what the user should know about it
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Exported:
     """A GGUF file."""
 
@@ -98,18 +89,15 @@ def export_gguf(
     """
     require_free(file)
     with workspace(file) as work:
-        made = convert(source, work, file.name, programs, progress=progress)
+        made, _ = convert(source, work, file.name, programs, progress=progress)
         require_free(file)
         made.file.rename(file)
-        kwargs = template_kwargs_in(made.model)
-    return Exported(
-        file=file, num_bytes=file.stat().st_size, notes=made.notes, template_kwargs=kwargs
-    )
+    return replace(made, file=file)
 
 
 def convert(
     source: Path, work: Path, name: str, programs: Programs, *, progress: Progress | None
-) -> Converted:
+) -> tuple[Exported, Path]:
     """Make a GGUF file in a folder for temporary files; see `export_gguf`.
 
     Args:
@@ -118,6 +106,9 @@ def convert(
         name: The name of the file.
         programs: Programs of llama.cpp for the form of its weights.
         progress: Called with the progress of the merge.
+
+    Returns:
+        The file, and the folder of its model, which is in `work` too if a run was merged.
     """
     _require_known(programs.converter, source, work)
     folder, notes = _model_of(source, work, progress)
@@ -132,7 +123,13 @@ def convert(
         _make(QUANTIZER, command, made, template)
         first.unlink()
     flush(made)
-    return Converted(file=made, model=folder, notes=notes + _tower_notes(folder, name))
+    exported = Exported(
+        file=made,
+        num_bytes=made.stat().st_size,
+        notes=notes + _tower_notes(folder, name),
+        template_kwargs=template_kwargs_in(folder),
+    )
+    return exported, folder
 
 
 def readable_copy(folder: Path, copy: Path) -> Path:

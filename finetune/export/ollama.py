@@ -23,6 +23,7 @@ in 2026; docs/modelfile.mdx.
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,7 +33,6 @@ from finetune.data.chat_template import (
     limited,
     read_generation_config,
     render,
-    template_kwargs_in,
 )
 from finetune.data.turns import Message
 from finetune.errors import DataError
@@ -73,14 +73,11 @@ def export_ollama(
         ModelError: See `merge`.
     """
     with becoming(out) as folder, workspace(folder) as work:
-        made = convert(source, work, name, programs, progress=progress)
+        made, model = convert(source, work, name, programs, progress=progress)
         made.file.rename(folder / name)
-        kwargs = template_kwargs_in(made.model)
-        (folder / MODELFILE).write_text(_modelfile(made.model, name, kwargs), encoding="utf-8")
-    file = out / name
-    return Exported(
-        file=file, num_bytes=file.stat().st_size, notes=made.notes, template_kwargs=kwargs
-    )
+        text = _modelfile(model, name, made.template_kwargs)
+        (folder / MODELFILE).write_text(text, encoding="utf-8")
+    return replace(made, file=out / name)
 
 
 def _modelfile(model: Path, name: str, kwargs: Mapping[str, bool]) -> str:
@@ -89,7 +86,7 @@ def _modelfile(model: Path, name: str, kwargs: Mapping[str, bool]) -> str:
     Args:
         model: The folder of the merged model.
         name: The name of its GGUF file.
-        kwargs: What its chat template must be given.
+        kwargs: Arguments that its chat template needs.
     """
     tokenizer = load_tokenizer(ModelSection(path=str(model)))
     template = None if tokenizer.chat_template is None else go_template(tokenizer, kwargs)
@@ -112,7 +109,7 @@ def go_template(tokenizer: "PreTrainedTokenizerBase", kwargs: Mapping[str, bool]
 
     Args:
         tokenizer: A tokenizer with a template.
-        kwargs: What the template is given.
+        kwargs: Arguments of the template.
     """
     between: dict[tuple[str, str], str] = {}
     with limited("the chat template"):
@@ -142,7 +139,7 @@ def _between(
     Args:
         turns: Roles of a conversation, after which an answer is asked for.
         tokenizer: A tokenizer with a template.
-        kwargs: What the template is given.
+        kwargs: Arguments of the template.
     """
     said = [_CONTENT.format(number) for number in range(len(turns))]
     messages = [Message(role=role, content=text) for role, text in zip(turns, said, strict=True)]

@@ -37,7 +37,7 @@ def model_card(
     """Return a finished run's card, in Markdown with the header that the hub reads.
 
     Args:
-        recipe: Of the run.
+        recipe: The run's recipe.
         run_dir: Its directory, with its metrics and its report.
         config: Of the model.
         loader: Name of transformers' class that loads the model.
@@ -102,7 +102,7 @@ def merged_card(recipe: Recipe, card: str) -> str:
     """Return the card of a model that a run's adapter was merged into, with the adapter's in it.
 
     Args:
-        recipe: Of the run.
+        recipe: The run's recipe.
         card: The adapter's.
     """
     path, public = recipe.model.path, public_recipe(recipe).model.path

@@ -47,7 +47,7 @@ def notify(run: Run, event: Event, *, message: str, hint: str | None = None) -> 
 
     Args:
         run: The run.
-        event: How it ended.
+        event: The way in which it ended.
         message: The same in words.
         hint: The way out of an error, if one is known.
     """

@@ -55,7 +55,7 @@ def system(root: Path, *, kernel: str, processor: str) -> Finding:
     """Report the operating system.
 
     Args:
-        root: Where /proc is found.
+        root: The folder that has `proc`.
         kernel: Its name, as `platform.system` gives it.
         processor: Its architecture.
     """
@@ -99,7 +99,7 @@ def processor(root: Path, *, num_allowed: int, others_frac: float | None) -> Fin
     """Report the processor, and whether other programs take much of it.
 
     Args:
-        root: Where /proc is found.
+        root: The folder that has `proc`.
         num_allowed: Processors that this process may run on.
         others_frac: The share of their time that others take; None if it is little.
     """
@@ -500,7 +500,7 @@ def check_up(
 
     Args:
         folder: Where stores of weights are kept; a file is written there and removed.
-        root: Where /proc and /sys are found.
+        root: The folder that has `proc` and `sys`.
         find: Returns the driver and its GPUs.
     """
     of_system = system(root, kernel=platform.system(), processor=platform.machine())

@@ -37,7 +37,7 @@ class Watch:
         """Begin.
 
         Args:
-            root: Where /proc is found.
+            root: The folder that has `proc`.
         """
         self._root = root
         self._begin = _seconds(root)
