@@ -164,7 +164,7 @@ class _Handler(BaseHTTPRequestHandler):
         name = str(file.relative_to(folder))
         lfs = {"oid": digest, "sha256": digest, "size": size, "pointerSize": 128}
         return {path: name, "type": "file", "oid": digest, "blobId": digest, "size": size} | (
-            {"lfs": lfs} if name.endswith(".safetensors") else {}
+            {"lfs": lfs} if _is_large(file) else {}
         )
 
     # ------------------------------------------------------------------------------------- files
@@ -268,8 +268,16 @@ def _revision_and_name(text: str) -> tuple[str, str]:
     return "/".join(parts[:size]), "/".join(parts[size:])
 
 
+def _is_large(file: Path) -> bool:
+    """Return whether a file is in large storage and not in git, as weights are by default."""
+    return file.suffix == ".safetensors" and not (file.parent / ".in_git").exists()
+
+
 def _digest(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()
+    content = file.read_bytes()
+    if _is_large(file):
+        return hashlib.sha256(content).hexdigest()
+    return hashlib.sha1(f"blob {len(content)}\0".encode() + content).hexdigest()
 
 
 def ask(served: Hub, monkeypatch: pytest.MonkeyPatch, *, token: str | None = None) -> None:

@@ -229,14 +229,15 @@ def _fetch(repository: Repository, name: str, file: File, counter: type[Any]) ->
                 if not whole.exists():
                     with partial.open("ab") as content:
                         num_before = content.tell()
-                        http_get(
-                            hf_hub_url(repository.id, name, revision=revision),
-                            content,
-                            resume_size=num_before,
-                            headers=build_hf_headers(),
-                            expected_size=file.num_bytes,
-                            tqdm_class=counter,
-                        )
+                        if num_before < file.num_bytes:
+                            http_get(
+                                hf_hub_url(repository.id, name, revision=revision),
+                                content,
+                                resume_size=num_before,
+                                headers=build_hf_headers(),
+                                expected_size=file.num_bytes,
+                                tqdm_class=counter,
+                            )
                     if num_before:
                         _require_digest(repository, partial, name)
                     partial.rename(whole)
@@ -258,17 +259,22 @@ def _require_digest(repository: Repository, partial: Path, name: str) -> None:
         ModelError: It is not what the hub has; it is removed.
     """
     digest = partial.name.removesuffix(_CUT)
-    if len(digest) != _SHA256_DIGITS:  # a small file's, by git
-        return
     with partial.open("rb") as content:
-        found = hashlib.file_digest(content, "sha256").hexdigest()
+        found = hashlib.file_digest(content, lambda: _hash(partial, digest)).hexdigest()
     if found != digest:
         partial.unlink()
         raise repository.error(
             f"{name} of {repository.id} came in several parts, and together they are damaged",
-            limit=f"its SHA-256 is {digest[:8]}..., and not {found[:8]}...",
+            limit=f"its digest is {digest[:8]}..., and not {found[:8]}...",
             hint="start again: it was removed, and is fetched anew",
         )
+
+
+def _hash(file: Path, digest: str) -> Any:
+    """Return what computes such a digest of a file: SHA-256, or git's of a small one."""
+    if len(digest) == _SHA256_DIGITS:
+        return hashlib.sha256()
+    return hashlib.sha1(f"blob {file.stat().st_size}\0".encode())
 
 
 @contextmanager

@@ -214,6 +214,27 @@ def test_parts_that_do_not_make_the_file_are_refused_and_removed(served: Hub) ->
     assert cached(served)["model-0.safetensors"] == 5 * MIB
 
 
+@pytest.mark.parametrize("num_bytes", [5 * MIB, 6 * MIB])
+@pytest.mark.parametrize("is_in_git", [False, True])
+def test_what_is_left_of_a_cut_download_is_no_file_by_its_size(
+    served: Hub, num_bytes: int, is_in_git: bool
+) -> None:
+    """What a crash of the machine may leave: as many bytes, or more, and all are zero."""
+    folder = served.folder / "own" / "model"
+    write_shards(folder, 5 * MIB)
+    if is_in_git:
+        (folder / ".in_git").touch()
+    (partial,) = download.missing_weights(_described("own/model")).partials
+    assert len(partial.stem) == (40 if is_in_git else 64)
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    partial.write_bytes(bytes(num_bytes))
+    with pytest.raises(ModelError, match=r"came in several parts, and together they are damaged"):
+        fetched("own/model")
+    fetched("own/model")
+    (file,) = Path(served.variables["HF_HOME"]).rglob("model-0.safetensors")
+    assert file.read_bytes() == (folder / "model-0.safetensors").read_bytes()
+
+
 def _described(repo: str) -> Repository:
     return model(repo, download.fetch_description(model(repo)))
 
