@@ -169,7 +169,7 @@ def _suggested(
         try:
             with uncollected():
                 found = suggest(model, target, goal, settings=settings)
-                while (tokens := _more_tokens(found)) is not None:
+                while (tokens := _hiding(found, seq_len)) > settings["train"]["tokens_per_step"]:
                     _share_out(settings, rows, tokens)
                     found = suggest(model, target, goal, settings=settings)
         except DoesNotFitError:
@@ -200,12 +200,11 @@ def _share_out(settings: Settings, rows: Look, tokens: int) -> None:
     output |= dict.fromkeys({"checkpoint_every", "eval_every"} & output.keys(), every)
 
 
-def _more_tokens(found: Suggestion) -> int | None:
-    """Return the tokens of a step that hide the copies of layers; None if it has as many."""
-    plan = found.chosen.plan
-    hiding = TOKENS_PER_STEP if plan.break_even_tokens is None else plan.break_even_tokens
-    enough = whole_units(min(hiding, TOKENS_PER_STEP), found.chosen.seq_len)
-    return enough if plan.tokens_per_step < enough else None
+def _hiding(found: Suggestion, seq_len: int) -> int:
+    """Return the tokens of a step that hide the copies of layers, up to the usual ones."""
+    hiding = found.chosen.plan.break_even_tokens
+    most = TOKENS_PER_STEP if hiding is None else min(hiding, TOKENS_PER_STEP)
+    return whole_units(most, seq_len)
 
 
 def _num_steps(rows: Look, found: Suggestion) -> int:
