@@ -1,12 +1,11 @@
 """The commands: their arguments, and the function that each calls, imported when it is called."""
 
-import itertools
 import json
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -44,16 +43,11 @@ from finetune.env import launch
 from finetune.errors import ConfigError
 from finetune.exits import EXIT_USER, explained, warn
 from finetune.interrupts import exit_code, shown_signal
-from offload.errors import SluiceError
 
 if TYPE_CHECKING:
-    pass
     from finetune.model.tokenizer import Choose
     from finetune.report.screen import Screen
     from finetune.sweep.variants import Variants
-
-
-_Answer = TypeVar("_Answer")
 
 
 def init(
@@ -75,26 +69,26 @@ def init(
 ) -> None:
     """Ask for a model, rows, a card and a goal; look at the rows; write a recipe and its plan."""
     with explained("init"):
-        from finetune.commands.init import Answers, card_of, default_out, make, rows_of
+        from finetune.commands.init import Answers, answered, card_of, default_out, make, rows_of
         from finetune.commands.recipes import Asked, require_new, target_of
         from finetune.planning.candidates import DEFAULT_GOAL, GOALS, goal_named
         from finetune.planning.subject import wanted_model
 
         require_new(out)
-        can_ask = sys.stdin.isatty() and not is_unasked
-        wanted = _answered(
+        typed = typed_lines if sys.stdin.isatty() and not is_unasked else None
+        wanted = answered(
             "Model (such as qwen3-8b, a folder or a hub id)",
             "--model",
             model,
             wanted_model,
-            can_ask=can_ask,
+            typed=typed,
         )
-        rows = _answered(
+        rows = answered(
             "Rows (a file, a folder or a hub id)",
             "--data",
             data,
             lambda text: rows_of(text, wanted, warn),
-            can_ask=can_ask,
+            typed=typed,
         )
         for line in rows.lines():
             print_lines(line)
@@ -103,59 +97,26 @@ def init(
             if machine != "here":
                 target_of(asked, dtype="bfloat16")
         else:
-            asked = _answered(
+            asked = answered(
                 "Card (a name, its GiB, or `here`; GiB of RAM after a comma: 12, 64)",
                 "--vram or --machine",
                 None,
                 lambda text: card_of(text, ram_gib=ram),
-                can_ask=can_ask,
+                typed=typed,
             )
-        chosen = _answered(
+        chosen = answered(
             f"Goal ({', '.join(GOALS)})",
             "--goal",
             goal,
             goal_named,
             default=DEFAULT_GOAL,
-            can_ask=can_ask,
+            typed=typed,
         )
         answers = Answers(model=wanted, rows=rows, asked=replace(asked, goal=chosen.name))
         made = make(answers, out=out or default_out(wanted, rows), note=warn)
         show(made.plan)
         for line in (*made.lines, *(f"Written: {file}" for file in made.files)):
             print_lines(line)
-
-
-def _answered(
-    question: str,
-    flag: str,
-    given: str | None,
-    read: Callable[[str], _Answer],
-    *,
-    can_ask: bool,
-    default: str | None = None,
-) -> _Answer:
-    """Return the value of a flag, or of what is typed; what cannot be read is asked for again.
-
-    Raises:
-        ConfigError: Nothing is given, and nobody can be asked.
-    """
-    if given is not None:
-        return read(given)
-    if not can_ask:
-        if default is not None:
-            return read(default)
-        raise ConfigError(
-            f"{flag} is missing",
-            limit="it is asked for on a terminal, and not with --yes",
-            hint=f"`sluice init {flag.partition(' ')[0]} ...`",
-        )
-    shown = f"{question} [{default}]: " if default else f"{question}: "
-    for text in typed_lines(shown):
-        try:
-            return read(text.strip() or default or "")
-        except SluiceError as error:
-            warn(f"{error}\n")
-    raise ConfigError(f"{flag} is missing", limit="the input has ended", hint=f"`{flag} ...`")
 
 
 def plan(
@@ -363,20 +324,10 @@ recipes_app = typer.Typer(
 @recipes_app.command("list")
 def recipes_list() -> None:
     """List the shipped recipes and shapes."""
-    from finetune.recipe.load import shipped_shapes
-    from finetune.recipe.recipe import shipped_recipes
-    from finetune.report.rows import Table, as_text
+    from finetune.commands.recipes import shipped_tables
+    from finetune.report.rows import as_text
 
-    recipes = [(name, _first_sentence(path)) for name, path in shipped_recipes().items()]
-    parts = [
-        Table("Recipes, for `sluice plan NAME` and `sluice finetune NAME`", [""] * 2, recipes),
-        Table(
-            "Shapes, for `sluice plan NAME` or `model.config`",
-            [""],
-            [[", ".join(shipped_shapes())]],
-        ),
-    ]
-    show(as_text(parts))
+    show(as_text(shipped_tables()))
 
 
 @recipes_app.command("show")
@@ -442,13 +393,6 @@ def recipes_schema() -> None:
     from finetune.recipe.recipe import json_schema
 
     print_text(json_schema().rstrip())
-
-
-def _first_sentence(path: Path) -> str:
-    """Return the first sentence of the comment that a recipe begins with."""
-    lines = itertools.takewhile(lambda line: line.startswith("# "), path.read_text().splitlines())
-    text = " ".join(line.removeprefix("# ") for line in lines)
-    return text.partition(". ")[0].removesuffix(".")
 
 
 def explain(

@@ -84,14 +84,9 @@ def show(content: "RenderableType") -> None:
 def print_versions(is_asked: bool) -> None:  # noqa: FBT001 - by its place, as typer gives it
     """Print the versions of this program and of what it runs on, if they are asked for, and end."""
     if is_asked:
-        from offload.probe.doctor import PACKAGE
-        from offload.probe.machine import installed_version
+        from finetune.commands.doctor import versions
 
-        own = installed_version(PACKAGE) or "(a checkout)"
-        others = (
-            f"{name} {installed_version(name) or 'missing'}" for name in ("torch", "transformers")
-        )
-        print_text(", ".join((f"sluice {own}", *others)))
+        print_text(versions())
         raise typer.Exit
 
 

@@ -8,9 +8,19 @@ from rich.table import Table
 from rich.text import Text
 
 from finetune.env import stores_dir
-from offload.probe.doctor import Finding, check_up
+from offload.probe.doctor import PACKAGE, Finding, check_up
+from offload.probe.machine import installed_version
 
 _STYLES = {"ok": "green", "warning": "yellow", "error": "red"}
+
+
+def versions() -> str:
+    """Return the versions of this program and of what it runs on."""
+    own = installed_version(PACKAGE) or "(a checkout)"
+    others = (
+        f"{name} {installed_version(name) or 'missing'}" for name in ("torch", "transformers")
+    )
+    return ", ".join((f"sluice {own}", *others))
 
 
 def examined() -> tuple[Finding, ...]:

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import RenderableType
 
@@ -14,6 +14,7 @@ from finetune.commands.look import Look, look_at, seq_len_for
 from finetune.commands.plan import HostOptions, planned, probed
 from finetune.commands.recipes import Asked, require_new, run_name, target_of
 from finetune.errors import ConfigError
+from finetune.exits import warn
 from finetune.planning.candidates import Goal, goal_named, uncollected
 from finetune.planning.recipe_text import recipe_text
 from finetune.planning.subject import WantedModel
@@ -28,7 +29,7 @@ from finetune.planning.suggestion import (
 )
 from finetune.recipe.recipe import whole_units
 from finetune.report.format import shown_time
-from offload.errors import DoesNotFitError
+from offload.errors import DoesNotFitError, SluiceError
 
 HERE = "here"
 FEW_ROWS, MANY_ROWS = 200, 5_000
@@ -36,6 +37,8 @@ NUM_STEPS, FEW_STEPS = 50, 30
 """Steps of an epoch: as many as few rows are shared out to, and the least that is enough."""
 MOST_EVERY, NUM_EVALUATIONS = 50, 4
 Note = Callable[[str], None]
+Typed = Callable[[str], Iterator[str]]
+_Answer = TypeVar("_Answer")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +57,46 @@ class Made:
     files: tuple[Path, ...]  # the recipe, its plan, and the machine if it was measured
     lines: tuple[str, ...]  # what to know of them
     plan: RenderableType  # the plan, as `sluice plan` shows it
+
+
+def answered(
+    question: str,
+    flag: str,
+    given: str | None,
+    read: Callable[[str], _Answer],
+    *,
+    typed: Typed | None,
+    default: str | None = None,
+) -> _Answer:
+    """Return the value of a flag, or of what is typed; what cannot be read is asked for again.
+
+    Args:
+        question: What is asked, without what stands behind it.
+        flag: The options that answer it.
+        given: The value of one of them.
+        read: Makes a value of an answer.
+        typed: Lines that are typed after a prompt; None where nobody can be asked.
+        default: The answer where none is given.
+
+    Raises:
+        ConfigError: Nothing is given, and nobody can be asked.
+    """
+    if given is not None:
+        return read(given)
+    if typed is None:
+        if default is not None:
+            return read(default)
+        raise ConfigError(
+            f"{flag} is missing",
+            limit="it is asked for on a terminal, and not with --yes",
+            hint=f"`sluice init {flag.partition(' ')[0]} ...`",
+        )
+    for text in typed(f"{question} [{default}]: " if default else f"{question}: "):
+        try:
+            return read(text.strip() or default or "")
+        except SluiceError as error:
+            warn(f"{error}\n")
+    raise ConfigError(f"{flag} is missing", limit="the input has ended", hint=f"`{flag} ...`")
 
 
 def card_of(text: str, *, ram_gib: float | None) -> Asked:

@@ -1,7 +1,7 @@
 """What `plan` and `fit` show: one plan, a table of machines, or a table of models."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -38,7 +38,7 @@ from finetune.recipe.sections import TrainSection
 from finetune.report.choice import host_map, plan_figures, plan_parts
 from finetune.report.format import shown_gib
 from finetune.report.plan import gpus_json, ranks_json
-from finetune.report.rows import Part, Table, as_markdown, as_text, in_groups
+from finetune.report.rows import Part, Table, as_markdown, as_text
 from finetune.report.runs import runs_json, runs_tables
 from finetune.report.what_if import what_if_json, what_if_table
 from offload.plan.machine.cards import CARDS
@@ -341,7 +341,7 @@ def planned_on_cards(
     for machine in cards:
         require_gpus(subject.recipe.train, machine, num_gpus=num, setting=GPUS)
     of_cards = (note for machine in cards for note in machine_notes(machine, dtype=dtype))
-    yield from _in_groups(
+    yield from _by_groups(
         [*subject.notes, *of_cards, *shared_by(num)],
         compare_on_cards(replace(subject, num_ranks=num), cards),
         lambda group: machines_table(f"{subject.name}: {_of_step(group)}", group),
@@ -356,7 +356,7 @@ def _of_step(group: Group) -> str:
     return f"{one.tokens_per_step:,} tokens per step in sequences of {one.seq_len:,}; {UNITS}"
 
 
-def _in_groups(
+def _by_groups(
     notes: Sequence[str],
     groups: Iterator[Group],
     table: Callable[[Group], Table],
@@ -373,6 +373,38 @@ def _in_groups(
     found = [one for group in groups for one in group]
     figures = [one | _asked_gpus(num_gpus) for one in comparisons_json(found)]
     yield _shown(form, figures, [*notes, table(found)])
+
+
+def in_groups(groups: Iterable[Table], widths: Sequence[int]) -> Iterator[Text]:
+    """Yield a table that comes in groups of lines: title and heads, then each group at once.
+
+    The first cell of a group's lines is written once above them, whatever its length.
+
+    Args:
+        groups: Tables of the same columns, each with a group of lines.
+        widths: Characters of each column at least; a group with a longer cell is wider.
+    """
+    is_first = True
+    for group in groups:
+        heads = group.heads
+        if is_first:
+            yield Text(group.title, style="italic")
+            yield Text(_aligned(heads, heads, group.are_figures, widths), style="bold")
+        is_first = False
+        lines = [_aligned(cells, heads, group.are_figures, widths) for cells in group.cells]
+        yield Text("\n".join([f" {group.cells[0][0]}", *lines]))
+
+
+def _aligned(
+    cells: Sequence[str], heads: Sequence[str], are_figures: Sequence[bool], widths: Sequence[int]
+) -> str:
+    """Return the cells of a line, but for the first, as wide as their columns."""
+    columns = list(zip(cells, heads, are_figures, widths, strict=True))[1:]
+    written = (
+        f"{cell:{'>' if is_figure else '<'}{max(width, len(head))}}"
+        for cell, head, is_figure, width in columns
+    )
+    return f"   {'  '.join(written)}".rstrip()
 
 
 def _require_no_shares(train: TrainSection, planned: str) -> None:
@@ -438,7 +470,7 @@ def models_that_fit(
         f"LoRA in {shown_gib(here.vram_bytes)} of VRAM and {shown_gib(here.ram_bytes)} of RAM, at"
         f" the rates of {here.name}{'' if machine else ' (assumed)'}: "
     )
-    yield from _in_groups(
+    yield from _by_groups(
         [*notes, *shared_by(num)],
         fitting(compare_within_memory(subjects, here), here),
         lambda group: fit_table(title + _of_step(group) + LEGEND, group),

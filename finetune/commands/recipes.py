@@ -1,5 +1,6 @@
 """What `recipes for` writes: a recipe for a model and a card, with its predicted figures."""
 
+import itertools
 import re
 import shlex
 from collections.abc import Sequence
@@ -14,7 +15,10 @@ from finetune.planning.ranks import GPUS
 from finetune.planning.recipe_text import recipe_text
 from finetune.planning.subject import wanted_model
 from finetune.planning.suggestion import Target, first_settings, suggest
+from finetune.recipe.load import shipped_shapes
+from finetune.recipe.recipe import shipped_recipes
 from finetune.report.format import shown_gib
+from finetune.report.rows import Table
 from offload.plan.machine.cards import CARDS
 from offload.plan.machine.machine import Dtype
 
@@ -110,3 +114,20 @@ def target_of(asked: Asked, *, dtype: Dtype) -> tuple[Target, list[str]]:
 def run_name(text: str) -> str:
     """Return a text as the name of a run."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-._") or "run"
+
+
+def shipped_tables() -> list[Table]:
+    """Return the shipped recipes, each with its first sentence, and the shipped shapes."""
+    recipes = [(name, _first_sentence(path)) for name, path in shipped_recipes().items()]
+    shapes = [[", ".join(shipped_shapes())]]
+    return [
+        Table("Recipes, for `sluice plan NAME` and `sluice finetune NAME`", [""] * 2, recipes),
+        Table("Shapes, for `sluice plan NAME` or `model.config`", [""], shapes),
+    ]
+
+
+def _first_sentence(path: Path) -> str:
+    """Return the first sentence of the comment that a recipe begins with."""
+    lines = itertools.takewhile(lambda line: line.startswith("# "), path.read_text().splitlines())
+    text = " ".join(line.removeprefix("# ") for line in lines)
+    return text.partition(". ")[0].removesuffix(".")

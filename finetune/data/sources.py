@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from finetune.errors import DataError
-from finetune.hub.repository import Repository, is_commit, require_reachable
 
 MAX_ROW_BYTES = 2**26  # 64 MiB: as many characters as a rendered row may have
 _BLOCK_BYTES = 2**24
@@ -127,18 +126,6 @@ def hub_name(path: str) -> str | None:
     name = _parts(path)[0]
     is_file = Path(path).suffix in READERS or Path(name).exists()
     return None if is_file or Path(name).is_absolute() or name.startswith(".") else name
-
-
-def require_known_offline(repository: Repository) -> None:
-    """Refuse a data set of the hub that `datasets` has not in its cache, where none can be asked.
-
-    Raises:
-        DataError: It has not.
-    """
-    import datasets
-
-    if not Path(datasets.config.HF_DATASETS_CACHE, repository.id.replace("/", "___")).is_dir():
-        require_reachable(repository)
 
 
 def missing(file: Path) -> DataError:
@@ -414,6 +401,8 @@ class DatasetSource:
         return len(self._loaded())
 
     def _loaded(self) -> Any:
+        from finetune.hub.repository import is_commit
+
         name, split, config = _parts(self.path)
         loaded = _load(
             name, config=config, split=split or "train", path=self.path, revision=self.revision

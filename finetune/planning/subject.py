@@ -14,7 +14,6 @@ from typing import Any
 
 from finetune.errors import ConfigError
 from finetune.files.atomic import expanded
-from finetune.hub.repository import cached_file, is_hub_reachable
 from finetune.model.config import has_weights
 from finetune.planning.candidates import full_requests
 from finetune.planning.request import facts_of
@@ -92,7 +91,7 @@ def is_model(name: str) -> bool:
         return True
     if path.exists() or path.suffix in (".yaml", ".yml") or name in shipped_recipes():
         return False
-    return HUB_ID.fullmatch(name) is not None or cached_file(name, "config.json") is not None
+    return HUB_ID.fullmatch(name) is not None or _is_cached(name)
 
 
 def model_subject(
@@ -126,11 +125,18 @@ def model_facts(name: str) -> ModelFacts:
     return model_subject(name, ()).facts
 
 
+def _is_cached(name: str) -> bool:
+    """Return whether the hub's cache has the config of a model."""
+    from finetune.hub.repository import cached_file
+
+    return cached_file(name, "config.json") is not None
+
+
 def _source(name: str) -> tuple[str, tuple[str, ...]]:
     """Return the path or hub id of a model, and notes about it."""
     if name in shipped_shapes() or expanded(name).exists():
         return str(find_shape(name).absolute()), ()
-    if cached_file(name, "config.json") is not None:
+    if _is_cached(name):
         return name, ()
     if HUB_ID.fullmatch(name) is None:
         return str(find_shape(name)), ()  # which refuses it, and names the nearest
@@ -138,6 +144,8 @@ def _source(name: str) -> tuple[str, tuple[str, ...]]:
     if shape is not None:
         note = f"{name} is not in the hub's cache: planned from the shipped shape {shape}"
         return str(find_shape(shape)), (note,)
+    from finetune.hub.repository import is_hub_reachable
+
     if is_hub_reachable():
         return name, ()
     last = name.rpartition("/")[2].lower()
@@ -210,7 +218,7 @@ def wanted_model(text: str) -> WantedModel:
     if path.is_file() or (path / "config.json").is_file():
         return _on_disk(text)
     is_id = HUB_ID.fullmatch(text) is not None
-    if is_id and (cached_file(text, "config.json") is not None or shape_of_id(text) is not None):
+    if is_id and (_is_cached(text) or shape_of_id(text) is not None):
         return WantedModel(name=text.rpartition("/")[2].lower(), settings={"path": text})
     ids = published_ids()
     if text in shipped_shapes() and text not in ids:

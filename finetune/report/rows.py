@@ -196,38 +196,6 @@ def _text(part: Part, *, is_compact: bool) -> list[RenderableType]:
     return [drawn, Text(part.note)] if part.note else [drawn]
 
 
-def in_groups(groups: Iterable[Table], widths: Sequence[int]) -> Iterator[Text]:
-    """Yield a table that comes in groups of lines: title and heads, then each group at once.
-
-    The first cell of a group's lines is written once above them, whatever its length.
-
-    Args:
-        groups: Tables of the same columns, each with a group of lines.
-        widths: Characters of each column at least; a group with a longer cell is wider.
-    """
-    is_first = True
-    for group in groups:
-        heads = group.heads
-        if is_first:
-            yield Text(group.title, style="italic")
-            yield Text(_aligned(heads, heads, group.are_figures, widths), style="bold")
-        is_first = False
-        lines = [_aligned(cells, heads, group.are_figures, widths) for cells in group.cells]
-        yield Text("\n".join([f" {group.cells[0][0]}", *lines]))
-
-
-def _aligned(
-    cells: Sequence[str], heads: Sequence[str], are_figures: Sequence[bool], widths: Sequence[int]
-) -> str:
-    """Return the cells of a line, but for the first, as wide as their columns."""
-    columns = list(zip(cells, heads, are_figures, widths, strict=True))[1:]
-    written = (
-        f"{cell:{'>' if is_figure else '<'}{max(width, len(head))}}"
-        for cell, head, is_figure, width in columns
-    )
-    return f"   {'  '.join(written)}".rstrip()
-
-
 def _literal(cell: Any) -> Text:
     return cell if isinstance(cell, Text) else Text(cell)
 

@@ -12,7 +12,7 @@ from finetune.adapter.lora import add_alike, add_lora, load_adapter, set_trained
 from finetune.data.tokenize import IGNORE_INDEX
 from finetune.errors import ConfigError, ModelError
 from finetune.files.atomic import expanded
-from finetune.model.config import has_weights, hub_model
+from finetune.model.config import has_weights, is_on_hub
 from finetune.model.load import load_model
 from finetune.planning.request import find_machine, full_request, with_backend
 from finetune.planning.subject import Subject, is_model, subject_of
@@ -227,7 +227,7 @@ def base_to_score(name: str, overrides: Sequence[str]) -> Subject:
             " with peft",
         )
     model = subject.recipe.model
-    if model.init == "pretrained" and hub_model(model) is None and not has_weights(model):
+    if model.init == "pretrained" and not is_on_hub(model.path) and not has_weights(model):
         raise ModelError(
             f"{name} has no weights: model.path is {model.path}",
             limit="rows are scored with the weights of a model, in safetensors files",

@@ -9,9 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from finetune.data.dataset import revision_of_eval
-from finetune.data.sources import hub_name, require_known_offline
+from finetune.data.sources import hub_name
 from finetune.errors import ConfigError
 from finetune.hub.download import cache, fetch_description, free_in_cache, missing_weights
+from finetune.hub.models import model_of, tokenizer_of
 from finetune.hub.repository import (
     Listing,
     Repository,
@@ -19,10 +20,10 @@ from finetune.hub.repository import (
     has_cached_weights,
     is_hub_reachable,
     look_up,
-    unreadable_weights,
+    require_reachable,
     weight_names,
 )
-from finetune.model.config import has_weights, hub_model, hub_tokenizer, tokenizer_folder
+from finetune.model.config import is_on_hub, tokenizer_folder
 from finetune.recipe.capabilities import setting
 from finetune.recipe.recipe import Recipe, with_settings
 from finetune.report.format import shown_gib
@@ -46,7 +47,6 @@ def pinned(recipe: Recipe, *, ranks: Ranks, note: Callable[[str], None]) -> Reci
         ModelError: A model or a tokenizer cannot be read, or does not fit onto the disk.
         DataError: A data set cannot be read.
     """
-    _require_weights(recipe)
     named = repositories(recipe)
     notes: list[str] = []
     commits = ranks.from_main(
@@ -97,9 +97,10 @@ def repositories(recipe: Recipe) -> dict[str, Repository]:
     model = recipe.model
     found = dict[str, Repository | None]()
     if model.init == "pretrained" or model.revision is not None:
-        found["model.revision"] = hub_model(model)
+        found["model.revision"] = model_of(model) if is_on_hub(model.path) else None
     if model.tokenizer is not None and model.tokenizer != model.path:
-        found["model.tokenizer_revision"] = hub_tokenizer(model)
+        is_away = is_on_hub(model.tokenizer)
+        found["model.tokenizer_revision"] = tokenizer_of(model) if is_away else None
     data = recipe.data
     if data.path is not None:
         found["data.revision"] = _data_set(data.path, data.revision, "data.path")
@@ -183,7 +184,7 @@ def _settled(repository: Repository, place: str, note: Callable[[str], None]) ->
 
 def _settled_data(repository: Repository, place: str, note: Callable[[str], None]) -> str | None:
     if not is_hub_reachable() and (repository.revision is None or repository.is_pinned):
-        require_known_offline(repository)
+        _require_known_offline(repository)
         if repository.revision is None:
             note(f"{repository.id} is read from the cache of `datasets`, which knows no commit")
         return repository.revision
@@ -191,6 +192,18 @@ def _settled_data(repository: Repository, place: str, note: Callable[[str], None
     _require_readable(repository, listing, place)
     note(f"{_shown(repository, listing.commit)} is on the hub")
     return listing.commit
+
+
+def _require_known_offline(repository: Repository) -> None:
+    """Refuse a data set that `datasets` has not in its cache.
+
+    Raises:
+        DataError: It has not.
+    """
+    import datasets
+
+    if not Path(datasets.config.HF_DATASETS_CACHE, repository.id.replace("/", "___")).is_dir():
+        require_reachable(repository)
 
 
 def _shown(repository: Repository, commit: str) -> str:
@@ -218,34 +231,16 @@ def _require_readable(repository: Repository, listing: Listing, place: str) -> N
         )
 
 
-def _require_weights(recipe: Recipe) -> None:
-    """Refuse a directory without weights that can be read.
+def _describe(recipe: Recipe) -> None:
+    """Fetch config and tokenizer where they are not in the cache.
 
     Raises:
-        ModelError: It is one.
+        ModelError: They cannot be fetched.
     """
     model = recipe.model
-    if model.init == "random" or model.path is None or hub_model(model) is not None:
+    if model.init == "random":
         return
-    if not has_weights(model):
-        folder = Path(model.path)
-        names = [one.name for one in folder.iterdir()] if folder.is_dir() else []
-        raise unreadable_weights(names, what=f"model.path: {model.path}", source=model.path)
-
-
-def _describe(recipe: Recipe) -> None:
-    """Fetch config and tokenizer where they are not in the cache; refuse a tokenizer of code.
-
-    Raises:
-        ModelError: They cannot be fetched, or the tokenizer needs code of its repository.
-    """
-    repository = hub_model(recipe.model)
-    if recipe.model.init == "random":
-        return
-    if repository is not None and cached_folder(repository) is None:
-        fetch_description(repository)
-    if recipe.model.tokenizer_source is not None:
-        from finetune.model.tokenizer import is_code, load_tokenizer
-
-        if is_code(tokenizer_folder(recipe.model)):
-            load_tokenizer(recipe.model)
+    if is_on_hub(model.path) and cached_folder(model_of(model)) is None:
+        fetch_description(model_of(model))
+    if model.tokenizer_source is not None:
+        tokenizer_folder(model)

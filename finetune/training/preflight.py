@@ -8,9 +8,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from finetune.data.sources import hub_name
 from finetune.data.steps import Steps
 from finetune.errors import CheckpointError, ConfigError, DataError
-from finetune.model.config import commit_of
+from finetune.model.config import commit_of, has_weights, is_on_hub, tokenizer_folder
 from finetune.recipe.capabilities import broken_length_rules
 from finetune.recipe.recipe import Recipe
 from finetune.recipe.sections import ModelSection, OffloadSection
@@ -35,6 +36,48 @@ from offload.plan.plan import Plan
 
 if TYPE_CHECKING:
     import torch
+
+
+def reads_hub(recipe: Recipe) -> bool:
+    """Return whether a recipe names a repository of the hub, or the revision of one."""
+    model, data = recipe.model, recipe.data
+    paths = (data.path, data.eval_path, *(source.path for source in data.mix))
+    of_mix = (source.revision for source in data.mix)
+    revisions = (model.revision, model.tokenizer_revision, data.revision, data.eval_revision)
+    return (
+        any(map(is_on_hub, (model.path, model.tokenizer)))
+        or any(path is not None and hub_name(path) is not None for path in paths)
+        or any(one is not None for one in (*revisions, *of_mix))
+    )
+
+
+def require_weights(model: ModelSection) -> None:
+    """Refuse a directory without weights that can be read.
+
+    Raises:
+        ModelError: It is one.
+    """
+    path = model.path
+    if model.init == "random" or path is None or is_on_hub(path) or has_weights(model):
+        return
+    from finetune.hub.repository import unreadable_weights
+
+    names = [one.name for one in Path(path).iterdir()] if Path(path).is_dir() else []
+    raise unreadable_weights(names, what=f"model.path: {path}", source=path)
+
+
+def require_tokenizer(model: ModelSection) -> None:
+    """Refuse a tokenizer that needs code of its repository.
+
+    Raises:
+        ModelError: It does.
+    """
+    if model.init == "random" or model.tokenizer_source is None:
+        return
+    from finetune.model.tokenizer import is_code, load_tokenizer
+
+    if is_code(tokenizer_folder(model)):
+        load_tokenizer(model)
 
 
 def torch_device(offload: OffloadSection, ranks: Ranks) -> "torch.device":

@@ -19,7 +19,6 @@ from finetune.report.screen import Screen
 from finetune.run.run_dir import RunDir, as_begun
 from finetune.run.run_lock import locked
 from finetune.training import preflight
-from finetune.training.pins import pinned
 from finetune.training.ranks import Ranks, require_same_settings
 from offload.errors import SluiceError
 
@@ -92,7 +91,12 @@ def opened(
         require_ranks_for(recipe.train, num_ranks=ranks.num)
         require_shares(recipe.train, num_ranks=ranks.num)
         preflight.require_loggers(recipe.report.log_to)
-        recipe = pinned(recipe, ranks=ranks, note=screen.note)
+        preflight.require_weights(recipe.model)
+        if preflight.reads_hub(recipe):
+            from finetune.training.pins import pinned
+
+            recipe = pinned(recipe, ranks=ranks, note=screen.note)
+        preflight.require_tokenizer(recipe.model)
         if ranks.num == 1 and recipe.train.reduce_dtype != "fp32":
             dtype = recipe.train.reduce_dtype
             screen.note(f"train.reduce_dtype: {dtype} has no effect: there is one process")

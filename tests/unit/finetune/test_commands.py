@@ -8,7 +8,7 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any, cast
@@ -18,12 +18,14 @@ import pytest
 from finetune import app
 from finetune.commands.init import card_of
 from finetune.commands.look import look_at, seq_len_for
+from finetune.commands.plan import in_groups
 from finetune.commands.trained_model import Prepared
 from finetune.data.dataset import load_rows
 from finetune.errors import ConfigError, DataError
 from finetune.model.tokenizer import load_tokenizer
 from finetune.recipe.load import Draft, load_recipe, recipe_from
 from finetune.recipe.recipe import Recipe
+from finetune.report.rows import Table
 from finetune.run.run_dir import RunDir
 from offload.errors import DoesNotFitError, MachineError
 from offload.plan.machine.machine import GIB, named_machine
@@ -34,6 +36,27 @@ from tests.doubles import tiny_tokenizer
 
 WORDS = ("plan", "qwen3-1.7b", "train.tokens_per_step=16384")
 TWO = ("--machine", "rtx3090,rtx4060ti")
+
+
+def test_groups_of_lines_come_one_by_one_and_are_as_wide_as_the_first() -> None:
+    asked = list[int]()
+
+    def groups() -> Iterator[Table]:
+        for number, name in enumerate(("a name that is longer than all columns", "b")):
+            asked.append(number)
+            lines = [(name, "one", 10**number), (name, "two", None)]
+            yield Table("the title", ["name", "way", "tok/s|whole"], lines)
+
+    found = in_groups(groups(), [0, 6, 7])
+    first = [next(found).plain for _ in range(3)]
+    assert asked == [0]
+    assert first[:2] == ["the title", "   way       tok/s"]
+    assert first[2].splitlines() == [
+        " a name that is longer than all columns",
+        "   one           1",
+        "   two           -",
+    ]
+    assert [text.plain.splitlines()[1] for text in found] == ["   one          10"]
 
 
 @pytest.mark.thorough

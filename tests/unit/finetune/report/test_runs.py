@@ -3,7 +3,6 @@
 import json
 import os
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,7 +40,6 @@ from finetune.report.rows import (
     as_markdown,
     as_text,
     html_table,
-    in_groups,
     tables,
 )
 from finetune.training.report import PAGE_EVERY_S, page_at_checkpoint
@@ -126,27 +124,6 @@ def test_a_plan_has_the_same_words_in_text_markdown_and_html() -> None:
         cells = (cell for line in part.cells for cell in line)
         for word in (part.title, *part.heads, *cells):
             assert all(word in form for form in (text, as_markdown([part]), seen.text))
-
-
-def test_groups_of_lines_come_one_by_one_and_are_as_wide_as_the_first() -> None:
-    asked = list[int]()
-
-    def groups() -> Iterator[Table]:
-        for number, name in enumerate(("a name that is longer than all columns", "b")):
-            asked.append(number)
-            lines = [(name, "one", 10**number), (name, "two", None)]
-            yield Table("the title", ["name", "way", "tok/s|whole"], lines)
-
-    found = in_groups(groups(), [0, 6, 7])
-    first = [next(found).plain for _ in range(3)]
-    assert asked == [0]
-    assert first[:2] == ["the title", "   way       tok/s"]
-    assert first[2].splitlines() == [
-        " a name that is longer than all columns",
-        "   one           1",
-        "   two           -",
-    ]
-    assert [text.plain.splitlines()[1] for text in found] == ["   one          10"]
 
 
 def test_a_page_folds_details_with_the_lines_below_them() -> None:

@@ -12,7 +12,7 @@ from finetune.files.shards import SINGLE
 from finetune.recipe.recipe import Recipe
 from finetune.run.run_dir import as_begun
 from finetune.training.pins import check, pinned
-from finetune.training.preflight import other_base
+from finetune.training.preflight import other_base, require_tokenizer, require_weights
 from finetune.training.ranks import Ranks
 from tests.hub import Hub, ask, commit_of, hub
 
@@ -53,7 +53,10 @@ def recipe_of(model: dict[str, Any] | None = None, data: dict[str, Any] | None =
 
 def pin(recipe: Recipe) -> tuple[Recipe, list[str]]:
     notes: list[str] = []
-    return pinned(recipe, ranks=Ranks(), note=notes.append), notes
+    require_weights(recipe.model)
+    recipe = pinned(recipe, ranks=Ranks(), note=notes.append)
+    require_tokenizer(recipe.model)
+    return recipe, notes
 
 
 def test_a_run_keeps_the_commits_of_model_and_rows(served: Hub) -> None:
