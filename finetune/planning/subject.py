@@ -18,10 +18,8 @@ from finetune.model.config import has_weights
 from finetune.planning.candidates import full_requests
 from finetune.planning.request import facts_of
 from finetune.recipe.capabilities import RIVALS
+from finetune.recipe.draft import Draft, Place, apply_overrides
 from finetune.recipe.load import (
-    Draft,
-    Place,
-    apply_overrides,
     find_shape,
     load_recipe,
     named_shape,

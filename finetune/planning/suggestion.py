@@ -19,7 +19,8 @@ from finetune.planning.ranks import GPUS, require_gpus
 from finetune.planning.request import facts_of, with_backend
 from finetune.planning.subject import Subject, WantedModel
 from finetune.recipe.capabilities import RIVALS, broken_rules
-from finetune.recipe.load import Draft, Place, apply_overrides, recipe_from
+from finetune.recipe.draft import Draft, Place, apply_overrides
+from finetune.recipe.load import recipe_from
 from finetune.recipe.recipe import Recipe, whole_units, with_settings
 from finetune.report.format import shown_gib
 from offload.errors import DoesNotFitError

@@ -13,7 +13,7 @@ import yaml
 
 from finetune.errors import ConfigError
 from finetune.files.atomic import expanded
-from finetune.recipe.load import CoreLoader
+from finetune.recipe.draft import CoreLoader
 
 STOP = "stop"
 _OPEN, _CLOSE = "[{(", "]})"

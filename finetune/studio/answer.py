@@ -29,8 +29,9 @@ from finetune.planning.ranks import require_gpus
 from finetune.planning.request import facts_of, with_backend
 from finetune.planning.subject import HUB_ID, NO_ROWS, Subject
 from finetune.recipe.adapters import ADAPTERS
+from finetune.recipe.draft import Draft
 from finetune.recipe.extensions import OBJECTIVES, NameIn, ObjectiveSection, Section
-from finetune.recipe.load import Draft, find_shape, published_ids, recipe_from, shipped_shapes
+from finetune.recipe.load import find_shape, published_ids, recipe_from, shipped_shapes
 from finetune.recipe.recipe import Recipe, whole_units
 from finetune.recipe.sections import CodecName
 from finetune.report.charts import break_even

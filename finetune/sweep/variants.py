@@ -19,8 +19,9 @@ import yaml
 
 from finetune.errors import ConfigError
 from finetune.planning.request import facts_of
+from finetune.recipe.draft import CoreLoader
 from finetune.recipe.grid import STOP, named_variants, values_of
-from finetune.recipe.load import CoreLoader, is_of_run, load_recipe
+from finetune.recipe.load import is_of_run, load_recipe
 from finetune.recipe.recipe import Recipe, resolved_yaml
 
 _FIELDS = ("worse_than_best_by", "after_steps")

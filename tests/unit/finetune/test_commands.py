@@ -23,7 +23,8 @@ from finetune.commands.trained_model import Prepared
 from finetune.data.dataset import load_rows
 from finetune.errors import ConfigError, DataError
 from finetune.model.tokenizer import load_tokenizer
-from finetune.recipe.load import Draft, load_recipe, recipe_from
+from finetune.recipe.draft import Draft
+from finetune.recipe.load import load_recipe, recipe_from
 from finetune.recipe.recipe import Recipe
 from finetune.report.rows import Table
 from finetune.run.run_dir import RunDir

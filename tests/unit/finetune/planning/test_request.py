@@ -17,7 +17,7 @@ from finetune.planning.recipe_text import _scalar
 from finetune.planning.request import facts_of, full_request
 from finetune.planning.subject import Subject, model_subject, subject_of, wanted_model
 from finetune.recipe.adapters import LoraSection
-from finetune.recipe.load import CoreLoader
+from finetune.recipe.draft import CoreLoader
 from finetune.recipe.recipe import Recipe, resolved_yaml, with_seq_len, with_settings
 from finetune.recipe.sections import TrainSection
 from finetune.run.run_dir import RunDir, as_begun

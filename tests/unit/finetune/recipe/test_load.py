@@ -12,14 +12,9 @@ from hypothesis import strategies as st
 
 from finetune.errors import ConfigError
 from finetune.recipe.adapters import ADAPTERS
-from finetune.recipe.load import (
-    REPLACED,
-    UNSUPPORTED,
-    CoreLoader,
-    load_recipe,
-    read_draft,
-    renamed,
-)
+from finetune.recipe.corrections import REPLACED, UNSUPPORTED, renamed
+from finetune.recipe.draft import CoreLoader, read_draft
+from finetune.recipe.load import load_recipe
 from finetune.recipe.recipe import near_path, resolved_yaml, sections, settings, shipped_recipes
 from tests.unit.finetune.recipe.written import VALID, assert_refused, refusal, replaced, write
 
