@@ -29,7 +29,6 @@ from finetune.cli.console import (
     TopP,
     Verbose,
     Vram,
-    finite,
     open_console,
     open_errors,
     print_lines,
@@ -130,6 +129,7 @@ def plan(
     machines: Annotated[
         str | None, typer.Option(help="`all`, or cards with commas: a table of them all.")
     ] = None,
+    vram: Vram = None,
     ram: Ram = None,
     headless: Headless = False,
     link: Link = None,
@@ -169,6 +169,7 @@ def plan(
             num_gpus=gpus,
             interconnect=interconnect,
             is_headless=headless,
+            vram_gib=vram,
         )
         if sweep or runs is not None or named_variants(model) is not None:
             flag = "--machines" if machines else "--what-if" if wants_ways else None
@@ -222,10 +223,7 @@ def fit(
         str | None, typer.Argument(help="A shape or config.json; all shipped shapes without it.")
     ] = None,
     *,
-    vram: Annotated[
-        float | None,
-        typer.Option(min=1, max=1_000_000, callback=finite, help="GiB of VRAM to use."),
-    ] = None,
+    vram: Vram = None,
     ram: Ram = None,
     headless: Headless = False,
     link: Link = None,
@@ -241,8 +239,13 @@ def fit(
         fitting = models_that_fit(
             model,
             machine=machine,
-            vram_gib=vram,
-            host=HostOptions(ram_gib=ram, link_gb_per_s=link, num_gpus=gpus, is_headless=headless),
+            host=HostOptions(
+                ram_gib=ram,
+                link_gb_per_s=link,
+                num_gpus=gpus,
+                is_headless=headless,
+                vram_gib=vram,
+            ),
             form=form_of(as_json=as_json, as_markdown=as_markdown, is_verbose=False),
         )
         for part in fitting:

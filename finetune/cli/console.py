@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 
 PIPE_COLUMNS = 120  # of a file or pipe: tables stay whole
+GIB, MOST_GIB = "GIB", 1_000_000
 
 
 def open_console(*, is_quiet: bool = False) -> Console:
@@ -97,6 +98,16 @@ def finite(value: float | None) -> float | None:
     return value
 
 
+def gib(text: str) -> float:
+    """Read GiB, with the unit or without it."""
+    from finetune.report.format import gib_in
+
+    found = gib_in(text)
+    if found is None or not 1 <= found <= MOST_GIB:
+        raise typer.BadParameter(f"{text} is no number of GiB from 1 to {MOST_GIB:,}")
+    return found
+
+
 Source = Annotated[str, typer.Argument(help="A recipe's path, or a shipped name.")]
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings over the recipe's.")
@@ -111,16 +122,14 @@ MachineFile = Annotated[
 ]
 Ram = Annotated[
     float | None,
-    typer.Option(
-        min=1, max=1_000_000, callback=finite, help="GiB of RAM in the machine of a named card."
-    ),
+    typer.Option(metavar=GIB, parser=gib, help="RAM in the machine of a named card."),
 ]
 Headless = Annotated[
     bool, typer.Option("--headless", help="No desktop uses the named card: all of it is free.")
 ]
 Vram = Annotated[
     float | None,
-    typer.Option(min=1, max=1_000_000, callback=finite, help="GiB of VRAM of the card."),
+    typer.Option(metavar=GIB, parser=gib, help="VRAM that may be used, of a card that has it."),
 ]
 Link = Annotated[
     float | None,

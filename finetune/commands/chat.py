@@ -10,8 +10,8 @@ from finetune.errors import ConfigError
 from finetune.model.tokenizer import Choose
 from offload.errors import SluiceError
 
-RESET = "/reset"
-HELP = f"Ctrl-D ends the conversation, {RESET} forgets it."
+RESET, END = "/reset", "/exit"
+HELP = f"{END} or Ctrl-D ends the conversation, {RESET} forgets it."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,8 +49,12 @@ class Chat:
             self.note(HELP)
             for line in lines:
                 said = line.strip()
+                if said == END:
+                    break
                 if said == RESET:
                     turns.clear()
+                elif said.startswith("/") and said[1:].isalpha():
+                    self.note(HELP)
                 elif said:
                     self._answer(prepared, model, turns, said)
 

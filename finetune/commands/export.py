@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from finetune.data.chat_template import serving
-from finetune.export.gguf import Exported, export_gguf
+from finetune.export.gguf import Exported, export_gguf, require_source
 from finetune.export.llama_cpp import programs_for
 from finetune.export.ollama import MODELFILE, export_ollama
 from finetune.report.screen import Working
@@ -29,8 +29,9 @@ def exported(
         working: Shows the progress of a merge.
 
     Raises:
-        SluiceError: See `export_gguf` and `programs_for`.
+        SluiceError: See `require_source`, `programs_for` and `export_gguf`.
     """
+    require_source(source)
     programs = programs_for(form, llama_cpp)
     folder = source.resolve()
     name = folder.parent.name if folder.name == "model" else folder.name

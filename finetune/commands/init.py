@@ -1,7 +1,6 @@
 """What `init` makes of four answers: a recipe for a model, rows, a card and a goal; its plan."""
 
 import math
-import re
 import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -28,7 +27,7 @@ from finetune.planning.suggestion import (
     suggest,
 )
 from finetune.recipe.recipe import whole_units
-from finetune.report.format import shown_time
+from finetune.report.format import gib_in, shown_time
 from offload.errors import DoesNotFitError, SluiceError
 
 HERE = "here"
@@ -36,6 +35,7 @@ FEW_ROWS, MANY_ROWS = 200, 5_000
 NUM_STEPS, FEW_STEPS = 50, 30
 """Steps of an epoch: as many as few rows are shared out to, and the least that is enough."""
 MOST_EVERY, NUM_EVALUATIONS = 50, 4
+_NUMBERS_FROM = 1000  # from here on numbers are those of cards, such as 3060, and no GiB
 Note = Callable[[str], None]
 Typed = Callable[[str], Iterator[str]]
 _Answer = TypeVar("_Answer")
@@ -113,7 +113,7 @@ def card_of(text: str, *, ram_gib: float | None) -> Asked:
     if comma:
         if ram_gib is not None:
             raise ConfigError(f"--ram {ram_gib:g} and {text}", hint="give RAM once")
-        ram_gib = _number(ram)
+        ram_gib = gib_in(ram)
         if ram_gib is None:
             raise ConfigError(f"{ram!r} is no number of GiB of RAM", hint="`12, 64`")
     if name.lower() == HERE:
@@ -124,17 +124,13 @@ def card_of(text: str, *, ram_gib: float | None) -> Asked:
                 hint=f"`{HERE}` alone",
             )
         return Asked(machine=HERE, vram_gib=None, ram_gib=None, goal="")
-    vram_gib = _number(name)
+    vram_gib = gib_in(name)
+    if vram_gib is not None and vram_gib >= _NUMBERS_FROM:
+        vram_gib = None
     machine = name if vram_gib is None else None
     asked = Asked(machine=machine, vram_gib=vram_gib, ram_gib=ram_gib, goal="")
     target_of(asked, dtype="bfloat16")  # which refuses what is no card
     return asked
-
-
-def _number(text: str) -> float | None:
-    """Return the number of GiB that a text is, with or without the unit; None if it is none."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) *(?:gib|gb|g)?", text.lower())
-    return float(found[1]) if found else None
 
 
 def rows_of(path: str, model: WantedModel, note: Note) -> Look:

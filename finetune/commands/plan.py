@@ -83,17 +83,22 @@ class HostOptions:
     num_gpus: int | None = None
     interconnect: str | None = None  # what connects them; None is the link that loads weights too
     is_headless: bool = False  # whether no desktop uses a named card
+    vram_gib: float | None = None  # device memory that may be used; None: all of the card's
 
-    def machine(self, name: str, *, dtype: Dtype) -> Machine:
-        """Return a named card with this host memory and link, or the machine of a file."""
+    def machine(self, name: str | None, *, dtype: Dtype) -> Machine:
+        """Return a named card with this memory and link, or the machine of a file.
+
+        Without a name it is the slowest desktop card with the device memory.
+        """
         link = self.link_gb_per_s
         machine = find_machine(
-            name,
+            name or slowest_card(self.vram_gib),
             dtype=dtype,
             ram_bytes=None if self.ram_gib is None else int(self.ram_gib * GIB),
             link_bytes_per_s=None if link is None else link * 1e9,
             is_headless=self.is_headless,
         )
+        machine = budgeted(machine, vram_gib=self.vram_gib)
         if self.interconnect is None:
             return machine
         if (self.num_gpus or 1) == 1:
@@ -150,13 +155,15 @@ def planned(
         cards = [host.machine(name, dtype=dtype) for name in named]
         return _of_ranks(subject, cards, form=form, setting=MACHINE)
     here = _one_machine(machine, host, dtype=dtype, note=note)
+    if machine is None and host.vram_gib is not None:
+        subject = replace(subject, notes=(*subject.notes, assumed(here)))
     return _one_plan(subject, here, num_gpus=host.num_gpus, wants_ways=wants_ways, form=form)
 
 
 def _one_machine(
     name: str | None, host: HostOptions, *, dtype: Dtype, note: Callable[[str], None]
 ) -> Machine:
-    if name is not None:
+    if name is not None or host.vram_gib is not None:
         return host.machine(name, dtype=dtype)
     numbers = {"--ram": host.ram_gib, "--link": host.link_gb_per_s}
     given = {flag: "" if value is None else f"{value:g}" for flag, value in numbers.items()}
@@ -166,7 +173,7 @@ def _one_machine(
         raise ConfigError(
             f"{flag} without a named card",
             limit="without --machine this machine's own memory and link are measured",
-            hint="`--machine rtx4090`, or another card",
+            hint="`--machine rtx4090`, or another card, or its memory, `--vram 24`",
         )
     return probed(dtype, note=note)
 
@@ -378,7 +385,7 @@ def _by_groups(
 def in_groups(groups: Iterable[Table], widths: Sequence[int]) -> Iterator[Text]:
     """Yield a table that comes in groups of lines: title and heads, then each group at once.
 
-    The first cell of a group's lines is written once above them, whatever its length.
+    The first cell of a group's lines is written once above them, with the note of its table.
 
     Args:
         groups: Tables of the same columns, each with a group of lines.
@@ -392,7 +399,8 @@ def in_groups(groups: Iterable[Table], widths: Sequence[int]) -> Iterator[Text]:
             yield Text(_aligned(heads, heads, group.are_figures, widths), style="bold")
         is_first = False
         lines = [_aligned(cells, heads, group.are_figures, widths) for cells in group.cells]
-        yield Text("\n".join([f" {group.cells[0][0]}", *lines]))
+        head = f" {group.cells[0][0]}" + (f": {group.note}" if group.note else "")
+        yield Text("\n".join([head, *lines]))
 
 
 def _aligned(
@@ -437,7 +445,6 @@ def models_that_fit(
     model: str | None,
     *,
     machine: str | None,
-    vram_gib: float | None,
     host: HostOptions,
     form: Form,
 ) -> Iterator[RenderableType]:
@@ -446,22 +453,16 @@ def models_that_fit(
     Args:
         model: A shipped shape or a config.json; None takes all shipped shapes.
         machine: The card whose rates are used; None takes the slowest desktop card with the memory.
-        vram_gib: Device memory that may be used; None takes all of the machine's.
-        host: Host memory, link and number of GPUs.
+        host: Memory that may be used, link and number of GPUs.
         form: Output format.
 
     Raises:
         ConfigError: No budget, or more than the machine has; or GPUs that cannot share a step.
         DoesNotFitError: Nothing fits.
     """
-    card = host.machine(machine or slowest_card(vram_gib), dtype="bfloat16")
-    here = budgeted(card, vram_gib=vram_gib)
-    notes = machine_notes(card, dtype="bfloat16")
-    if machine is None:
-        notes.append(
-            f"the rates are those of {card.name}, the slowest known desktop card with"
-            f" {shown_gib(CARDS[card.name].memory_gib * GIB)}; `--machine NAME` takes another's"
-        )
+    here = host.machine(machine, dtype="bfloat16")
+    notes = machine_notes(here, dtype="bfloat16")
+    notes += [assumed(here)] if machine is None else []
     num = host.num_gpus or 1
     subjects = [replace(model_subject(x, []), num_ranks=num) for x in trained_models(model)]
     for subject in subjects:
@@ -477,6 +478,14 @@ def models_that_fit(
         MODEL_WIDTHS,
         num_gpus=host.num_gpus,
         form=form,
+    )
+
+
+def assumed(machine: Machine) -> str:
+    """Return what is said of a card that was taken for its memory."""
+    return (
+        f"the rates are those of {machine.name}, the slowest known desktop card with"
+        f" {shown_gib(CARDS[machine.name].memory_gib * GIB)}; `--machine NAME` takes another's"
     )
 
 

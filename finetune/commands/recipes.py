@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from finetune.commands.plan import HostOptions, machine_notes, shared_by
+from finetune.commands.plan import HostOptions, assumed, machine_notes, shared_by
 from finetune.errors import ConfigError
 from finetune.planning.candidates import goal_named, uncollected
 from finetune.planning.compare import budgeted, slowest_card
@@ -17,9 +17,7 @@ from finetune.planning.subject import wanted_model
 from finetune.planning.suggestion import Target, first_settings, suggest
 from finetune.recipe.load import shipped_shapes
 from finetune.recipe.recipe import shipped_recipes
-from finetune.report.format import shown_gib
 from finetune.report.rows import Table
-from offload.plan.machine.cards import CARDS
 from offload.plan.machine.machine import Dtype
 
 
@@ -96,10 +94,7 @@ def target_of(asked: Asked, *, dtype: Dtype) -> tuple[Target, list[str]]:
     machine = host.machine(name, dtype=dtype)
     notes = machine_notes(machine, dtype=dtype)
     if asked.machine is None:
-        notes.append(
-            f"the rates are those of {name}, the slowest known desktop card with"
-            f" {shown_gib(CARDS[name].memory_gib * 2**30)}; `--machine NAME` takes another's"
-        )
+        notes.append(assumed(machine))
     notes += shared_by(asked.num_gpus or 1)
     has_budget = budgeted(machine, vram_gib=asked.vram_gib).vram_bytes < machine.vram_bytes
     options = f"--machine {shlex.quote(name)}"

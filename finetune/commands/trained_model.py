@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import offload
 from finetune.adapter.linear_lora import compute_in_base_dtype
-from finetune.adapter.lora import base_eos, load_adapter
+from finetune.adapter.lora import add_lora, base_eos, load_adapter, set_trained
 from finetune.adapter.virtual_tokens import PrefixArguments, load_prefix
 from finetune.data.chat_template import (
     GENERATION_CONFIG,
@@ -53,6 +53,7 @@ class Prepared:
     """A finished run whose model is not loaded yet."""
 
     run: RunDir  # its directory
+    step: int | None  # of the checkpoint that answers; None: the finished run does
     recipe: Recipe  # its recipe; of a run that trained all weights, with the model that it has left
     tokenizer: "PreTrainedTokenizerBase"  # the model's
     facts: "ModelFacts"  # the model's shapes
@@ -61,10 +62,10 @@ class Prepared:
 
     @classmethod
     def of(cls, run_dir: Path, *, note: Note) -> "Prepared":
-        """Plan how a finished run's model is computed.
+        """Plan how a run's model is computed.
 
         Args:
-            run_dir: Of a finished run.
+            run_dir: Of a finished run, or of one that has a checkpoint: the newest answers.
             note: Reports what the user should know about the adapter.
 
         Raises:
@@ -73,8 +74,11 @@ class Prepared:
         """
         run = RunDir(run_dir)
         recipe = run.recipe() if run.recipe_file.exists() else None
+        step = None if recipe is None else _step_to_try(run, recipe)
         if recipe is not None and recipe.train.is_full:
             recipe = _of_trained(run, recipe)
+        elif recipe is not None and step is not None:
+            note(f"{run_dir} is not finished: its checkpoint after step {step} answers")
         else:
             for word in run.require_adapter():
                 note(word)
@@ -85,6 +89,7 @@ class Prepared:
         machine = probe(device=device, seconds=1.0, dtype=recipe.model.dtype)
         return cls(
             run=run,
+            step=step,
             recipe=recipe,
             tokenizer=load_tokenizer(recipe.model),
             facts=facts,
@@ -153,13 +158,18 @@ class Prepared:
             tier=recipe.offload.load_tier,
             experts_implementation="eager",  # it works on any device, and a token has few rows
         )
-        model: PeftModel | PreTrainedModel = loaded.model
-        if recipe.adapter.stated.kind == "prefix":
+        adapted = None
+        if self.step is not None:
+            section, seed = recipe.adapter, recipe.train.seed
+            adapted = add_lora(loaded.model, section, seed=seed, backing=loaded.backing)
+            set_trained(adapted, self.run.checkpoints.trained(self.step), name="default")
+        elif recipe.adapter.stated.kind == "prefix":
             load_prefix(loaded.model, self.run.adapter)
         elif not recipe.train.is_full:
-            adapted = model = load_adapter(loaded.model, self.run.adapter)
-            if recipe.adapter.as_lora.compute_dtype == "auto":
-                compute_in_base_dtype(adapted)
+            adapted = load_adapter(loaded.model, self.run.adapter)
+        if adapted is not None and recipe.adapter.as_lora.compute_dtype == "auto":
+            compute_in_base_dtype(adapted)
+        model: PeftModel | PreTrainedModel = adapted or loaded.model
         model.requires_grad_(requires_grad=False).eval()
         engine = offload.attach(
             model,
@@ -248,6 +258,14 @@ class TrainedModel:
         else:
             with model.disable_adapter():
                 yield
+
+
+def _step_to_try(run: RunDir, recipe: Recipe) -> int | None:
+    """Return the step of the checkpoint that answers for a run without an adapter yet, if any."""
+    is_lora = recipe.adapter.stated.kind in ("lora", "modules") and not recipe.train.is_full
+    if run.adapter.exists() or not is_lora or recipe.model.head != "tokens":
+        return None
+    return run.checkpoints.newest()
 
 
 def _of_trained(run: RunDir, recipe: Recipe) -> Recipe:

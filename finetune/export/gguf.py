@@ -33,6 +33,7 @@ from finetune.export.merge import (
 )
 from finetune.files.atomic import flush, require_free, workspace
 from finetune.files.shards import INDEX, SINGLE
+from finetune.run.run_dir import RunDir
 
 _MAGIC = b"GGUF"
 # What the converter says when it fails -> the limit and the hint of our error.
@@ -69,6 +70,16 @@ class Exported:
     num_bytes: int  # its size
     notes: tuple[str, ...]  # what the user should know about it
     template_kwargs: Mapping[str, bool]  # what a server must give the chat template
+
+
+def require_source(source: Path) -> None:
+    """Refuse what is neither a model nor a finished run.
+
+    Raises:
+        CheckpointError: It is neither, or the run has trained the model's own weights.
+    """
+    if not _is_model(source):
+        RunDir(source).require_adapter()
 
 
 def export_gguf(

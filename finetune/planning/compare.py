@@ -12,10 +12,11 @@ from finetune.planning.subject import Subject
 from finetune.recipe.capabilities import broken_rules
 from finetune.recipe.load import shipped_shapes
 from finetune.recipe.recipe import Recipe, with_seq_len, with_settings
+from finetune.report.choice import LEAST_GAIN_FRAC
 from finetune.report.format import shown_gib
 from finetune.report.rows import Table
 from offload.errors import DoesNotFitError
-from offload.plan.facts.codec import NATIVE, codecs_that
+from offload.plan.facts.codec import CODECS, NATIVE, codecs_that
 from offload.plan.facts.workload import WeightPlace
 from offload.plan.fit import MemoryNeeds
 from offload.plan.machine.cards import CARDS
@@ -334,7 +335,31 @@ def fit_table(title: str, comparisons: Sequence[Comparison]) -> Table:
         for compared in comparisons
     ]
     columns = ("model", "layers", *FIGURES)
-    return Table(title, [*columns, "longest|whole", "limited by"], lines)
+    is_one = len({compared.model for compared in comparisons}) == 1
+    note = advice(comparisons) if is_one else ""
+    return Table(title, [*columns, "longest|whole", "limited by"], lines, note=note)
+
+
+def advice(comparisons: Sequence[Comparison]) -> str:
+    """Return which of the forms that fit is exact, and what a faster one costs."""
+
+    def rate(compared: Comparison) -> float:
+        return compared.tokens_per_s or 0
+
+    def form(compared: Comparison) -> str:
+        return compared.codec + (" from disk" if compared.tier == "disk" else "")
+
+    exact = [one for one in comparisons if CODECS[one.codec].is_exact]
+    fastest = max(comparisons, key=rate)
+    rounding = CODECS[fastest.codec].rounding
+    if not exact:
+        return f"no exact form fits; {form(fastest)} rounds weights by {rounding:.1%}"
+    best = max(exact, key=rate)
+    gain = rate(fastest) / rate(best) - 1
+    if gain < LEAST_GAIN_FRAC:
+        return f"{form(best)} is exact, and none is faster"
+    faster = f"{form(fastest)} is {gain:.0%} faster, rounds by {rounding:.1%}"
+    return f"{form(best)} is exact; {faster}"
 
 
 def comparisons_json(comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:

@@ -35,6 +35,11 @@ from offload.plan.request import PlanRequest
 
 TOKENS_PER_STEP = 16_384
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_TRAINED_OR_FORMED = re.compile(
+    r"(-(instruct|it|base|thinking|chat|\d{4}|unsloth|bnb|[48]bit|bf16|fp8|dynamic|mlx|gptq|awq|int[48]"
+    r"|nvfp4|mxfp4|gguf))+$",
+    re.IGNORECASE,
+)
 NO_ROWS = "rows.jsonl"  # a recipe names some; a plan reads none
 
 
@@ -130,6 +135,13 @@ def _is_cached(name: str) -> bool:
     return cached_file(name, "config.json") is not None
 
 
+def _can_ask_hub() -> bool:
+    """Return whether the hub can be reached."""
+    from finetune.hub.repository import is_hub_reachable
+
+    return is_hub_reachable()
+
+
 def _source(name: str) -> tuple[str, tuple[str, ...]]:
     """Return the path or hub id of a model, and notes about it."""
     if name in shipped_shapes() or expanded(name).exists():
@@ -142,10 +154,15 @@ def _source(name: str) -> tuple[str, tuple[str, ...]]:
     if shape is not None:
         note = f"{name} is not in the hub's cache: planned from the shipped shape {shape}"
         return str(find_shape(shape)), (note,)
-    from finetune.hub.repository import is_hub_reachable
-
-    if is_hub_reachable():
+    if _can_ask_hub():
         return name, ()
+    shape = near_shape(name)
+    if shape is not None:
+        note = (
+            f"{name} is not in the hub's cache, and the hub cannot be reached: planned from the"
+            f" shipped shape {shape}, from which its config may differ"
+        )
+        return str(find_shape(shape)), (note,)
     last = name.rpartition("/")[2].lower()
     near = difflib.get_close_matches(last, shipped_shapes(), n=3) or list(shipped_shapes())[:3]
     raise ConfigError(
@@ -154,6 +171,14 @@ def _source(name: str) -> tuple[str, tuple[str, ...]]:
         hint=f"`hf download {name} config.json --local-dir DIR` where there is a network, then"
         f" `sluice plan DIR`; near shapes are {', '.join(near)}",
     )
+
+
+def near_shape(hub_id: str) -> str | None:
+    """Return the shipped shape that a hub id names, but for words of its training or its form.
+
+    Such as Qwen3-8B of unsloth/Qwen3-8B-bnb-4bit, and of Qwen3-30B-A3B-Instruct-2507 its base.
+    """
+    return shape_of_id(_TRAINED_OR_FORMED.sub("", hub_id))
 
 
 def _recipe(path: str, overrides: Sequence[str], *, name: str) -> tuple[Recipe, tuple[str, ...]]:
@@ -216,7 +241,7 @@ def wanted_model(text: str) -> WantedModel:
     if path.is_file() or (path / "config.json").is_file():
         return _on_disk(text)
     is_id = HUB_ID.fullmatch(text) is not None
-    if is_id and (_is_cached(text) or shape_of_id(text) is not None):
+    if is_id and (_is_cached(text) or shape_of_id(text) is not None or _can_ask_hub()):
         return WantedModel(name=text.rpartition("/")[2].lower(), settings={"path": text})
     ids = published_ids()
     if text in shipped_shapes() and text not in ids:

@@ -357,7 +357,7 @@ def _find_recipe(source: str) -> Path:
         raise ConfigError(
             f"{source} is a directory",
             limit="a recipe is a YAML file or the name of a shipped one",
-            hint=f"`{Path(source) / RUN_RECIPE}`, or one of {', '.join(shipped)}",
+            hint=f"`{Path(source) / RUN_RECIPE}`, or one that `sluice recipes list` has",
         )
     near_names = difflib.get_close_matches(path.stem, shipped, n=1)
     near_files = _near_files(path, suffix=".yaml")
@@ -365,7 +365,7 @@ def _find_recipe(source: str) -> Path:
     raise ConfigError(
         f"there is no recipe {source}",
         limit="a recipe is the path of a YAML file or the name of a shipped one",
-        hint=f"`{near[0]}`" if near else f"one of {', '.join(shipped)}",
+        hint=f"`{near[0]}`" if near else "`sluice recipes list` has the shipped ones",
     )
 
 

@@ -251,4 +251,5 @@ def in_words(what_if: WhatIf, choice: Choice) -> str:
         "micro_batch": f"`train.micro_batch_size: {then.typical.micro_batch_size}`{more}",
     }
     rounding = f"rounds each weight by {CODECS[then.typical.codec].rounding:.1%}"
-    return words.get(what_if.change, f"`offload.codec: {what_if.change}` ({rounding})")
+    memory = f"{shown_gib(what_if.best.host_bytes)} of RAM"
+    return words.get(what_if.change, f"`offload.codec: {what_if.change}` ({rounding}; {memory})")

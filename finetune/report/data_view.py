@@ -151,9 +151,9 @@ def tables_of(view: DataView) -> list[Part]:
     bars = ["tokens", "rows", ""]
     return [
         Table(f"Data of {view.recipe}", columns, sources, level="brief"),
+        *view.notes,
         *tables("An epoch", rows),
         Table("Rows by length, in tokens", bars, lengths, level="brief"),
-        *view.notes,
     ]
 
 

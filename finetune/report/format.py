@@ -1,5 +1,6 @@
 """Figures as people read them."""
 
+import re
 from collections.abc import Callable
 
 from offload.plan.machine.machine import GIB
@@ -18,6 +19,12 @@ def shown_time(seconds: float) -> str:
 def shown_gib(num_bytes: float) -> str:
     """Write bytes in GiB, or in MiB where that would be nearly 0."""
     return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB / 10 else shown_mib(num_bytes)
+
+
+def gib_in(text: str) -> float | None:
+    """Read a number of GiB, with the unit or without it; None where it is none."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) *(?:gib|gb|g)?", text.strip().lower())
+    return float(found[1]) if found else None
 
 
 def shown_mib(num_bytes: float) -> str:

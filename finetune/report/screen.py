@@ -34,6 +34,7 @@ NUM_RECENT_STEPS = 20
 LINE_EVERY_S, LINE_AFTER_S = 5.0, 60.0
 RATE_AFTER_S = 0.5  # a rate means little before
 _LONG_S = 7200.0  # in hours from here on
+_FEW = 10  # rows a second, which are written with decimals below it
 NUM_LINES = 10  # of a piece of work, at least if it is long
 SPARK_CELLS = 24
 _BLOCKS = "".join(chr(0x2581 + level) for level in range(8))
@@ -188,7 +189,8 @@ def shown_work(done: int, total: int | None, unit: Unit, *, seconds: float) -> s
     if seconds < RATE_AFTER_S or not done:
         return amount
     rate = done / seconds
-    shown_rate = f"{rate / 1e6:,.0f} MB/s" if is_in_bytes else f"{rate:,.0f} rows/s"
+    of_rows = f"{rate:,.0f}" if rate >= _FEW else f"{rate:.2g}"
+    shown_rate = f"{rate / 1e6:,.0f} MB/s" if is_in_bytes else f"{of_rows} rows/s"
     if total is None:
         return f"{amount}, {shown_rate}"
     eta_s = (total - done) / rate

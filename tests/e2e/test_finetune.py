@@ -228,6 +228,15 @@ def test_generate_answers_with_the_adapter(finished: Path, capsys) -> None:
         (finished / "adapter" / name).unlink()
     assert run(*asked) == 0
     assert capsys.readouterr().out == answer
+    shutil.rmtree(finished / "adapter")
+    assert run(*asked) == 0
+    shown = capsys.readouterr()
+    assert shown.out == answer
+    step = len(losses(finished))
+    assert f"is not finished: its checkpoint after step {step} answers" in shown.err
+    shutil.rmtree(finished / "checkpoints")
+    assert run(*asked) == 1
+    assert "holds no finished run; " in capsys.readouterr().err
 
 
 @pytest.mark.slow

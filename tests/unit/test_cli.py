@@ -45,7 +45,7 @@ FLAGS = {
     "plan": {
         "--machine",
         "--machines",
-        "--ram",
+        *("--vram", "--ram"),
         "--headless",  # a card without a desktop has more memory
         "--link",
         "--gpus",
@@ -521,7 +521,7 @@ def test_output_is_as_wide_as_columns_says_and_plain_in_a_pipe(
         assert max(map(len, out.splitlines())) <= width
         assert "\x1b" not in out
     # a table of figures keeps each row on one line
-    rows = [line for line in out.splitlines() if "nf4" in line or "fp8" in line]
+    rows = [line for line in out.splitlines() if line.split()[0].startswith(("nf4", "fp8"))]
     assert len(rows) == 2
     assert all(row.split()[-1] in ("VRAM", "RAM") for row in rows)
 

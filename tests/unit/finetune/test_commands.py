@@ -393,6 +393,7 @@ def test_a_card_is_a_name_or_its_memory_with_ram_after_a_comma() -> None:
         "12": (None, 12.0, None),
         "16 GB, 32": (None, 16.0, 32.0),
         "RTX 4090, 128": ("RTX 4090", None, 128.0),
+        "3060, 64": ("3060", None, 64.0),
         "here": ("here", None, None),
     }.items():
         asked = card_of(text, ram_gib=None)
@@ -589,6 +590,7 @@ def prepared(**adapter: Any) -> Prepared:
     values = recipe_values(**{f"adapter__{name}": value for name, value in adapter.items()})
     return Prepared(
         run=RunDir(Path("run")),
+        step=None,
         recipe=Recipe.model_validate(values),
         tokenizer=cast("Any", None),
         facts=facts,
@@ -634,6 +636,7 @@ def test_a_cache_without_room_is_refused_with_the_tokens_in_front() -> None:
     one = prepared(**PREFIX)
     long = Prepared(
         run=one.run,
+        step=None,
         recipe=one.recipe,
         tokenizer=one.tokenizer,
         facts=facts,

@@ -23,6 +23,7 @@ from finetune.planning.candidates import (
 from finetune.planning.compare import (
     LENGTH_STEP,
     Comparison,
+    advice,
     budgeted,
     compare_within_memory,
     slowest_card,
@@ -216,6 +217,21 @@ def test_a_flag_without_effect_is_refused(words: list[str], what: str, capsys) -
     assert "\n\nhint: " in err
 
 
+def test_memory_alone_takes_the_slowest_card_that_has_it_with_units_or_without(capsys) -> None:
+    words = ("plan", SMALL, "--json")
+    named = printed(capsys, *words[:2], "--machine", "rtx3060", "--ram", "64")
+    for vram, ram in (("12", "64"), ("12GB", "64 GiB"), ("12g", "64gb")):
+        assert run(*words, "--vram", vram, "--ram", ram) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert "slowest known desktop card with 12.00 GiB" in found.pop("notes")[0]
+        assert found == {key: value for key, value in named.items() if key != "notes"}
+    small = printed(capsys, *words[:2], "--vram", "8")
+    assert small["machine"] == "rtx3060-8gb"
+    for wrong in ("0", "twelve", "12MB", "-1", "inf"):
+        assert run(*words, "--vram", wrong) == 2
+        assert f"{wrong} is no number of GiB" in capsys.readouterr().err
+
+
 def test_a_machine_file_cannot_be_given_other_memory(tmp_path, capsys) -> None:
     file = tmp_path / "mine.json"
     file.write_text(named_machine("rtx3060").to_json())
@@ -295,6 +311,22 @@ def test_a_model_that_fits_with_its_embedding_in_ram_says_so(capsys) -> None:
     assert {line["embeddings"] for line in printed(capsys, "fit", SMALL, "--vram", "12")} == {
         "device"
     }
+
+
+def test_advice_names_the_exact_form_and_what_a_faster_one_rounds(
+    in_12_gib: list[Comparison],
+) -> None:
+    by_form = {one.codec: one for one in in_12_gib if one.model == SMALL}
+    rates = {"native": 100.0, "fp8": 99.0, "nf4": 100.4}
+
+    def said(**others: float) -> str:
+        known = {**rates, **others}
+        return advice([replace(by_form[name], tokens_per_s=known[name]) for name in known])
+
+    assert said() == "native is exact, and none is faster"
+    assert said(nf4=125) == "native is exact; nf4 is 25% faster, rounds by 9.2%"
+    del rates["native"]
+    assert said() == "no exact form fits; nf4 rounds weights by 9.2%"
 
 
 @pytest.mark.slow

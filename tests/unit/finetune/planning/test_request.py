@@ -311,6 +311,26 @@ def test_a_hub_id_that_is_nowhere_says_what_to_do_offline(
     assert "qwen3-8b" in err
 
 
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("Qwen/Qwen3-30B-A3B-Instruct-2507", "qwen3-30b-a3b"),
+        ("unsloth/Qwen3-8B-unsloth-bnb-4bit", "qwen3-8b"),
+        ("own/Qwen3-8B-FP8", "qwen3-8b"),
+    ],
+)
+def test_offline_words_of_training_and_form_are_left_out_of_a_name_and_it_is_said(
+    monkeypatch: pytest.MonkeyPatch, name: str, shape: str
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    asked = subject_of(name, [])
+    assert asked.facts == subject_of(shape, []).facts
+    assert asked.notes == (
+        f"{name} is not in the hub's cache, and the hub cannot be reached: planned from the shipped"
+        f" shape {shape}, from which its config may differ",
+    )
+
+
 def test_a_mistyped_shape_is_told_the_nearest_ones() -> None:
     with pytest.raises(ConfigError, match=r"no model and no recipe qwen9-8b") as error:
         subject_of("qwen9-8b", [])
@@ -490,6 +510,7 @@ def test_a_hub_id_in_the_cache_is_taken_before_a_shape_of_its_name(
     refs = tmp_path / "models--own--qwen3-8b-of-mine" / "refs"
     refs.mkdir()
     (refs / "main").write_text("abc")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ConfigError, match="no model that is known"):
         wanted_model("own/qwen3-8b-of-mine")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))

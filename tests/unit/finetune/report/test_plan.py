@@ -132,7 +132,7 @@ def test_the_choice_its_rivals_and_what_if_are_shown() -> None:
     for words in (
         *("codec native", "GiB of device memory", "1 GiB more VRAM"),  # the chosen one is packed
         *("a link of twice the rate", "512 tokens per step"),
-        "`offload.codec: nf4` (rounds each weight by 9.2%)",
+        "`offload.codec: nf4` (rounds each weight by 9.2%; ",
     ):
         assert words in text
 

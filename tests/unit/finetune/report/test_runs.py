@@ -193,7 +193,7 @@ def test_a_step_that_waits_is_limited_by_the_link_and_settings_come_before_a_fas
     percents = [float(line.rsplit("+")[-1].rstrip("%")) for line in settings]
     assert percents == sorted(percents, reverse=True)
     assert any(line.startswith("a link of twice the rate: +") for line in found["faster with"])
-    assert any("nf4` (rounds each weight by 9.2%): +" in line for line in settings)
+    assert any("nf4` (rounds each weight by 9.2%; " in line for line in settings)
     assert "in bf16_packed; slots for" in found["layers"][0]
 
 

@@ -340,6 +340,7 @@ def test_steps_without_a_terminal_are_lines_and_the_last_is_always_there() -> No
 
 def test_rows_are_counted_as_rows() -> None:
     assert shown_work(500, 2_000, "rows", seconds=2.0) == "500 of 2,000 rows, 250 rows/s, ETA 6 s"
+    assert shown_work(3, 9, "rows", seconds=60.0) == "3 of 9 rows, 0.05 rows/s, ETA 120 s"
     assert shown_work(5_000, None, "rows", seconds=2.0) == "5,000 rows, 2,500 rows/s"
 
 
