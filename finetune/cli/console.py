@@ -122,14 +122,14 @@ MachineFile = Annotated[
 ]
 Ram = Annotated[
     float | None,
-    typer.Option(metavar=GIB, parser=gib, help="RAM in the machine of a named card."),
+    typer.Option(metavar=GIB, parser=gib, help="GiB of RAM in the machine of a named card."),
 ]
 Headless = Annotated[
     bool, typer.Option("--headless", help="No desktop uses the named card: all of it is free.")
 ]
 Vram = Annotated[
     float | None,
-    typer.Option(metavar=GIB, parser=gib, help="VRAM that may be used, of a card that has it."),
+    typer.Option(metavar=GIB, parser=gib, help="GiB of VRAM to use, of a card that has them."),
 ]
 Link = Annotated[
     float | None,
