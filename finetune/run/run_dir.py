@@ -377,7 +377,7 @@ def _that_count(before: Recipe, after: Recipe) -> list[str]:
 
     How processes share a step may change, and with it where they hold the layers; and so may the
     places of input embedding and output head. These change no bit. The run itself may be moved and
-    renamed, and another command told how it ends.
+    renamed, and `report.notify` may be another command.
     """
     found = [one for one in differences(before, after) if not one.startswith(PLACE)]
     if before.train.is_sharded == after.train.is_sharded:

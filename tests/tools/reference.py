@@ -410,7 +410,7 @@ def forms_table() -> str:
                 free,
             ]
         )
-    return table(("model", "card", "exact", "4 bits", "gain", "copies hide from"), rows)
+    return table(("model", "card", "exact", "4 bits", "gain", "streaming is free from"), rows)
 
 
 def _plainest(subject: Subject, machine: Machine) -> str:
