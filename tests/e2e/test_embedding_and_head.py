@@ -57,9 +57,7 @@ def tied_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def write_tied(tmp_path: Path, tied_dir: Path, rows_file: Path, cache: Path) -> RecipeWriter:
     write = recipe_writer(tmp_path, tied_dir, rows_file)
-    return lambda **sections: write(
-        **{**sections, "adapter": {"experts": False, **sections.get("adapter", {})}}
-    )
+    return lambda **sections: write(**{"adapter": {"experts": False}, **sections})
 
 
 def terms_of(run_dir: Path) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:

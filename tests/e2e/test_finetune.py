@@ -28,6 +28,7 @@ import yaml
 from huggingface_hub import ModelCard
 from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file
+from torch._subclasses.fake_tensor import FakeTensor
 from transformers import (
     AutoModelForCausalLM,
     MambaConfig,
@@ -1158,7 +1159,8 @@ def test_a_run_goes_on_as_it_was_begun_and_not_as_it_would_begin_here(
     grouped_mm = torch.nn.functional.grouped_mm
 
     def counted(*given: Any, **named: Any) -> torch.Tensor:
-        calls.append("grouped_mm")
+        if not isinstance(given[0], FakeTensor):  # the check of a model without weights
+            calls.append("grouped_mm")
         return grouped_mm(*given, **named)
 
     monkeypatch.setattr(torch.nn.functional, "grouped_mm", counted)
