@@ -814,7 +814,8 @@ def finetune(
             )
         if outcome.signal is not None:
             by = shown_signal(outcome.signal, outcome.signalled, of=ranks.num)
-            note = f"Stopped after step {outcome.num_steps}{by}; continue with `--resume`."
+            again = f"`sluice finetune {outcome.run_dir / 'recipe.yaml'} --resume`"
+            note = f"Stopped after step {outcome.num_steps}{by}; continue with {again}."
             if ranks.is_first_here and not ranks.is_main:
                 warn(note)  # on its machine nothing else is shown
             screen.note(note)
@@ -824,6 +825,8 @@ def finetune(
         screen.note(f"Report:  {outcome.run_dir / 'report.html'}")
         if not is_verbose:
             screen.note(f"Details: `sluice explain {outcome.run_dir}`")
+        if settings.model.head == "tokens":
+            screen.note(f"Try it: `sluice chat {outcome.run_dir}`")
 
 
 def sweep(

@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING
 from finetune.errors import CheckpointError
 from finetune.files.manifest import MANIFEST
 from finetune.files.shards import weight_files
-from finetune.hub.repository import Repository, is_hub_reachable, refusals, why_unreachable
+from finetune.hub.repository import (
+    Repository,
+    first_remedy,
+    is_hub_reachable,
+    refusals,
+    why_unreachable,
+)
 from finetune.report.format import shown_gib
 from finetune.report.model_card import MODEL_CARD, card_at
 from finetune.report.screen import Working
@@ -79,7 +85,7 @@ def require_logged_in(target: Repository) -> None:
         raise target.error(
             f"{target.id} cannot be written",
             limit=why_unreachable(),
-            hint="check the network and `unset HF_HUB_OFFLINE`, then push it again",
+            hint=f"{first_remedy()}, then push it again",
         )
     if get_token() is None:
         raise target.error(

@@ -70,7 +70,8 @@ def programs_for(form: str, llama_cpp: Path | None) -> Programs:
     name = form.lower()
     if name not in (*CONVERTED, *QUANTIZED):
         forms = (*CONVERTED, *QUANTIZED)
-        near = difflib.get_close_matches(name, forms, n=1) or ["q4_k_m"]
+        near = [f"{name}_k_m"] if f"{name}_k_m" in forms else []
+        near += difflib.get_close_matches(name, forms, n=1) or ["q4_k_m"]
         is_file = name.endswith(".gguf")
         raise ConfigError(
             f"--gguf {form}",

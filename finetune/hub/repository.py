@@ -180,6 +180,11 @@ def look_up(repository: Repository) -> Listing:
     )
 
 
+def first_remedy() -> str:
+    """Return what to do first where the hub cannot be asked."""
+    return "`unset HF_HUB_OFFLINE`" if is_offline() else "check the network"
+
+
 def require_reachable(repository: Repository) -> None:
     """Refuse a repository that must be asked for, where the hub cannot be.
 
@@ -193,11 +198,10 @@ def require_reachable(repository: Repository) -> None:
     fetch = f"hf download {repo}{f' --revision {revision}' if revision else ''}"
     fetch += " --repo-type dataset" if repository.kind == "dataset" else ""
     at = f" at {repository.revision_setting}: {revision}" if revision else ""
-    first = "`unset HF_HUB_OFFLINE`" if is_offline() else "check the network"
     raise repository.error(
         f"{repo}{at} is no local directory and not whole in the cache",
         limit=why_unreachable(),
-        hint=f"{first}; or `{fetch} --local-dir DIR` where there is a network, and"
+        hint=f"{first_remedy()}; or `{fetch} --local-dir DIR` where there is a network, and"
         f" `{repository.setting}: DIR`",
     )
 

@@ -23,6 +23,7 @@ from finetune.recipe.load import (
     find_shape,
     load_recipe,
     named_shape,
+    plain_name,
     published_ids,
     recipe_from,
     shape_of_id,
@@ -74,7 +75,8 @@ def subject_of(
     if is_model(name):
         return model_subject(name, overrides, note=note)
     known = [*shipped_shapes(), *shipped_recipes()]
-    near = difflib.get_close_matches(name.lower(), known, n=3)
+    near = [one for one in known if plain_name(one).startswith(plain_name(name))]
+    near = near or difflib.get_close_matches(name.lower(), known, n=3)
     is_file = expanded(name).exists() or expanded(name).suffix in (".yaml", ".yml")
     if near and name not in shipped_recipes() and not is_file:
         raise ConfigError(

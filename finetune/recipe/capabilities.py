@@ -1068,23 +1068,11 @@ LENGTHS = (
         _STEPS,
         _WARM_UP,
         "a twentieth of the steps",
-        lambda n: n.train.warmup_ratio is None and n.falling <= 0,
+        lambda n: n.falling <= 0,
         lambda n: (
             f"train.warmup_steps is {n.train.warmup_steps} and {n.length}",
             f"{_WARM_UP}: at most {n.num_steps - 1} steps",
             f"`train.warmup_steps: {n.num_steps // 20}`",
-        ),
-    ),
-    Sum(
-        "train.warmup_ratio",
-        _STEPS,
-        _WARM_UP,
-        "`train.warmup_ratio: 0.05`",
-        lambda n: n.train.warmup_ratio is not None and n.falling <= 0,
-        lambda n: (
-            f"train.warmup_ratio is {n.train.warmup_ratio} and {n.length}",
-            f"{_WARM_UP}: at most {n.num_steps - 1} steps",
-            f"`train.warmup_ratio: {'0.05' if n.num_steps > 1 else 'null'}`",
         ),
     ),
     Sum(

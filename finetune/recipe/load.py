@@ -145,8 +145,11 @@ def named_shape(name: str) -> str:
     Raises:
         ConfigError: None or several fit.
     """
-    ids, wanted = published_ids(), _plain(name.rpartition("/")[2])
-    known = {shape: {_plain(shape), _plain(ids.get(shape, "").rpartition("/")[2])} for shape in ids}
+    ids, wanted = published_ids(), plain_name(name.rpartition("/")[2])
+    known = {
+        shape: {plain_name(shape), plain_name(ids.get(shape, "").rpartition("/")[2])}
+        for shape in ids
+    }
     exact = [shape for shape, names in known.items() if wanted in names]
     fits = exact or [
         shape for shape, names in known.items() if any(one.startswith(wanted) for one in names)
@@ -162,7 +165,8 @@ def named_shape(name: str) -> str:
     )
 
 
-def _plain(name: str) -> str:
+def plain_name(name: str) -> str:
+    """Return the letters and digits of a name, in small letters."""
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
@@ -451,9 +455,11 @@ def _resolve(
         shown_key = where if where == of_setting else key
         draft.add_problem(
             draft.place(of_setting),
-            f"{where} is {shown(value)}, and there is no such file",
-            limit=f"it has to exist in {' or '.join(dict.fromkeys(map(str, bases)))}",
-            hint=f"`{shown_key}: {near[0] if near else Path('FOLDER') / Path(value).name}`",
+            f"{where} is {shown(value)}, and there is no such file or folder",
+            limit="it has to exist"
+            if Path(value).is_absolute()
+            else f"it has to exist in {' or '.join(dict.fromkeys(map(str, bases)))}",
+            hint=f"`{shown_key}: {near[0]}`" if near else f"set `{shown_key}` to one that exists",
         )
 
 

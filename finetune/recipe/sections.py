@@ -500,7 +500,8 @@ class TrainSection(Section):
         default=None,
         gt=0,
         lt=1,
-        description="`train.warmup_steps` as a part of all steps, rounded up; only one of the two.",
+        description="`train.warmup_steps` as a part of all steps, rounded up, and not all; only one"
+        " of the two.",
         examples=[0.03],
     )
     neftune_alpha: float | None = Field(
@@ -602,10 +603,10 @@ class TrainSection(Section):
         return self.parallel == "fsdp2"
 
     def num_warmup_steps(self, num_steps: int) -> int:
-        """Steps over which the learning rate rises, in a run of so many."""
+        """Steps over which the learning rate rises, in a run of so many: by a ratio not in all."""
         if self.warmup_ratio is None:
             return self.warmup_steps
-        return math.ceil(num_steps * self.warmup_ratio)
+        return min(math.ceil(num_steps * self.warmup_ratio), num_steps - 1)
 
     @property
     def sequences(self) -> int:

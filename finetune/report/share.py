@@ -110,8 +110,8 @@ def shared_row(run_dir: Path) -> SharedRow:
     Raises:
         CheckpointError: It has no checkpoint yet, a file is damaged, or a prediction was changed.
     """
-    recipe = RunDir(run_dir).recipe()
     found, promised = explain(run_dir), read_predictions(run_dir)
+    recipe = RunDir(run_dir).recipe()
     section = found.sections[-1]
     if found.changes:
         raise CheckpointError(

@@ -377,7 +377,7 @@ def test_ctrl_c_ends_the_step_saves_and_can_be_resumed(
     process.send_signal(signal.SIGINT)
     shown = process.communicate(timeout=60)[0]
     assert process.returncode == 130, shown
-    assert "continue with `--resume`" in shown
+    assert "recipe.yaml --resume`." in shown
     done = len(losses(tmp_path / "run"))
     saved = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
     assert saved == [f"step-{done:07d}"]
@@ -911,7 +911,7 @@ def test_a_signal_to_all_processes_of_a_run_ends_it_with_a_checkpoint(
     wait_for_rows(tmp_path / "run", 2)
     process.signal(number, to_group=True)  # its data worker gets it too
     assert process.end() == CODES[number], process.shown
-    assert "continue with `--resume`" in process.shown
+    assert "recipe.yaml --resume`." in process.shown
     assert "Traceback" not in process.shown
     assert_saved_at_its_last_step(tmp_path / "run")
     assert not (tmp_path / "run" / "run.lock").exists()

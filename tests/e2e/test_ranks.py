@@ -171,7 +171,7 @@ def test_ctrl_c_stops_both_ranks_at_one_step_and_one_process_resumes(
     launched.send_signal(signal.SIGINT)
     shown = output(launched)
     assert launched.returncode != 0
-    assert shown.count("continue with `--resume`") == 1
+    assert shown.count("continue with `sluice finetune ") == 1
     done = len(losses(run_dir))
     assert 3 <= done < 24
     assert [path.name for path in (run_dir / "checkpoints").iterdir()] == [f"step-{done:07d}"]

@@ -414,17 +414,20 @@ def forms_table() -> str:
 
 
 def _plainest(subject: Subject, machine: Machine) -> str:
-    """Return the speed of the exact form in RAM, else of nf4, else of the faster from disk."""
-    for codec in FIT_CODECS:
-        found = _planned(subject, machine, codec, "ram")
-        if found:
-            return _cell(found, () if codec == "auto" else (codec,))
-    on_disk = {codec: _planned(subject, machine, codec, "disk") for codec in FIT_CODECS}
-    fits = {codec: made for codec, made in on_disk.items() if made}
+    """Return the speed of the exact form in RAM, else of the faster of exact on disk and nf4."""
+    exact = _planned(subject, machine, "auto", "ram")
+    if exact:
+        return _cell(exact, ())
+    others = {
+        ("disk",): _planned(subject, machine, "auto", "disk"),
+        ("nf4",): _planned(subject, machine, "nf4", "ram"),
+        ("nf4", "disk"): _planned(subject, machine, "nf4", "disk"),
+    }
+    fits = {marks: made for marks, made in others.items() if made}
     if not fits:
         return "-"
-    codec = min(fits, key=lambda codec: fits[codec].step_s)
-    return _cell(fits[codec], ("disk",) if codec == "auto" else (codec, "disk"))
+    marks = min(fits, key=lambda marks: fits[marks].step_s)
+    return _cell(fits[marks], marks)
 
 
 def _planned(

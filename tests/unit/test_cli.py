@@ -134,7 +134,7 @@ def test_versions_are_a_line(capsys) -> None:
         (["train.sead=1"], "train.sead", "train.seed"),
         (["train.lr=high"], "train.lr", "train.lr=0.0002"),
         (["adapter.rank=0"], "adapter.rank", "adapter.rank=1"),
-        (["data.path=nowhere.jsonl"], "nowhere.jsonl", "`data.path: "),
+        (["data.path=nowhere.jsonl"], "nowhere.jsonl", "set `data.path`"),
     ],
 )
 def test_a_wrong_setting_is_refused_in_three_parts(overrides, what, hint, capsys) -> None:

@@ -335,6 +335,12 @@ def test_a_mistyped_shape_is_told_the_nearest_ones() -> None:
     with pytest.raises(ConfigError, match=r"no model and no recipe qwen9-8b") as error:
         subject_of("qwen9-8b", [])
     assert "qwen3-8b" in error.value.hint
+    with pytest.raises(ConfigError) as error:
+        subject_of("Qwen3-30B", [])
+    assert error.value.hint == "`qwen3-30b-a3b`"
+    with pytest.raises(ConfigError) as error:
+        subject_of("qwen30b", [])
+    assert "qwen30b_lora_5090" in error.value.hint
 
 
 def test_a_mistyped_recipe_is_still_taken_for_one(capsys) -> None:

@@ -553,18 +553,6 @@ NUMBERS = (
         "`train.warmup_steps: 0`",
     ),
     (
-        "train.warmup_ratio=0.95",
-        "train.warmup_ratio is 0.95 and train.steps is 10",
-        "the warm-up has to end within the run: at most 9 steps",
-        "`train.warmup_ratio: 0.05`",
-    ),
-    (
-        "train.warmup_ratio=0.05 train.steps=1",
-        "train.warmup_ratio is 0.05 and train.steps is 1",
-        "the warm-up has to end within the run: at most 0 steps",
-        "`train.warmup_ratio: null`",
-    ),
-    (
         "train.schedule=cosine_with_restarts train.num_cycles=6",
         "train.num_cycles is 6 and 10 steps follow the warm-up, as train.steps is 10",
         "each cycle needs two steps, or the learning rate never falls in it",

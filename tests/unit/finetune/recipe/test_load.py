@@ -409,7 +409,7 @@ def test_a_missing_data_file_names_where_it_was_looked_for_and_the_nearest(folde
     write("{}", "data/train.jsonl")
     assert_refused(
         replaced("openai/gsm8k", "data/trian.jsonl"),
-        what='r.yaml:6: data.path is "data/trian.jsonl", and there is no such file',
+        what='r.yaml:6: data.path is "data/trian.jsonl", and there is no such file or folder',
         limit=f"it has to exist in {folder}",
         hint="`data.path: data/train.jsonl`",
     )
@@ -495,7 +495,11 @@ def test_a_mix_is_read_and_its_paths_are_found(folder: Path) -> None:
         ("{weight: 1}", "data.mix[1].path is not set", "path: data/train.jsonl"),
         ("{path: a/b, wieght: 2}", "data.mix[1].wieght is not a setting", "use `weight`"),
         ("a/b", 'data.mix[1] is "a/b"', "path: data/train.jsonl"),
-        ("{path: rows.jsonl}", 'data.mix[1].path is "rows.jsonl", and there is no', "FOLDER"),
+        (
+            "{path: rows.jsonl}",
+            'data.mix[1].path is "rows.jsonl", and there is no',
+            "set `path`",
+        ),
         ("{path: a/b, format: jsonl}", 'data.mix[1].format is "jsonl"', "path:"),
     ],
 )
