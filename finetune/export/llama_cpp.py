@@ -70,7 +70,7 @@ def programs_for(form: str, llama_cpp: Path | None) -> Programs:
     name = form.lower()
     if name not in (*CONVERTED, *QUANTIZED):
         forms = (*CONVERTED, *QUANTIZED)
-        near = [f"{name}_k_m"] if f"{name}_k_m" in forms else []
+        near = [one for one in forms if one.startswith(name) and one.endswith("k_m")]
         near += difflib.get_close_matches(name, forms, n=1) or ["q4_k_m"]
         is_file = name.endswith(".gguf")
         raise ConfigError(
