@@ -5,5 +5,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor as Tensor
     from torch import device as device
+    from torch import dtype as dtype
 else:
-    Tensor = device = object
+    Tensor = device = dtype = object

@@ -5,10 +5,10 @@ their dtype. Changed tensors are read into their own memory and not mapped, beca
 to in place. A quantised checkpoint appears as the tensors that it decodes to.
 """
 
-import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,13 @@ from finetune.files.tensors import (
     DTYPES,
     Place,
     Spec,
-    Unread,
     open_tensors,
     read_bytes,
     read_headers,
     read_tensor,
 )
-from finetune.model.checkpoint import format_of, plain_tensors
+from finetune.model.config import quantization_of
+from finetune.model.form import Packed, find_packed
 from finetune.recipe.load import load_shape
 
 
@@ -52,7 +52,7 @@ class BaseWeights:
         _require_listed(folder, self._places)
         config = load_shape(str(folder))
         stored = {name: place.spec for name, place in self._places.items()}
-        self._packed, plain = find_packed(stored, files, config, source=str(folder))
+        self._packed, plain = find_decoded(stored, files, config, source=str(folder))
         self.is_quantised = bool(self._packed)
         self.specs: dict[str, Spec] = {
             **{name: stored[name] for name in stored if name in plain},
@@ -107,61 +107,52 @@ def _require_listed(folder: Path, places: Mapping[str, Place]) -> None:
 # ---------------------------------------------------------------------------------------------
 # Published tensors that are quantised, for a merge: what each decodes to, and its values.
 #
-# They are decoded by `finetune.model.dequantize`, as for training. Their decoded dtypes and shapes
-# are known without decoding, because a file's header is written before its tensors.
+# They are decoded by `finetune.model.form`, as for training. Their decoded dtypes and shapes are
+# known without decoding, because a file's header is written before its tensors.
 
 _CODES: Mapping[torch.dtype, str] = {dtype: code for code, dtype in DTYPES.items()}
-_BNB_STATE = ".quant_state.bitsandbytes__"
-_MXFP4_BLOCKS = "_blocks"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Packed:
+class Decoded:
     """A tensor that is quantised."""
 
     spec: Spec  # what it decodes to
     read: Callable[[], torch.Tensor]  # returns its values
 
 
-def find_packed(
+def find_decoded(
     specs: Mapping[str, Spec], files: Sequence[Path], config: Mapping[str, Any], *, source: str
-) -> tuple[dict[str, Packed], set[str]]:
+) -> tuple[dict[str, Decoded], Collection[str]]:
     """Return the tensors of a checkpoint that are quantised, and the names of the others.
 
     Args:
         specs: The tensors in the files.
         files: Where each tensor is.
-        config: The fields of config.json; it names the method.
+        config: The fields of config.json.
         source: Name of the checkpoint in errors.
 
     Raises:
-        ModelError: The method is not known, or a part of a tensor is missing.
+        ModelError: The form is not known, or a part of a tensor is missing.
     """
-    quantization = config.get("quantization_config")
+    quantization = quantization_of(config)
     if quantization is None:
-        return {}, set(specs)
+        return {}, specs.keys()
     stored = open_tensors([str(file) for file in files])
-    tensors = plain_tensors(stored, format_of(quantization, source), source)
-    dtype = getattr(torch, config.get("dtype") or config.get("torch_dtype") or "bfloat16")
-    states = {name.split(_BNB_STATE)[0]: name for name in specs if _BNB_STATE in name}
-    packed = {}
-    for name, tensor in tensors.items():
-        if name in states:
-            fields = json.loads(bytes(stored[states[name]].read().numpy()))
-            spec = spec_of(getattr(torch, fields["dtype"]), tuple(fields["shape"]))
-        elif name + _MXFP4_BLOCKS in specs:
-            num_experts, num_out, *blocks = specs[name + _MXFP4_BLOCKS].shape
-            spec = spec_of(torch.bfloat16, (num_experts, 2 * math.prod(blocks), num_out))
-        elif specs[name].dtype.startswith("F8"):
-            spec = spec_of(dtype, specs[name].shape)
-        else:
-            continue
-        packed[name] = Packed(spec=spec, read=_reader(tensor, DTYPES[spec.dtype]))
-    return packed, tensors.keys() - packed.keys()
+    packed, plain = find_packed(
+        {name: tensor.read for name, tensor in stored.items()}, quantization, source
+    )
+    default = getattr(torch, config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+    found = {}
+    for name, tensor in packed.items():
+        shape, dtype = tensor.packing.decoded(tensor.read())
+        spec = spec_of(dtype or default, tuple(shape))
+        found[name] = Decoded(spec=spec, read=partial(_values, tensor, DTYPES[spec.dtype]))
+    return found, plain
 
 
-def _reader(tensor: Unread, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
-    return lambda: tensor[...].to(dtype)
+def _values(tensor: Packed, dtype: torch.dtype) -> torch.Tensor:
+    return tensor.values().to(dtype)
 
 
 def spec_of(dtype: torch.dtype, shape: tuple[int, ...]) -> Spec:

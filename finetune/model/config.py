@@ -3,7 +3,7 @@
 What is on the hub is in `finetune.hub`, which is imported where a model is named that is there.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,15 @@ def read_config(section: ModelSection) -> dict[str, Any]:
         ConfigError: The file is not a config.
     """
     return load_shape(_config_source(section))
+
+
+def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return what the fields of a config.json say about quantised weights; None if nothing."""
+    for part in (config.get("text_config"), config):
+        if isinstance(part, Mapping) and isinstance(part.get("quantization_config"), Mapping):
+            found: Mapping[str, Any] = part["quantization_config"]
+            return found
+    return None
 
 
 def published_config(section: ModelSection) -> dict[str, Any]:

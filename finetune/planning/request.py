@@ -1,13 +1,13 @@
 """From a recipe to what the planner takes: facts, machine and request. No torch, no weights."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from finetune.errors import ConfigError
-from finetune.model.config import known_folder, read_config
+from finetune.model.config import known_folder, quantization_of, read_config
 from finetune.planning.ranks import LAUNCHED
 from finetune.recipe.adapters import AdapterSection
 from finetune.recipe.capabilities import (
@@ -84,20 +84,20 @@ def facts_of(
         UnsupportedModelError: It cannot be trained layer by layer.
     """
     config = read_config(model)
+    quantization = quantization_of(config)
+    if model.init == "pretrained" and quantization is not None:
+        from finetune.model.form import form_of
+
+        form_of(quantization, str(model.path))  # which refuses those that are not read
     name = shape_of(config)
     if model.head == "tokens" and name is not None:
         return ModelFacts.from_json(shipped_facts()[name])
     note("Building the model without its weights ...")
-    from finetune.model.checkpoint import format_of
     from finetune.model.classifier_head import require_classifier
     from finetune.model.empty import config_of
     from finetune.model.facts import facts_from
 
     facts = facts_from(config, folder=known_folder(model))
-    for part in (config, config.get("text_config")):
-        quantization = part.get("quantization_config") if isinstance(part, Mapping) else None
-        if model.init == "pretrained" and isinstance(quantization, Mapping):
-            format_of(quantization, str(model.path))  # which refuses those that are not read
     if model.head == "tokens":
         return facts
     of_tokens = model.head == "token_classes"

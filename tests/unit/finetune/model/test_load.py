@@ -1328,12 +1328,14 @@ def test_a_missing_part_is_named(
 @pytest.mark.parametrize(
     ("quantization", "name"),
     [
-        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "bitsandbytes with 8 bits"),
-        ({"load_in_8bit": True}, "bitsandbytes with 8 bits"),
+        (
+            {"quant_method": "bitsandbytes", "load_in_8bit": True},
+            "bitsandbytes with load_in_8bit: True",
+        ),
+        ({"load_in_8bit": True}, "bitsandbytes with load_in_8bit: True"),
         ({"quant_method": "gptq", "bits": 4}, "gptq"),
         ({"quant_method": "awq", "bits": 4}, "awq"),
-        ({"quant_method": "compressed-tensors"}, "compressed-tensors"),
-        ({"quant_method": "fp8", "weight_block_size": None}, "fp8"),
+        ({"quant_method": "fp8"}, "fp8 with weight_block_size: missing"),
     ],
 )
 def test_other_quantised_weights_are_refused_by_name(

@@ -1,0 +1,100 @@
+"""e4m3 with a scale for each block of rows and columns, for each row, or for the whole tensor.
+
+DeepSeek and Qwen publish blocks; Mistral one number (`weight_block_size: null`). A weight is its
+code times its scale, in fp32, whatever the name `scale_inv` says; scales of activations are of no
+use to a model that computes in bfloat16.
+Source: transformers 5.24, integrations/finegrained_fp8.py, `Fp8Dequantize`.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from finetune.model.form import FieldError, Form, Packing, Parts, require_fields
+from offload.tensors import Tensor, dtype
+
+_KNOWN = {
+    "quant_method": None,
+    "fmt": (None, "e4m3"),
+    "scale_fmt": (None, "float", "ue8m0"),
+    "expert_dtype": (None, "fp8"),
+    "activation_scheme": None,
+    "weight_block_size": None,
+    "modules_to_not_convert": None,
+    "modules_to_convert": None,
+    "ignored_layers": None,
+    "dequantize": None,
+}
+
+
+def _packings(fields: Mapping[str, Any]) -> Sequence[Packing]:
+    require_fields(fields, _KNOWN)
+    if "weight_block_size" not in fields:
+        raise FieldError("weight_block_size", None)
+    size = fields["weight_block_size"]
+    return (
+        Packing(
+            mark=re.compile(r"_scale_inv$"),
+            parts=("",),
+            dequantise=partial(_dequantise, None if size is None else tuple(size)),
+            decoded=decoded,
+        ),
+    )
+
+
+def _dequantise(size: tuple[int, int] | None, parts: Parts) -> Tensor:
+    import torch
+
+    scales = parts["_scale_inv"]
+    if scales.dtype == torch.uint8:  # exponents
+        scales = scales.view(torch.float8_e8m0fnu)
+    return scaled(parts[""], scales.float(), size)
+
+
+def scaled(codes: Tensor, scales: Tensor, size: tuple[int, int] | None) -> Tensor:
+    """Return codes times scales, in the type of the scales.
+
+    Args:
+        codes: float8 (..., rows, columns).
+        scales: By block of `size`, the last of a row or column being perhaps a part of one; or
+            without a size, one number, one for each row (..., rows, 1), or one for each matrix.
+        size: Rows and columns of a block.
+
+    Raises:
+        ValueError: These are no codes, or there are not as many scales as that.
+    """
+    shape = codes.shape
+    if not str(codes.dtype).startswith("torch.float8"):
+        raise ValueError(f"is {codes.dtype} and has scales of float8")
+    if size is None:
+        if scales.ndim == 1 and len(scales) == shape[0]:
+            scales = scales.view(-1, *[1] * (len(shape) - 1))
+        is_one_each = all(n in (1, m) for n, m in zip(scales.shape, shape, strict=False))
+        if scales.numel() > 1 and not (
+            scales.ndim == len(shape) and is_one_each and scales.shape[-1] == 1
+        ):
+            raise _unfit(scales, shape)
+        return codes.to(scales.dtype).mul_(scales if scales.numel() > 1 else scales.view(()))
+    rows, columns = size
+    num_blocks = (*shape[:-2], -(-shape[-2] // rows), -(-shape[-1] // columns))
+    if scales.shape != num_blocks:
+        raise _unfit(scales, shape)
+    grid = scales.repeat_interleave(rows, -2).repeat_interleave(columns, -1)
+    return codes.to(scales.dtype).mul_(grid[..., : shape[-2], : shape[-1]])
+
+
+def _unfit(scales: Tensor, shape: Sequence[int]) -> ValueError:
+    return ValueError(f"has scales {tuple(scales.shape)} for weights {tuple(shape)}")
+
+
+def decoded(parts: Parts) -> tuple[Sequence[int], dtype | None]:
+    """Return the shape of the codes; the type is the model's."""
+    return parts[""].shape, None
+
+
+EXTENSION = Form(
+    doc="fp8 with a `weight_block_size`, also of `null`",
+    packings=_packings,
+    ignored=re.compile(r"[._](activation|input)_scale$"),
+)
