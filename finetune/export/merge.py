@@ -36,7 +36,7 @@ from finetune.run.adapter_folder import refuse_classifier
 from finetune.run.run_dir import RunDir
 from offload.engine.codec import form_named
 from offload.engine.host.pagelock import aligned_empty
-from offload.plan.facts.codec import NATIVE
+from offload.plan.facts.codec import CODECS, NATIVE
 from offload.plan.facts.workload import to_pages
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -421,7 +421,7 @@ def _rounding(
     """
     weights = BaseWeights(base)
     matrices = [n for n in changed if re.search(r"\.\d+\.", n) and len(weights.specs[n].shape) > 1]
-    if codec == NATIVE or not matrices:
+    if codec == NATIVE or CODECS[codec].published or not matrices:  # which are exact
         return None
     name = max(matrices, key=lambda n: weights.specs[n].num_bytes)
     num_rows, *row = weights.specs[name].shape

@@ -87,6 +87,11 @@ def require_fields(
             raise FieldError(place + name, value)
 
 
+def method_of(quantization: Mapping[str, Any]) -> str:
+    """Return the `quant_method` of a `quantization_config`; bitsandbytes may leave it out."""
+    return str(quantization.get("quant_method", "bitsandbytes"))
+
+
 def form_of(quantization: Mapping[str, Any], path: str) -> tuple[Form, Sequence[Packing]]:
     """Return the form of a checkpoint, and how its tensors are packed.
 
@@ -97,7 +102,7 @@ def form_of(quantization: Mapping[str, Any], path: str) -> tuple[Form, Sequence[
     Raises:
         ModelError: It is not read.
     """
-    method = str(quantization.get("quant_method", "bitsandbytes"))
+    method = method_of(quantization)
     name, wrong = method.replace("-", "_"), ""
     if name in FORMS:
         try:

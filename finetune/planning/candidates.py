@@ -18,7 +18,7 @@ from finetune.errors import ConfigError
 from finetune.planning.request import full_request, has_router_loss, request_for
 from finetune.recipe.capabilities import NEVER_ENCODED, STREAMED, broken_with
 from finetune.recipe.recipe import Recipe, with_settings
-from offload.plan.facts.codec import NATIVE, codecs_that
+from offload.plan.facts.codec import CODECS, NATIVE, automatic_codecs, codecs_that
 from offload.plan.facts.facts import ModelFacts
 from offload.plan.facts.workload import why_head_on_device, why_on_device
 from offload.plan.fit import fits as has_plan
@@ -300,7 +300,7 @@ def _all_ways(
     may_tile = recipes[0].offload.mlp_chunk == "auto" and all(map(_may_tile, recipes))
     return with_forms(
         facts,
-        _ways(recipes, cut),
+        _ways(recipes, facts, cut),
         may_tile=may_tile,
         may_move_embeddings=recipes[0].offload.embeddings == "auto",
         may_move_head=recipes[0].offload.head == "auto",
@@ -366,8 +366,10 @@ def _may_tile(recipe: Recipe) -> bool:
     return is_lora and not recipe.train.compile
 
 
-def _ways(recipes: Sequence[Recipe], cut: Sequence[PlanRequest]) -> list[PlanRequest]:
-    recipe = recipes[0]
+def _ways(
+    recipes: Sequence[Recipe], facts: ModelFacts, cut: Sequence[PlanRequest]
+) -> list[PlanRequest]:
+    recipe, published = recipes[0], facts.published
     stash = recipe.offload.stash
     places = (False, True) if stash == "auto" else (stash == "host",)
     chunk = recipe.offload.head_chunk
@@ -377,21 +379,26 @@ def _ways(recipes: Sequence[Recipe], cut: Sequence[PlanRequest]) -> list[PlanReq
             is_stashed=is_stashed,
         )
         for num_tokens in (HEAD_CHUNKS if chunk == "auto" else (chunk,))
-        for codec in _codecs(recipe)
-        if all(codec in _codecs(other) for other in recipes)
+        for codec in _codecs(recipe, published)
+        if all(codec in _codecs(other, published) for other in recipes)
         for is_stashed in places
         for request in cut
     ]
     return [*ways, *(replace(x, order=Order.MICRO_BATCH_MAJOR) for x in ways if may_go_round(x))]
 
 
-def _codecs(recipe: Recipe) -> tuple[str, ...]:
-    """Return the forms that layers may wait in; the forms of `auto` are lossless."""
+def _codecs(recipe: Recipe, published: str) -> tuple[str, ...]:
+    """Return the forms that layers may wait in; the forms of `auto` are lossless.
+
+    Args:
+        recipe: What is asked for.
+        published: The `quant_method` of the model's weights.
+    """
     if recipe.offload.codec != "auto":
         return (recipe.offload.codec,)
     if recipe.train.is_full:
         return (NATIVE,)
     dtype = recipe.model.dtype
-    found = codecs_that(lambda codec: codec.is_automatic and dtype in codec.dtypes)
+    found = [name for name in automatic_codecs(published) if dtype in CODECS[name].dtypes]
     forms = (with_settings(recipe, {"offload.codec": name}) for name in found)
     return NATIVE, *(x.offload.codec for x in forms if not any(broken_with(x, "offload.codec")))

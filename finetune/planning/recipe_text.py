@@ -107,7 +107,8 @@ def form_words(form: Form) -> str:
     """Return the form of the layers and where they wait."""
     codec = form.plan.request.typical.codec
     place = "disk" if form.plan.request.is_on_disk else "RAM"
-    exact = "exact, packed" if CODECS[codec].is_automatic else codec
+    packed = f"exact, {codec}" if CODECS[codec].published else "exact, packed"
+    exact = packed if CODECS[codec].is_automatic else codec
     return f"{'exact' if codec == NATIVE else exact} from {place}"
 
 

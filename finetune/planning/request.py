@@ -18,6 +18,7 @@ from finetune.recipe.capabilities import (
     OF_SHARED_WEIGHTS,
     PLACED,
     PROCESSES,
+    PUBLISHED,
     WEIGHTS,
     require,
     setting,
@@ -83,21 +84,22 @@ def facts_of(
             quantised by a method that is not read.
         UnsupportedModelError: It cannot be trained layer by layer.
     """
-    config = read_config(model)
+    config, published = read_config(model), ""
     quantization = quantization_of(config)
     if model.init == "pretrained" and quantization is not None:
-        from finetune.model.form import form_of
+        from finetune.model.form import form_of, method_of
 
         form_of(quantization, str(model.path))  # which refuses those that are not read
+        published = method_of(quantization)
     name = shape_of(config)
     if model.head == "tokens" and name is not None:
-        return ModelFacts.from_json(shipped_facts()[name])
+        return replace(ModelFacts.from_json(shipped_facts()[name]), published=published)
     note("Building the model without its weights ...")
     from finetune.model.classifier_head import require_classifier
     from finetune.model.empty import config_of
     from finetune.model.facts import facts_from
 
-    facts = facts_from(config, folder=known_folder(model))
+    facts = replace(facts_from(config, folder=known_folder(model)), published=published)
     if model.head == "tokens":
         return facts
     of_tokens = model.head == "token_classes"
@@ -413,6 +415,7 @@ def _require_model(
         DEVICE: device,
         PROCESSES: num_ranks,
         MODEL: "a mixture of experts" if facts.has_experts else "dense",
+        PUBLISHED: facts.published or "plain",
         MLPS: "dense" if has_tiles else "a mixture of experts",
         WEIGHTS: 1 if facts.tie_word_embeddings else 2,
         **{

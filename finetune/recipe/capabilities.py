@@ -1154,6 +1154,7 @@ def broken_length_rules(recipe: Settings, *, num_steps: int) -> Iterator[Breach]
 
 DEVICE, MODEL, PROCESSES = "the device", "the model", "the number of processes"
 MLPS, WEIGHTS = "each MLP", "the number of weights of embedding and head"
+PUBLISHED = "the form of the published weights"
 PLACED = {"offload.embeddings": "the embedding", "offload.head": "the head"}
 """What may have to be on the device, by the setting of its place."""
 _BOTH = " with ".join(f"`{field}: device`" for field in PLACED)
@@ -1180,6 +1181,17 @@ OF_MODEL = (
             "routed experts are not computed in chunks of tokens",
             "auto",
         ),
+    ),
+    *(
+        Row(
+            "offload.codec",
+            only(name),
+            f"it keeps experts that were published in {CODECS[name].published}, and no others",
+            "auto",
+            other=PUBLISHED,
+            others=but(CODECS[name].published),
+        )
+        for name in codecs_that(lambda codec: codec.published)
     ),
     *(
         Row(

@@ -77,7 +77,7 @@ SHIPPED_FACTS = "shapes/facts.json"
 _NO_SHAPE = re.compile(
     r"(vision|audio)_config|(.*\.)?(architectures|attention_dropout|auto_map|\w*dtype|\w*initializer"
     r"_range|\w*_token_(id|index)|language_model_only|max_window_layers|mtp_.*|norm_topk_prob"
-    r"|num_nextn_predict_layers|pretraining_tp|router_aux_loss_coef"
+    r"|num_nextn_predict_layers|pretraining_tp|quantization_config|router_aux_loss_coef"
     r"|transformers_version|use_cache)"
 )
 """Fields of a config that do not change what text passes through."""

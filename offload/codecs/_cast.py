@@ -35,10 +35,10 @@ def cast(name: str, dtype: str, *, is_exact: bool) -> Codec:
                 hint='`codec="native"`',
             )
 
-    def read(parts: Sequence[Tensor], flat: Tensor) -> None:
+    def read(parts: Sequence[Tensor], values: Tensor) -> None:
         import torch
 
-        flat.copy_(parts[0].view(getattr(torch, dtype)), non_blocking=True)
+        values.view(-1).copy_(parts[0].view(getattr(torch, dtype)), non_blocking=True)
 
     return Codec(
         doc=f"is {dtype}",

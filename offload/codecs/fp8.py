@@ -42,9 +42,10 @@ def _write(values: Tensor, parts: Sequence[Tensor]) -> None:
             quants[part].view(torch.float8_e4m3fn).copy_(scaled.view(-1))
 
 
-def _read(parts: Sequence[Tensor], flat: Tensor) -> None:
+def _read(parts: Sequence[Tensor], values: Tensor) -> None:
     """Widen, then scale in place."""
     quants, exponents = parts
+    flat = values.view(-1)
     for piece in pieces(flat.numel(), flat.device):
         for part, shape in blocks(piece, BLOCK):
             _widen(quants[part], flat[part])

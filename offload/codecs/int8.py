@@ -34,12 +34,13 @@ def _write(values: Tensor, parts: Sequence[Tensor]) -> None:
         scales.view(torch.float32)[blocks_of(piece, BLOCK)] = found[1]
 
 
-def _read(parts: Sequence[Tensor], flat: Tensor) -> None:
+def _read(parts: Sequence[Tensor], values: Tensor) -> None:
     """Look up and scale."""
     import bitsandbytes  # noqa: F401  (registers its operators)
     import torch
 
     quants, scales, table = parts
+    flat = values.view(-1)
     code = table.view(torch.float32)
     operator = torch.ops.bitsandbytes.dequantize_blockwise
     for piece in pieces(flat.numel(), flat.device):

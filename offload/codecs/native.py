@@ -10,8 +10,8 @@ def _write(values: Tensor, parts: Sequence[Tensor]) -> None:
     parts[0].view(values.dtype).view(values.shape).copy_(values)
 
 
-def _read(parts: Sequence[Tensor], flat: Tensor) -> None:
-    flat.copy_(parts[0].view(flat.dtype), non_blocking=True)
+def _read(parts: Sequence[Tensor], values: Tensor) -> None:
+    values.view(-1).copy_(parts[0].view(values.dtype), non_blocking=True)
 
 
 EXTENSION = Codec(

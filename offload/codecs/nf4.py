@@ -53,12 +53,13 @@ def _write(values: Tensor, parts: Sequence[Tensor]) -> None:
         nested.view(torch.float32).copy_(found[1])
 
 
-def _read(parts: Sequence[Tensor], flat: Tensor) -> None:
+def _read(parts: Sequence[Tensor], values: Tensor) -> None:
     """Decode a piece's scales, then its weights."""
     import bitsandbytes  # noqa: F401  (registers its operators)
     import torch
 
     packed, quants, nested, table, offset = parts
+    flat = values.view(-1)
     code, mean = table.view(torch.float32), offset.view(torch.float32)
     for piece in pieces(flat.numel(), flat.device):
         scales = blocks_of(piece, BLOCK)

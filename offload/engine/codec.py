@@ -54,7 +54,7 @@ class Form:
             encoded: Bytes that `encode` left, on the device of `values`.
             values: Contiguous, of the shape and dtype that were encoded.
         """
-        self._codec.read(self.parts(encoded, values.numel(), values.dtype), values.view(-1))
+        self._codec.read(self.parts(encoded, values.numel(), values.dtype), values)
 
     def parts(
         self, encoded: torch.Tensor, num_weights: int, dtype: torch.dtype

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from offload.errors import DoesNotFitError
-from offload.plan.facts.codec import CODECS, NATIVE, codecs_that
+from offload.plan.facts.codec import CODECS, NATIVE, automatic_codecs, codecs_that
 from offload.plan.facts.optimizer import optimizers_that
 from offload.plan.facts.trainable import EMBEDDING, HEAD, NORMS, ROUTER, SCORE
 from offload.plan.facts.workload import head_bytes, why_head_on_device, why_on_device
@@ -183,7 +183,8 @@ def _nearest_fit(needs: MemoryNeeds) -> str:
             most = freely.with_graphs(freely.fewest.num_slots)
             return _graphs(needs, most.num_kept_graphs)
         asked, fewer = replace(asked, num_kept_graphs=0), _graphs(needs, 0)
-    for words, request in _changes(asked, moved=_moved(needs, asked)):
+    packed = _packed(asked, needs.facts.published)
+    for words, request in _changes(asked, packed=packed, moved=_moved(needs, asked)):
         open_request = replace(request, num_slots=None)
         num_slots = MemoryNeeds.of(needs.facts, needs.machine, open_request).most_slots
         if num_slots is None:
@@ -199,15 +200,18 @@ def _nearest_fit(needs: MemoryNeeds) -> str:
 
 
 def _changes(
-    request: PlanRequest, *, moved: Sequence[tuple[str, PlanRequest]]
+    request: PlanRequest,
+    *,
+    packed: Sequence[tuple[str, PlanRequest]],
+    moved: Sequence[tuple[str, PlanRequest]],
 ) -> Iterator[tuple[str, PlanRequest]]:
     """Yield changed requests, the nearest first, each with the settings that change it.
 
     Requests that leave the training as it is come first: those in RAM, which are faster, then those
-    on disk. Rounded weights come next, then shorter sequences. `moved` are those with more weights
-    around the layers in RAM.
+    on disk. Rounded weights come next, then shorter sequences. `packed` are those in exact forms of
+    fewer bytes, `moved` those with more weights around the layers in RAM.
     """
-    exact = [("", request), *_packed(request), *moved]
+    exact = [("", request), *packed, *moved]
     for words, coded in exact:
         yield from _either_stash(words, coded)
     for num, shared in over_fewer_ranks(request).items():
@@ -238,10 +242,10 @@ def _tokens(request: PlanRequest) -> str:
     return f"`train.tokens_per_step: {request.num_micro_batches * request.largest.num_tokens}`"
 
 
-def _packed(request: PlanRequest) -> list[tuple[str, PlanRequest]]:
+def _packed(request: PlanRequest, published: str) -> list[tuple[str, PlanRequest]]:
     """Return the request in each exact form that takes fewer bytes than the weights' own."""
     is_plain = (request.largest.codec, request.largest.dtype_bytes) == (NATIVE, 2)
-    return _coded(request, codecs_that(lambda codec: codec.is_automatic) if is_plain else [])
+    return _coded(request, automatic_codecs(published) if is_plain else [])
 
 
 def _coded(request: PlanRequest, codecs: Sequence[str]) -> list[tuple[str, PlanRequest]]:

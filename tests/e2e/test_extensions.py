@@ -27,7 +27,8 @@ def write(values, parts):
     scale.copy_(values.abs().max() / 127)
     parts[0].view(values.char().dtype).copy_((values.reshape(-1) / scale).round())
 
-def read(parts, flat):
+def read(parts, values):
+    flat = values.view(-1)
     flat.copy_(parts[0].view(flat.char().dtype))
     flat.mul_(parts[1].view(flat.float().dtype))
 

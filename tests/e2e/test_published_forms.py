@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils.quantization_config import Mxfp4Config
 
-from tests.checkpoints import is_linear, write_checkpoint
+from tests.checkpoints import is_linear, pack_mxfp4, write_checkpoint
 from tests.doubles import tiny_tokenizer
 from tests.e2e.runs import losses, run, same_adapter
 
@@ -98,3 +99,35 @@ def test_a_base_in_its_published_form_trains_as_the_plain_one_to_the_bit(
     assert losses(ours) == losses(theirs)
     assert same_adapter(ours, theirs)
     assert "quantization_config" in json.loads((tmp_path / "packed/config.json").read_text())
+
+
+def test_experts_kept_in_mxfp4_train_as_their_dequantised_twin_to_the_bit(
+    tmp_path: Path, cache: Path, write_recipe: Callable[..., Path], bfloat16_file: Path
+) -> None:
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16}
+    tokenizer = tiny_tokenizer()
+    config = AutoConfig.for_model("gpt_oss", **SHAPE | experts, vocab_size=len(tokenizer))
+    packed, plain = tmp_path / "packed", tmp_path / "plain"
+    quantization = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    write_checkpoint(packed, config, pack=pack_mxfp4, quantization=quantization)
+    AutoModelForCausalLM.from_pretrained(
+        packed, dtype=torch.bfloat16, quantization_config=Mxfp4Config(dequantize=True)
+    ).save_pretrained(plain)
+    for base, codec in ((packed, "mxfp4"), (plain, "native"), (plain, "mxfp4")):
+        tokenizer.save_pretrained(base)
+        recipe = write_recipe(
+            model={"path": str(base), "dtype": "bfloat16"},
+            adapter={"experts": True, "targets": "all-linear"},
+            train=STEPS,
+            offload={"num_slots": 2, "codec": codec},
+            output={"dir": str(tmp_path / f"{base.name} {codec}")},
+        )
+        refused = (base, codec) == (plain, "mxfp4")
+        assert run("finetune", recipe, "--machine", bfloat16_file) == int(refused)
+    ours, theirs = tmp_path / "packed mxfp4", tmp_path / "plain native"
+    assert len(losses(ours)) == 20
+    assert losses(ours) == losses(theirs)
+    assert same_adapter(ours, theirs)
+    (store,) = cache.rglob("*-mxfp4-*.store")
+    plain_bytes = sum(file.stat().st_size for file in plain.glob("*.safetensors"))
+    assert store.stat().st_size < plain_bytes

@@ -464,7 +464,7 @@ def test_a_head_on_the_host_changes_no_bit_and_leaves_the_card() -> None:
 
 
 ENCODED_NUM_LAYERS = 6
-ENCODED = [name for name in CODECS if name not in ("native", "bf16")]
+ENCODED = [n for n in CODECS if n not in ("native", "bf16") and not CODECS[n].published]
 
 
 @pytest.fixture

@@ -83,11 +83,11 @@ def _write(values: Tensor, parts: Sequence[Tensor]) -> None:
         escaped.copy_(flat[positions])
 
 
-def _read(parts: Sequence[Tensor], flat: Tensor) -> None:
+def _read(parts: Sequence[Tensor], values: Tensor) -> None:
     """Unpack, then overwrite the escaped weights."""
     import torch
 
-    flat = flat.view(torch.int16)
+    flat = values.view(-1).view(torch.int16)
     low, codes, tops, at, bits = typed(parts, flat.numel())
     if flat.is_cuda and _has_triton():
         from offload.codecs.bf16_packed.kernel import unpack

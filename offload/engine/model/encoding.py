@@ -16,8 +16,8 @@ _NUM_EXPERTS = re.compile(r"(^|_)n(um)?_(\w+_)?experts$")
 class Encoding:
     """How each weight of a model's layers is encoded.
 
-    The codec encodes weights of linear layers and of fused experts. Norms, biases, routers and all
-    unknown parameters are not encoded, nor is anything that trains.
+    The codec encodes weights of linear layers and of fused experts, or of these alone. Norms,
+    biases, routers and all unknown parameters are not encoded, nor is anything that trains.
     """
 
     def __init__(self, layered: LayeredModel, codec: str) -> None:
@@ -28,6 +28,7 @@ class Encoding:
             codec: The codec for them.
         """
         self._codec, self._same_as = form_named(codec), CODECS[codec].same_as
+        is_of_experts = bool(CODECS[codec].published)
         sizes = _router_sizes(layered)
         self._matrices = {
             id(parameter)
@@ -35,6 +36,7 @@ class Encoding:
             for module in layer.modules()
             for name, parameter in module.named_parameters(recurse=False)
             if _is_matrix(module, name, parameter, router_sizes=sizes)
+            and (parameter.dim() == 3 or not is_of_experts)
         }
 
     def codecs(self, parameters: Sequence[nn.Parameter]) -> list[Form]:

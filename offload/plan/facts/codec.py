@@ -26,9 +26,13 @@ class Codec:
     # Encodes values of any shape into the parts, uint8 tensors on the same device, of which it
     # writes all; raises a CodecError for values that cannot be in this form.
     write: Callable[[Tensor, Sequence[Tensor]], None]
-    # Decodes the parts into weights (N,) on the current stream; the host does not wait.
+    # Decodes the parts into weights on the current stream: contiguous, of the shape that was
+    # encoded; the host does not wait.
     read: Callable[[Sequence[Tensor], Tensor], None]
     dtypes: tuple[str, ...] = FLOATS  # dtypes of weights that it takes; none for any
+    # The `quant_method` of published weights whose experts it keeps to the bit; it takes no others,
+    # and matrices that are no experts wait as they are.
+    published: str = ""
     # Dtype whose weights it stores as they are, so that nothing is decoded.
     same_as: str | None = None
     is_exact: bool = False  # whether bfloat16 weights come back bit for bit
@@ -51,6 +55,11 @@ CODECS = Registry("codecs", "offload.codecs", Codec)
 def codecs_that(holds: Callable[[Codec], object]) -> list[str]:
     """Return the names of codecs for which something holds, those that round least first."""
     return sorted((n for n in CODECS if holds(CODECS[n])), key=lambda name: CODECS[name].rounding)
+
+
+def automatic_codecs(published: str) -> list[str]:
+    """Return what `offload.codec: auto` tries of a model whose weights have a `quant_method`."""
+    return codecs_that(lambda codec: codec.is_automatic and codec.published in ("", published))
 
 
 def aligned(num_bytes: int) -> int:

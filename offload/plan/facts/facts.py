@@ -240,11 +240,6 @@ class LayerFacts(HashedOnce):
         return sum(norm.num_features for norm in self.norms)
 
     @property
-    def matrix_sizes(self) -> tuple[int, ...]:
-        """Elements of each tensor that a codec encodes: no routers, norms, biases or others."""
-        return tuple(linear.num_weights for linear in self.linears if linear.is_encodable)
-
-    @property
     def other_sizes(self) -> tuple[int, ...]:
         """Elements of each other tensor; tensors that the facts do not distinguish count as one."""
         steering = (linear.num_weights for linear in self.linears if not linear.is_encodable)
@@ -306,6 +301,7 @@ class ModelFacts(HashedOnce):
         is_memory_tested: Whether the formulas of its layers' memory are tested against the model of
             its type; of others a plan keeps and sends nothing before it is traced.
         own_experts: Why no adapter goes onto its fused experts; empty if one does.
+        published: The `quant_method` of its weights; empty if they are plain.
     """
 
     model_type: str
@@ -322,6 +318,7 @@ class ModelFacts(HashedOnce):
     num_classes: int = 0
     is_memory_tested: bool = False
     own_experts: str = ""
+    published: str = ""
 
     __hash__ = HashedOnce.__hash__
 

@@ -1,6 +1,5 @@
 """The size of one micro-batch and of what is trained on it."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -103,11 +102,16 @@ def record_bytes(layer: LayerFacts, codec: str, dtype_bytes: int) -> int:
         dtype_bytes: Bytes of a weight in the compute dtype.
     """
 
-    def written(sizes: Sequence[int], form: str) -> int:
-        parts = (part for size in sizes for part in CODECS[form].sizes(size, dtype_bytes))
-        return sum(map(aligned, parts))
+    def written(size: int, form: str) -> int:
+        return sum(map(aligned, CODECS[form].sizes(size, dtype_bytes)))
 
-    return to_pages(written(layer.matrix_sizes, codec) + written(layer.other_sizes, NATIVE))
+    of_matrices = NATIVE if CODECS[codec].published else codec  # it may take experts alone
+    matrices = (
+        written(x.num_weights, codec if x.group == "experts" else of_matrices)
+        for x in layer.linears
+        if x.is_encodable
+    )
+    return to_pages(sum(matrices) + sum(written(size, NATIVE) for size in layer.other_sizes))
 
 
 # What computes norms, rotary embedding and gated activations: the model's own code, one operator

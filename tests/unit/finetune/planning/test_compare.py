@@ -16,6 +16,7 @@ from finetune.planning.candidates import (
     Goal,
     choose,
     chooser,
+    chosen_plan,
     full_requests,
     in_forms,
     with_each_size,
@@ -30,7 +31,7 @@ from finetune.planning.compare import (
     trained_models,
 )
 from finetune.planning.request import facts_of, full_request
-from finetune.planning.subject import model_subject, wanted_model
+from finetune.planning.subject import Subject, model_subject, subject_of, wanted_model
 from finetune.planning.suggestion import Target, first_settings, suggest
 from finetune.recipe.capabilities import broken_rules
 from finetune.recipe.load import load_recipe, load_shape
@@ -494,6 +495,46 @@ def test_auto_means_exact_forms_alone() -> None:
     assert codecs(recipe(adapter__modules_to_save=["norms"])) == ["native", "bf16_packed"]
     whole = recipe(adapter__targets=["q_proj"], adapter__modules_to_save=["v_proj"])
     assert codecs(whole) == ["native"]
+
+
+def test_auto_keeps_experts_in_the_form_that_they_were_published_in() -> None:
+    published = subject_of("gpt-oss-20b", [])
+    assert published.facts.published == "mxfp4"
+    assert codecs_of(published) == ["native", "bf16_packed", "mxfp4"]
+    assert codecs_of(subject_of("gpt-oss-20b", ["model.dtype=float32"])) == ["native"]
+    assert codecs_of(subject_of("gpt-oss-20b", ["offload.codec=nf4"])) == ["nf4"]
+    random = subject_of("gpt-oss-20b", ["model.init=random"])
+    assert random.facts.published == ""
+    assert codecs_of(random) == ["native", "bf16_packed"]
+
+
+def codecs_of(subject: Subject) -> list[str]:
+    return list(dict.fromkeys(one.largest.codec for one in subject.requests()))
+
+
+@pytest.mark.parametrize(("ram_gib", "is_on_disk"), [(64, True), (96, False)])
+def test_the_largest_gpt_oss_is_exact_on_24_gib(ram_gib: int, *, is_on_disk: bool) -> None:
+    """Packed layers take 165 GiB, in MXFP4 59, and from a disk a step takes a third less time."""
+    subject = subject_of("gptoss_120b_24gb", [])
+    machine = named_machine("rtx3090", ram_bytes=ram_gib * GIB)
+    plans = {}
+    for codec in ("auto", "bf16_packed"):
+        settings = {"offload.codec": codec, "offload.tier": "disk" if is_on_disk else "auto"}
+        asked = with_settings(subject.recipe, settings)
+        plans[codec] = chosen_plan(subject.facts, machine, subject.requests(asked))
+    found = plans["auto"]
+    assert found is not None
+    assert found.request.typical.codec == "mxfp4"
+    experts = sum(layer.weights("experts") for layer in subject.facts.layers)
+    rest = sum(layer.num_parameters for layer in subject.facts.layers) - experts
+    stored_bytes = sum(found.request.typical.cargo_bytes(x) for x in subject.facts.layers)
+    assert stored_bytes == pytest.approx(experts * (1 / 2 + 1 / 32) + 2 * rest, rel=1e-4)
+    assert stored_bytes < 59 * GIB
+    if not is_on_disk:
+        assert plans["bf16_packed"] is None
+        return
+    assert plans["bf16_packed"] is not None
+    assert found.step_s < 0.7 * plans["bf16_packed"].step_s
 
 
 def test_a_place_that_was_given_is_kept() -> None:

@@ -54,6 +54,13 @@ CASES = (
         "offload.mlp_chunk is 512 and each MLP is a mixture of experts",
         "`offload.mlp_chunk: auto`",
     ),
+    (
+        "qwen3-30b-a3b",
+        "offload.codec=mxfp4",
+        1,
+        "offload.codec is mxfp4 and the form of the published weights is plain",
+        "`offload.codec: auto`",
+    ),
     *(
         (model, words, 1, f"{field} is host and the {what} is for the device alone: {why}", hint)
         for model, words, field, what, why, hint in (
@@ -204,6 +211,7 @@ def test_what_a_plan_cannot_have_is_named_with_its_fix(
         ("qwen3-8b", "train.what=all train.parallel=fsdp2", 2),
         ("qwen3-8b", "train.parallel=fsdp2", 2),
         ("tiny-qwen3-moe", "train.router_loss_coef=0.01", 0),
+        ("gpt-oss-20b", "offload.codec=mxfp4", 1),
     ],
 )
 def test_what_a_plan_can_have_is_taken(model: str, words: str, num_gpus: int) -> None:
