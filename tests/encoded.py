@@ -20,7 +20,7 @@ def decoded(codec: Form, values: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def peak_bytes(work: Callable[[], None]) -> int:
+def peak_bytes(work: Callable[[], object]) -> int:
     """The most that was allocated on the host at a time."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
         work()

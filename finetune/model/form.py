@@ -32,6 +32,7 @@ class Packing:
     """How a tensor is stored: as parts whose names begin with its own."""
 
     mark: re.Pattern[str]  # the suffix of a part that no plain tensor has
+    name: str = ""  # what its own name has in place of the suffix
     parts: tuple[str, ...]  # the suffixes of the other parts; an empty one is the tensor's own name
     joint_parts: tuple[str, ...] = ()  # suffixes that a tensor has all of, or none
     # Returns the values. Raises a ValueError for parts that do not fit each other.
@@ -162,8 +163,10 @@ def find_packed(
                 ending: published[base + ending]
                 for ending in (mark[0], *_endings(base, published, packing, path))
             }
-            what = f"{path} is quantised, and {base}"
-            packed[base] = Packed(packing=packing, read=partial(_read, parts), what=what)
+            what = f"{path} is quantised, and {base}{packing.name}"
+            packed[base + packing.name] = Packed(
+                packing=packing, read=partial(_read, parts), what=what
+            )
             inside.update(base + ending for ending in parts)
     plain = [name for name in published if name not in inside]
     for name in plain:
@@ -182,7 +185,7 @@ def _endings(base: str, published: Collection[str], packing: Packing, path: str)
     has_joint = any(base + ending in published for ending in packing.joint_parts)
     for ending in packing.parts + (packing.joint_parts if has_joint else ()):
         if base + ending not in published:
-            raise _torn(f"{path} is quantised, and {base}", f"lacks {base + ending}")
+            raise _torn(f"{path} is quantised, and {base}{packing.name}", f"lacks {base + ending}")
         yield ending
 
 

@@ -1,7 +1,7 @@
 """Runs on bases that are published quantised, and on the plain bases that these stand for."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,42 +10,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.quantization_config import Mxfp4Config
 
-from tests.checkpoints import is_linear, pack_mxfp4, write_checkpoint
+from tests.checkpoints import pack_mxfp4, write_checkpoint
 from tests.doubles import tiny_tokenizer
 from tests.e2e.runs import losses, run, same_adapter
+from tests.quantised import FORMS, write_both
+from tests.tiers import mostly_slow
 
-Decoded = tuple[Mapping[str, torch.Tensor], torch.Tensor]
-"""What is published of a matrix, and the values that this means."""
-
-
-def fp8_per_tensor(name: str, values: torch.Tensor) -> Decoded:
-    scale = (values.float().abs().amax() / 448).bfloat16()
-    codes = (values.float() / scale.float()).to(torch.float8_e4m3fn)
-    parts = {name: codes, f"{name}_scale_inv": scale}
-    return parts, (codes.double() * scale.double()).bfloat16()
-
-
-def fp8_per_channel(name: str, values: torch.Tensor) -> Decoded:
-    scale = (values.float().abs().amax(1, keepdim=True) / 448).bfloat16()
-    codes = (values.float() / scale.float()).to(torch.float8_e4m3fn)
-    return {name: codes, f"{name}_scale": scale}, (codes.double() * scale.double()).bfloat16()
-
-
-FLOAT8 = {
-    "targets": ["Linear"],
-    "weights": {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"},
-}
-FORMS: dict[str, tuple[Callable[[str, torch.Tensor], Decoded], dict[str, Any]]] = {
-    "fp8 per tensor": (fp8_per_tensor, {"quant_method": "fp8", "weight_block_size": None}),
-    "fp8 per channel": (
-        fp8_per_channel,
-        {
-            "quant_method": "compressed-tensors",
-            "format": "float-quantized",
-            "config_groups": {"group_0": FLOAT8},
-        },
-    ),
-}
 SHAPE: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -69,36 +39,25 @@ STEPS = {"steps": 20, "warmup_steps": 0, "lr": 2e-3}
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", mostly_slow(list(FORMS), "fp8 per tensor", "nvfp4", "int4"))
 def test_a_base_in_its_published_form_trains_as_the_plain_one_to_the_bit(
     form: str, tmp_path: Path, write_recipe: Callable[..., Path], bfloat16_file: Path
 ) -> None:
-    publish, quantization = FORMS[form]
     config = AutoConfig.for_model("qwen3", **SHAPE, vocab_size=len(tiny_tokenizer()))
-
-    def packed(name: str, values: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        return publish(name, values)[0] if is_linear(name, values) else {name: values}
-
-    def plain(name: str, values: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        return {name: publish(name, values)[1] if is_linear(name, values) else values}
-
-    write_checkpoint(tmp_path / "packed", config, pack=packed, quantization=quantization)
-    write_checkpoint(tmp_path / "plain", config, pack=plain)
-    for kind in ("packed", "plain"):
-        tiny_tokenizer().save_pretrained(tmp_path / kind)
+    for base in write_both(tmp_path, config, FORMS[form]):
+        tiny_tokenizer().save_pretrained(base)
         recipe = write_recipe(
-            model={"path": str(tmp_path / kind), "dtype": "bfloat16"},
+            model={"path": str(base), "dtype": "bfloat16"},
             adapter={"experts": False, "targets": "all-linear"},
             train=STEPS,
             offload={"num_slots": 2},
-            output={"dir": str(tmp_path / f"run {kind}")},
+            output={"dir": str(tmp_path / f"run {base.name}")},
         )
         assert run("finetune", recipe, "--machine", bfloat16_file) == 0
     ours, theirs = tmp_path / "run packed", tmp_path / "run plain"
     assert len(losses(ours)) == 20
     assert losses(ours) == losses(theirs)
     assert same_adapter(ours, theirs)
-    assert "quantization_config" in json.loads((tmp_path / "packed/config.json").read_text())
 
 
 def test_experts_kept_in_mxfp4_train_as_their_dequantised_twin_to_the_bit(

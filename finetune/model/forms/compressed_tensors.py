@@ -1,7 +1,11 @@
-"""What compressed-tensors (llm-compressor) publishes: float8 with scales in the type that it has.
+"""What compressed-tensors (llm-compressor) publishes, with products in the library's order.
 
-A weight is its code times its scale, computed in the scale's type as the library does.
-Source: compressed-tensors 0.20, quantization/lifecycle/forward_helpers.py, `_dequantize`.
+Codes in 8 bits have one scale for a tensor, a row or a block; integers of 4 or 8 bits that are
+packed in int32 one for a group of a row, and perhaps a zero point; FP4 one for a group of 16
+(NVFP4, also one for the tensor) or of 32 (MXFP4, powers of two). A weight is code times scale in
+the type of the scale; of NVFP4, code times (scale / the tensor's) in fp32, then in bfloat16.
+Source: compressed-tensors 0.20, compressors/*/base.py and `_dequantize` of
+quantization/lifecycle/forward_helpers.py.
 """
 
 import re
@@ -10,14 +14,17 @@ from functools import partial
 from typing import Any
 
 from finetune.model.form import FieldError, Form, Packing, Parts, require_fields
-from finetune.model.forms.fp8 import decoded, scaled
-from offload.tensors import Tensor
+from finetune.model.forms._codes import E2M1, decode, looked_up
+from finetune.model.forms.fp8 import scaled
+from offload.tensors import Tensor, dtype
 
-_FORMATS = ("float-quantized", "naive-quantized")
+_CODES = ("float-quantized", "naive-quantized", "int-quantized")
+_INTEGERS, _NVFP4, _MXFP4 = "pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized"
+_MIXED = "mixed-precision"
 _KNOWN = {
     "quant_method": None,
     "config_groups": None,
-    "format": _FORMATS,
+    "format": (*_CODES, _INTEGERS, _NVFP4, _MXFP4, _MIXED),
     "quantization_status": None,
     "global_compression_ratio": None,
     "ignore": None,
@@ -29,50 +36,149 @@ _GROUP = {
     "weights": None,
     "input_activations": None,
     "output_activations": None,
-    "format": (None, *_FORMATS),
+    "format": (None, *_CODES, _INTEGERS, _NVFP4, _MXFP4),
 }
 _WEIGHTS = {
-    "num_bits": (8,),
-    "type": ("float",),
-    "symmetric": (True,),
-    "dynamic": (False,),
-    "strategy": ("tensor", "channel", "block"),
+    "num_bits": None,
+    "type": None,
+    "symmetric": None,
+    "strategy": None,
+    "dynamic": (None, False),
     "group_size": None,
     "block_structure": None,
+    "actorder": (None, False, "weight", "static"),  # an order of calibration alone
     "observer": None,
     "observer_kwargs": None,
     "scale_dtype": None,
     "zp_dtype": None,
 }
+_DEFAULTS = {"num_bits": 8, "type": "int", "symmetric": True}
+_IN_8_BITS: Mapping[str, tuple[object, ...]] = {
+    "num_bits": (8,),
+    "symmetric": (True,),
+    "strategy": (None, "tensor", "channel", "block"),
+}
+_FP4 = {"num_bits": (4,), "type": ("float",), "symmetric": (True,)}
+# What the weights of a format may be.
+_OF: Mapping[str, Mapping[str, tuple[object, ...]]] = {
+    **dict.fromkeys(_CODES, _IN_8_BITS),
+    _INTEGERS: {
+        "num_bits": (4, 8),
+        "type": ("int",),
+        "strategy": (None, "tensor", "channel", "group"),
+    },
+    _NVFP4: {**_FP4, "group_size": (16,)},
+    _MXFP4: {**_FP4, "group_size": (32,)},
+}
 
 
 def _packings(fields: Mapping[str, Any]) -> Sequence[Packing]:
     require_fields(fields, _KNOWN)
-    packings: dict[tuple[int, int] | None, Packing] = {}
+    packings: dict[str, tuple[object, Packing]] = {}
     for name, group in fields.get("config_groups", {}).items():
         place = f"config_groups.{name}."
+        if not isinstance(group, Mapping):  # the targets of a scheme that has this name
+            raise FieldError(place[:-1], group)
         require_fields(group, _GROUP, place)
-        if (weights := group.get("weights")) is None:
+        if (stated := group.get("weights")) is None:
             continue
-        require_fields(weights, _WEIGHTS, f"{place}weights.")
-        size = tuple(weights["block_structure"]) if weights["strategy"] == "block" else None
-        packings[size] = Packing(
-            mark=re.compile(r"(?<=\.weight)_scale$"),
-            parts=("",),
-            dequantise=partial(_dequantise, size),
-            decoded=decoded,
-        )
-    if len(packings) != 1:
+        form = str(group.get("format") or fields.get("format"))
+        if form not in _OF:
+            raise FieldError(f"{place}format", form)
+        weights = _DEFAULTS | stated
+        require_fields(weights, {**_WEIGHTS, **_OF[form]}, f"{place}weights.")
+        key, packing = _packing(form, weights)
+        known, _ = packings.setdefault(packing.mark.pattern, (key, packing))
+        if known != key:  # no name says which of the two a tensor has
+            raise FieldError(f"{place}weights", weights)
+    if not packings:
         raise FieldError("config_groups", fields.get("config_groups"))
-    return tuple(packings.values())
+    # names of scales alone are looked for last, as packed tensors have them too
+    return [packings[mark][1] for mark in sorted(packings)]
 
 
-def _dequantise(size: tuple[int, int] | None, parts: Parts) -> Tensor:
-    return scaled(parts[""], parts["_scale"], size)
+def _packing(form: str, weights: Mapping[str, Any]) -> tuple[object, Packing]:
+    """Return what the decoding of a group's weights depends on, and their packing."""
+    if form in _CODES:
+        is_block = weights.get("strategy") == "block"
+        size = tuple(weights["block_structure"]) if is_block else None
+        packing = Packing(
+            mark=re.compile(r"(?<=\.)weight_scale$"),
+            name="weight",
+            parts=("weight",),
+            dequantise=partial(_scaled, size),
+            decoded=_of_codes,
+        )
+        return size, packing
+    num_bits, is_symmetric = weights["num_bits"], weights["symmetric"]
+    parts: tuple[str, ...] = ("weight_scale",)
+    if form == _INTEGERS:
+        parts += ("weight_shape",) if is_symmetric else ("weight_shape", "weight_zero_point")
+    elif form == _NVFP4:
+        parts += ("weight_global_scale",)
+    packing = Packing(
+        mark=re.compile(r"(?<=\.)weight_packed$"),
+        name="weight",
+        parts=parts,
+        dequantise=partial(_integers, num_bits) if form == _INTEGERS else _fp4,
+        decoded=_stated if form == _INTEGERS else _of_pairs,
+    )
+    return (form, num_bits, is_symmetric), packing
+
+
+def _scaled(size: tuple[int, int] | None, parts: Parts) -> Tensor:
+    return scaled(parts["weight"], parts["weight_scale"], size)
+
+
+def _integers(num_bits: int, parts: Parts) -> Tensor:
+    """Return integers less their zero points, times their scales."""
+    import torch
+
+    rows, columns = parts["weight_shape"].tolist()
+    numbers = range(-(2 ** (num_bits - 1)), 2 ** (num_bits - 1))
+    scales = parts["weight_scale"]
+    scales = scales.expand(rows, 1) if scales.numel() == 1 else scales
+    zeros = None
+    if "weight_zero_point" in parts:  # packed along the rows
+        words = parts["weight_zero_point"].t()
+        packed = words.reshape(-1).view(torch.uint8).view(len(words), -1)
+        zeros = looked_up(packed, numbers, scales.dtype)[:, :rows].t()
+    return decode(
+        parts["weight_packed"].view(torch.uint8),
+        numbers,
+        scales,
+        zeros=zeros,
+        num_columns=columns,
+        kind=scales.dtype,
+    )
+
+
+def _fp4(parts: Parts) -> Tensor:
+    import torch
+
+    codes, scales = parts["weight_packed"], parts["weight_scale"]
+    if "weight_global_scale" in parts:  # of NVFP4
+        scales = scales.float() / parts["weight_global_scale"].float()
+    else:  # exponents
+        scales = scales.view(torch.float8_e8m0fnu).to(torch.bfloat16)
+    return decode(codes, E2M1, scales, num_columns=2 * codes.shape[1], kind=torch.bfloat16)
+
+
+def _of_codes(parts: Parts) -> tuple[Sequence[int], dtype | None]:
+    return parts["weight"].shape, None
+
+
+def _stated(parts: Parts) -> tuple[Sequence[int], dtype | None]:
+    return parts["weight_shape"].tolist(), None
+
+
+def _of_pairs(parts: Parts) -> tuple[Sequence[int], dtype | None]:
+    rows, num_bytes = parts["weight_packed"].shape
+    return (rows, 2 * num_bytes), None
 
 
 EXTENSION = Form(
-    doc="compressed-tensors with weights in float8",
+    doc="compressed-tensors of 8 or 4 bits",
     packings=_packings,
-    ignored=re.compile(r"\.(input|output|q|k|v)_(scale|zero_point)$"),
+    ignored=re.compile(r"\.(input|output|q|k|v)_(global_scale|scale|zero_point)$"),
 )

@@ -38,7 +38,7 @@ def _packings(fields: Mapping[str, Any]) -> Sequence[Packing]:
             mark=re.compile(r"_scale_inv$"),
             parts=("",),
             dequantise=partial(_dequantise, None if size is None else tuple(size)),
-            decoded=decoded,
+            decoded=_decoded,
         ),
     )
 
@@ -56,7 +56,7 @@ def scaled(codes: Tensor, scales: Tensor, size: tuple[int, int] | None) -> Tenso
     """Return codes times scales, in the type of the scales.
 
     Args:
-        codes: float8 (..., rows, columns).
+        codes: float8 or int8 (..., rows, columns).
         scales: By block of `size`, the last of a row or column being perhaps a part of one; or
             without a size, one number, one for each row (..., rows, 1), or one for each matrix.
         size: Rows and columns of a block.
@@ -65,8 +65,8 @@ def scaled(codes: Tensor, scales: Tensor, size: tuple[int, int] | None) -> Tenso
         ValueError: These are no codes, or there are not as many scales as that.
     """
     shape = codes.shape
-    if not str(codes.dtype).startswith("torch.float8"):
-        raise ValueError(f"is {codes.dtype} and has scales of float8")
+    if not str(codes.dtype).startswith(("torch.float8", "torch.int8")):
+        raise ValueError(f"is {codes.dtype} and has scales of codes in 8 bits")
     if size is None:
         if scales.ndim == 1 and len(scales) == shape[0]:
             scales = scales.view(-1, *[1] * (len(shape) - 1))
@@ -88,8 +88,7 @@ def _unfit(scales: Tensor, shape: Sequence[int]) -> ValueError:
     return ValueError(f"has scales {tuple(scales.shape)} for weights {tuple(shape)}")
 
 
-def decoded(parts: Parts) -> tuple[Sequence[int], dtype | None]:
-    """Return the shape of the codes; the type is the model's."""
+def _decoded(parts: Parts) -> tuple[Sequence[int], dtype | None]:
     return parts[""].shape, None
 
 

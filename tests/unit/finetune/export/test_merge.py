@@ -356,7 +356,7 @@ def test_a_torn_file_is_refused(qwen3: SimpleNamespace) -> None:
         merge(qwen3.base, qwen3.adapter, qwen3.out)
 
 
-@pytest.mark.parametrize("method", ["gptq", "fp8", "bitsandbytes"])
+@pytest.mark.parametrize("method", ["hqq", "fp8", "bitsandbytes"])
 def test_other_quantised_bases_are_refused(method: str, qwen3: SimpleNamespace) -> None:
     config = json.loads((qwen3.base / "config.json").read_text())
     config["quantization_config"] = {"quant_method": method, "load_in_8bit": True}

@@ -277,7 +277,7 @@ def test_a_plan_refuses_a_class_that_cannot_be_trained_before_anything_is_measur
 
 
 @pytest.mark.usefixtures("quiet")
-@pytest.mark.parametrize("method", ["gptq", "awq"])
+@pytest.mark.parametrize("method", ["quip", "hqq"])
 def test_a_plan_refuses_quantised_weights_that_are_not_read(method: str, tmp_path: Path) -> None:
     file = config_file(tmp_path, "llama", quantization_config={"quant_method": method, "bits": 4})
     with pytest.raises(ModelError, match=f"is quantised, its quant_method is {method}"):

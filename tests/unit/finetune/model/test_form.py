@@ -12,9 +12,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config
 
 from finetune.errors import ModelError
 from finetune.model.base_weights import BaseWeights
+from finetune.model.form import find_packed
 from finetune.planning.request import facts_of
 from finetune.recipe.sections import ModelSection
-from tests.checkpoints import Pack, assert_same_model, is_linear, load, write_checkpoint
+from tests.checkpoints import assert_same_model, is_linear, load, write_checkpoint
+from tests.encoded import peak_bytes
+from tests.quantised import FORMS, Decoded, Published, fp8_per_tensor, groups, write_both
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 64,
@@ -26,12 +29,11 @@ SHAPE: dict[str, Any] = {
     "vocab_size": 96,
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-MISTRAL: dict[str, Any] = {
-    "quant_method": "fp8",
-    "activation_scheme": "static",
-    "weight_block_size": None,
-    "modules_to_not_convert": ["lm_head"],
-}
+MISTRAL = FORMS["fp8 per tensor"].quantization
+GPTQ, AWQ = FORMS["gptq"].quantization, FORMS["awq"].quantization
+FLOAT8: dict[str, Any] = {"num_bits": 8, "type": "float"}
+INT4: dict[str, Any] = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 
 
 @pytest.fixture(autouse=True)
@@ -39,54 +41,32 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def groups(**weights: Any) -> dict[str, Any]:
-    """Return what compressed-tensors writes into a config."""
-    own = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False, "group_size": None}
-    scheme = {"targets": ["Linear"], "weights": own | weights, "input_activations": {"num_bits": 8}}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "float-quantized",
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": scheme},
-        "ignore": ["lm_head"],
-    }
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+def test_fp8_of_a_whole_tensor_is_what_transformers_dequantises(kind: str, tmp_path: Path) -> None:
+    config = AutoConfig.for_model(kind, **SHAPE | (EXPERTS if kind == "qwen3_moe" else {}))
+    packed, _ = write_both(tmp_path, config, FORMS["fp8 per tensor"])
+    expected = AutoModelForCausalLM.from_pretrained(
+        packed,
+        dtype=torch.bfloat16,
+        quantization_config=FineGrainedFP8Config(**MISTRAL | {"dequantize": True}),
+    )
+    assert_same_model(load(packed), expected)
 
 
-def codes_of(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    return (values.float() / scales.float()).to(torch.float8_e4m3fn)
-
-
-def per_tensor(name: str, values: torch.Tensor) -> Mapping[str, torch.Tensor]:
-    """Pack as Mistral does: one number, and one for activations."""
-    if not is_linear(name, values):
-        return {name: values}
-    scale = (values.float().abs().amax() / 448).to(torch.bfloat16)
-    base = name.removesuffix("weight")
-    return {
-        name: codes_of(values, scale),
-        f"{name}_scale_inv": scale,
-        f"{base}activation_scale": torch.tensor(0.5),
-    }
-
-
-def pack_scaled(dtype: torch.dtype, *, by_row: bool) -> Pack:
-    """Pack as compressed-tensors does: one number, or one for each row."""
-
-    def pack(name: str, values: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        if not is_linear(name, values):
-            return {name: values}
-        top = values.float().abs().amax(1, keepdim=True) if by_row else values.float().abs().max()
-        scale = (top / 448).to(dtype)
-        input_scale = {name.removesuffix("weight") + "input_scale": torch.ones(1)}
-        return {name: codes_of(values, scale), f"{name}_scale": scale} | input_scale
-
-    return pack
-
-
-def twin(folder: Path, config: Any, values: Mapping[str, torch.Tensor]) -> Path:
-    """Write the plain model that a packed one stands for."""
-    write_checkpoint(folder, config, pack=lambda name, own: {name: values.get(name, own)})
-    return folder
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_published_form_is_read_as_what_it_means(form: str, kind: str, tmp_path: Path) -> None:
+    config = AutoConfig.for_model(kind, **SHAPE | (EXPERTS if kind == "qwen3_moe" else {}))
+    packed, plain = write_both(tmp_path, config, FORMS[form])
+    expected = load(plain)
+    expected.name_or_path = expected.config.name_or_path = str(packed)
+    assert_same_model(load(packed), expected)
+    merged_into = BaseWeights(packed)
+    assert merged_into.is_quantised
+    assert merged_into.specs.keys() == BaseWeights(plain).specs.keys()
+    for name, values in tensors(plain).items():
+        assert merged_into.specs[name] == BaseWeights(plain).specs[name]
+        assert torch.equal(merged_into.read(name), values), name
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -97,47 +77,6 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
-def test_fp8_of_a_whole_tensor_is_what_transformers_dequantises(kind: str, tmp_path: Path) -> None:
-    config = AutoConfig.for_model(kind, **SHAPE | (EXPERTS if kind == "qwen3_moe" else {}))
-    write_checkpoint(tmp_path, config, pack=per_tensor, quantization=MISTRAL)
-    expected = AutoModelForCausalLM.from_pretrained(
-        tmp_path,
-        dtype=torch.bfloat16,
-        quantization_config=FineGrainedFP8Config(**MISTRAL | {"dequantize": True}),
-    )
-    found = load(tmp_path)
-    assert_same_model(found, expected)
-    stored, name = tensors(tmp_path), "model.layers.1.self_attn.q_proj.weight"
-    exact = stored[name].double() * stored[f"{name}_scale_inv"].double()
-    assert torch.equal(found.get_parameter(name).data, exact.to(torch.bfloat16))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("by_row", [False, True])
-def test_float8_of_compressed_tensors_is_code_times_scale(
-    dtype: torch.dtype, *, by_row: bool, tmp_path: Path
-) -> None:
-    config = AutoConfig.for_model("llama", **SHAPE)
-    fields = groups(strategy="channel" if by_row else "tensor")
-    pack = pack_scaled(dtype, by_row=by_row)
-    write_checkpoint(tmp_path / "packed", config, pack=pack, quantization=fields)
-    stored = tensors(tmp_path / "packed")
-    values = {  # codes of 4 bits times scales of 8 are exact in fp32, and round once
-        name: (stored[name].double() * stored[f"{name}_scale"].double()).to(dtype).bfloat16()
-        for name in stored
-        if f"{name}_scale" in stored
-    }
-    assert len(values) == 14
-    plain = load(twin(tmp_path / "plain", config, values))
-    plain.name_or_path = plain.config.name_or_path = str(tmp_path / "packed")
-    assert_same_model(load(tmp_path / "packed"), plain)
-    published = BaseWeights(tmp_path / "packed")
-    for name, expected in values.items():
-        assert published.specs[name].dtype == "BF16"
-        assert torch.equal(published.read(name), expected), name
-
-
 @pytest.mark.parametrize(
     ("fields", "what"),
     [
@@ -145,15 +84,52 @@ def test_float8_of_compressed_tensors_is_code_times_scale(
         (MISTRAL | {"rotation": "hadamard"}, "rotation: 'hadamard'"),
         ({"quant_method": "fp8"}, "weight_block_size: missing"),
         (
-            groups(strategy="token"),
+            groups("float-quantized", **FLOAT8, strategy="token"),
             r"config_groups\.group_0\.weights\.strategy: 'token'",
         ),
-        (groups(strategy="channel") | {"format": "marlin-24"}, "format: 'marlin-24'"),
+        (groups("marlin-24", **INT4), "format: 'marlin-24'"),
         (
-            groups(strategy="channel") | {"transform_config": {"R1": 1}},
+            groups("pack-quantized", **INT4 | {"num_bits": 3}),
+            r"config_groups\.group_0\.weights\.num_bits: 3",
+        ),
+        (
+            groups("pack-quantized", **INT4, actorder="group"),
+            r"config_groups\.group_0\.weights\.actorder: 'group'",
+        ),
+        (
+            groups("nvfp4-pack-quantized", **INT4),
+            r"config_groups\.group_0\.weights\.type: 'int'",
+        ),
+        (
+            groups("pack-quantized", **INT4) | {"transform_config": {"R1": 1}},
             r"transform_config: \{'R1': 1\}",
         ),
         ({"quant_method": "compressed-tensors"}, "config_groups: missing"),
+        (FORMS["gptq"].quantization | {"bits": 3}, "bits: 3"),
+        (FORMS["gptq"].quantization | {"dynamic": {"-:.*q_proj": {}}}, r"dynamic: \{'-:.*\}\}"),
+        (
+            FORMS["gptq"].quantization | {"checkpoint_format": "marlin"},
+            "checkpoint_format: 'marlin'",
+        ),
+        (FORMS["awq"].quantization | {"version": "gemv"}, "version: 'gemv'"),
+        (FORMS["awq"].quantization | {"zero_point": False}, "zero_point: False"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "quant_algo: 'NVFP4_AWQ'"),
+        (
+            {
+                "quant_method": "modelopt",
+                "quant_algo": "MIXED_PRECISION",
+                "quantized_layers": {"a": {"quant_algo": "W4A16_AWQ"}},
+            },
+            r"quantized_layers\.a\.quant_algo: 'W4A16_AWQ'",
+        ),
+        (
+            {
+                "quant_method": "modelopt",
+                "quant_algo": "NVFP4",
+                "config_groups": {"group_0": {"pre_quant_scale": True}},
+            },
+            r"config_groups\.group_0\.pre_quant_scale: True",
+        ),
     ],
 )
 def test_a_field_that_is_not_read_is_named_before_anything_is_measured(
@@ -176,17 +152,14 @@ def test_a_field_that_is_not_read_is_named_before_anything_is_measured(
 def test_scales_that_do_not_fit_are_refused(
     scale: torch.Tensor, message: str, tmp_path: Path
 ) -> None:
-    def pack(name: str, values: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        packed = dict(per_tensor(name, values))
-        if name == "model.layers.1.self_attn.q_proj.weight":
-            packed[f"{name}_scale_inv"] = scale
-        return packed
+    def publish(name: str, values: torch.Tensor) -> Decoded:
+        parts, decoded = fp8_per_tensor(name, values)
+        return {**parts, **({f"{name}_scale_inv": scale} if name == Q_PROJ else {})}, decoded
 
-    write_checkpoint(
-        tmp_path, AutoConfig.for_model("llama", **SHAPE), pack=pack, quantization=MISTRAL
-    )
+    form = Published(publish=publish, quantization=MISTRAL)
+    packed, _ = write_both(tmp_path, AutoConfig.for_model("llama", **SHAPE), form)
     with pytest.raises(ModelError, match=message):
-        load(tmp_path)
+        load(packed)
 
 
 def test_scales_of_weights_that_are_not_packed_are_refused(tmp_path: Path) -> None:
@@ -198,7 +171,29 @@ def test_scales_of_weights_that_are_not_packed_are_refused(tmp_path: Path) -> No
         tmp_path,
         AutoConfig.for_model("llama", **SHAPE),
         pack=pack,
-        quantization=groups(strategy="tensor"),
+        quantization=groups("float-quantized", **FLOAT8, strategy="tensor"),
     )
-    with pytest.raises(ModelError, match=r"weight is torch\.bfloat16 and has scales of float8"):
+    with pytest.raises(ModelError, match=r"weight is torch\.bfloat16 and has scales of codes"):
         load(tmp_path)
+
+
+def test_a_zero_point_that_programs_read_differently_is_refused(tmp_path: Path) -> None:
+    def publish(name: str, values: torch.Tensor) -> Decoded:
+        parts, decoded = FORMS["gptq"].publish(name, values)
+        zeros = name.removesuffix("weight") + "qzeros"
+        return {**parts, zeros: parts[zeros] | (0xF if name == Q_PROJ else 0)}, decoded
+
+    form = Published(publish=publish, quantization=FORMS["gptq"].quantization)
+    packed, _ = write_both(tmp_path, AutoConfig.for_model("llama", **SHAPE), form)
+    with pytest.raises(ModelError, match=rf"{Q_PROJ} has a zero point of 0, which programs"):
+        load(packed)
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if "8" not in form])
+def test_decoding_a_matrix_takes_its_values_and_a_few_megabytes(form: str) -> None:
+    values = torch.empty(8192, 1024, dtype=torch.bfloat16)
+    published = FORMS[form].publish("model.layers.0.mlp.up_proj.weight", values)[0]
+    fields = FORMS[form].quantization
+    packed, _ = find_packed({k: lambda t=t: t for k, t in published.items()}, fields, "a model")  # type: ignore[misc]
+    (tensor,) = packed.values()
+    assert peak_bytes(tensor.values) < values.nbytes + 20 * 2**20

@@ -1333,8 +1333,8 @@ def test_a_missing_part_is_named(
             "bitsandbytes with load_in_8bit: True",
         ),
         ({"load_in_8bit": True}, "bitsandbytes with load_in_8bit: True"),
-        ({"quant_method": "gptq", "bits": 4}, "gptq"),
-        ({"quant_method": "awq", "bits": 4}, "awq"),
+        ({"quant_method": "hqq", "bits": 4}, "hqq"),
+        ({"quant_method": "awq", "bits": 4}, "awq with version: missing"),
         ({"quant_method": "fp8"}, "fp8 with weight_block_size: missing"),
     ],
 )

@@ -1,0 +1,86 @@
+"""Weights in 4 or 8 bits with scales of groups: looked up, less a zero point, times a scale.
+
+Rows are decoded a few at a time, as looking codes up takes ten bytes per weight.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from offload.tensors import Tensor, dtype
+
+_POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1 = (*_POSITIVE, *(-number for number in _POSITIVE))
+"""The 16 numbers of FP4 (OCP Microscaling Formats 1.0, 5.3.3)."""
+_PIECE = 2**20  # weights
+
+
+def looked_up(codes: Tensor, numbers: Sequence[float], kind: dtype) -> Tensor:
+    """Return the numbers of codes.
+
+    Args:
+        codes: Bytes (N, M), of 16 numbers two in a byte, the low four bits first.
+        numbers: What each code means, 16 or 256.
+        kind: The type of the result.
+
+    Returns:
+        (N, M) or (N, 2 * M).
+    """
+    import torch
+
+    table = torch.tensor(numbers, dtype=kind)
+    if len(numbers) == len(E2M1):
+        table = torch.stack((table.repeat(16), table.repeat_interleave(16)), dim=1)
+    found = table.view(256, -1)[codes.int()]
+    return found.flatten(1)
+
+
+def decode(
+    codes: Tensor,
+    numbers: Sequence[float],
+    scales: Tensor,
+    *,
+    zeros: Tensor | None = None,
+    groups: Tensor | None = None,
+    num_columns: int,
+    kind: dtype,
+) -> Tensor:
+    """Return weights (N, num_columns): numbers less zero points, times scales, rounded once.
+
+    Args:
+        codes: As `looked_up` takes them; perhaps more than there are columns.
+        numbers: What each code means.
+        scales: (N, G) for G groups of columns, in the type of the product.
+        zeros: (N, G), what is subtracted; None for nothing.
+        groups: (num_columns,) the group of each column; None for as many in each, in order.
+        num_columns: Weights of a row.
+        kind: The type of the result.
+
+    Raises:
+        ValueError: There are not as many codes or scales as that.
+    """
+    import torch
+
+    num_rows, num_groups = scales.shape
+    num_codes = codes.shape[1] * (2 if len(numbers) == len(E2M1) else 1)
+    size = 1 if groups is not None else num_columns // num_groups
+    num_known = num_groups * size if groups is None else int((groups < num_groups).sum())
+    if num_rows != len(codes) or num_codes < num_columns or num_known != num_columns:
+        raise ValueError(
+            f"has scales {tuple(scales.shape)} and {num_codes} codes a row for weights"
+            f" {(len(codes), num_columns)}"
+        )
+    weights = torch.empty(num_rows, num_columns, dtype=kind)
+    for some in pieces(num_rows, num_columns):
+        found = looked_up(codes[some], numbers, scales.dtype)[:, :num_columns]
+        found = found.reshape(len(found), -1, size)
+        own = slice(None) if groups is None else groups.long()
+        if zeros is not None:
+            found -= zeros[some][:, own, None].to(found.dtype)
+        weights[some] = found.mul_(scales[some][:, own, None]).flatten(1)
+    return weights
+
+
+def pieces(num_rows: int, num_columns: int) -> Iterator[slice]:
+    """Yield ranges of rows with about a million weights each."""
+    size = max(1, _PIECE // max(1, num_columns))
+    for start in range(0, num_rows, size):
+        yield slice(start, min(start + size, num_rows))
