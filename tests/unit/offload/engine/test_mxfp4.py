@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from offload.codecs.mxfp4 import shaped
+from offload.codecs.mxfp4.groups import shaped
 from offload.engine.codec import form_named
 from offload.errors import CodecError
 from tests.compiled import able_to_compile
