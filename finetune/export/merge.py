@@ -343,10 +343,12 @@ def _require_whole(folder: Path, untied: Mapping[str, str]) -> None:
 
 
 def _notes(published: BaseWeights, untied: Mapping[str, str]) -> Iterator[str]:
-    if published.is_quantised:
+    if form := published.published:
         yield (
-            "The base is quantised: its weights were decoded as for training, so the merged model"
-            " is plain, larger, and what was trained but for one rounding."
+            f"The base is published in {form}: its weights were decoded as for training, and the"
+            f" merged model is written in {published.decoded_dtype}, larger, and what was trained"
+            f" but for one rounding. In {form} again, weights would be rounded as nobody trained"
+            " them."
         )
     if untied:
         name, shared = next(iter(untied.items()))

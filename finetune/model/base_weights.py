@@ -26,7 +26,7 @@ from finetune.files.tensors import (
     read_headers,
     read_tensor,
 )
-from finetune.model.config import quantization_of
+from finetune.model.config import method_of, quantization_of
 from finetune.model.form import Packed, find_packed
 from finetune.recipe.load import load_shape
 
@@ -37,7 +37,7 @@ class BaseWeights:
     Attributes:
         specs: The type and shape of each tensor, by its published name, in the order of the files;
             of a quantised one, those that it decodes to.
-        is_quantised: Whether any tensor is quantised.
+        published: The `quant_method` of its tensors; empty if none is quantised.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -53,11 +53,17 @@ class BaseWeights:
         config = load_shape(str(folder))
         stored = {name: place.spec for name, place in self._places.items()}
         self._packed, plain = find_decoded(stored, files, config, source=str(folder))
-        self.is_quantised = bool(self._packed)
+        self.published = method_of(quantization_of(config) or {}) if self._packed else ""
         self.specs: dict[str, Spec] = {
             **{name: stored[name] for name in stored if name in plain},
             **{name: packed.spec for name, packed in self._packed.items()},
         }
+
+    @property
+    def decoded_dtype(self) -> str:
+        """The type that its quantised tensors decode to, as torch calls it."""
+        spec = next(iter(self._packed.values())).spec
+        return str(DTYPES[spec.dtype]).removeprefix("torch.")
 
     def is_copied(self, name: str) -> bool:
         """Return whether a tensor's bytes are those of the file."""

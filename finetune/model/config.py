@@ -36,6 +36,22 @@ def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return None
 
 
+def method_of(quantization: Mapping[str, Any]) -> str:
+    """Return the `quant_method` of a `quantization_config`; bitsandbytes may leave it out."""
+    return str(quantization.get("quant_method", "bitsandbytes"))
+
+
+def published_form(section: ModelSection) -> str:
+    """Return the `quant_method` of a model's published weights; empty if they are plain.
+
+    Raises:
+        ModelError: The config is nowhere to be found.
+        ConfigError: The file is not a config.
+    """
+    quantization = None if section.init == "random" else quantization_of(read_config(section))
+    return "" if quantization is None else method_of(quantization)
+
+
 def published_config(section: ModelSection) -> dict[str, Any]:
     """Return the model's config as it is in its file; see `read_config`."""
     return published_shape(_config_source(section))

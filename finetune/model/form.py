@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any
 
 from finetune.errors import ModelError
+from finetune.model.config import method_of
 from offload.registry import Registry
 from offload.tensors import Tensor, dtype
 
@@ -86,11 +87,6 @@ def require_fields(
         allowed = known.get(name, (None, False, "", [], {}))
         if allowed is not None and value not in allowed:
             raise FieldError(place + name, value)
-
-
-def method_of(quantization: Mapping[str, Any]) -> str:
-    """Return the `quant_method` of a `quantization_config`; bitsandbytes may leave it out."""
-    return str(quantization.get("quant_method", "bitsandbytes"))
 
 
 def form_of(quantization: Mapping[str, Any], path: str) -> tuple[Form, Sequence[Packing]]:

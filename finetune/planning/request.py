@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from finetune.errors import ConfigError
-from finetune.model.config import known_folder, quantization_of, read_config
+from finetune.model.config import known_folder, published_form, quantization_of, read_config
 from finetune.planning.ranks import LAUNCHED
 from finetune.recipe.adapters import AdapterSection
 from finetune.recipe.capabilities import (
@@ -84,13 +84,11 @@ def facts_of(
             quantised by a method that is not read.
         UnsupportedModelError: It cannot be trained layer by layer.
     """
-    config, published = read_config(model), ""
-    quantization = quantization_of(config)
-    if model.init == "pretrained" and quantization is not None:
-        from finetune.model.form import form_of, method_of
+    config, published = read_config(model), published_form(model)
+    if published:
+        from finetune.model.form import form_of
 
-        form_of(quantization, str(model.path))  # which refuses those that are not read
-        published = method_of(quantization)
+        form_of(quantization_of(config) or {}, str(model.path))  # which refuses what is not read
     name = shape_of(config)
     if model.head == "tokens" and name is not None:
         return replace(ModelFacts.from_json(shipped_facts()[name]), published=published)

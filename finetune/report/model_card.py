@@ -33,6 +33,7 @@ def model_card(
     loader: str,
     data_hash: str,
     prompt: str,
+    form: str,
 ) -> str:
     """Return a finished run's card, in Markdown with the header that the hub reads.
 
@@ -43,6 +44,7 @@ def model_card(
         loader: Name of transformers' class that loads the model.
         data_hash: Of the training rows, as tokens and labels.
         prompt: What there is to say of the prompts that answers were trained after.
+        form: The `quant_method` of the base's published weights; empty if they are plain.
     """
     public = public_recipe(recipe)
     base = public.model.path or public.model.config
@@ -63,6 +65,7 @@ def model_card(
     call = (_MODEL_CALL if recipe.train.is_full else _ADAPTER_CALL).format(
         loader=loader, base=base, options=options
     )
+    published = "" if recipe.train.is_full or not form else _PUBLISHED.format(form=form)
     prompted = f"## Prompt\n\n{prompt}\n\n" if prompt else ""
     return f"""---
 {yaml.safe_dump(header, sort_keys=False).strip()}
@@ -71,7 +74,7 @@ def model_card(
 # {recipe.output.name}
 
 {_what(recipe).format(base=f"{base} ({config.model_type})")}
-{"" if is_on_hub else unpublished.format(base=base)}
+{published}{"" if is_on_hub else unpublished.format(base=base)}
 ## Load
 
 ```python
@@ -165,6 +168,11 @@ model = PeftModel.from_pretrained(base, "ADAPTER")"""
 _MODEL_CALL = """from transformers import {loader}
 
 model = {loader}.from_pretrained("MODEL"{options})"""
+
+_PUBLISHED = """
+The base is published in {form}. The adapter was trained on the values that its weights decode to:
+over weights that were rounded in another way it gives other answers.
+"""
 
 _UNLINKED = """
 {base} was a directory on the machine that trained it, so this card cannot link it.

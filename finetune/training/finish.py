@@ -7,6 +7,7 @@ from typing import Any
 from finetune.files.atomic import write_atomically
 from finetune.files.manifest import sealed_json
 from finetune.model.classifier_head import auto_class
+from finetune.model.config import published_form
 from finetune.report.explain import compared, details_of
 from finetune.report.model_card import MODEL_CARD, model_card
 from finetune.report.rows import as_text
@@ -88,6 +89,7 @@ def _finish(session: Session, saved: Saved) -> None:
         loader=auto_class(base),
         data_hash=data_hash,
         prompt=session.rows.prompted.section(),
+        form=published_form(recipe.model),
     )
     write_atomically(folder / MODEL_CARD, card)
     run.screen.show(as_text(compared(explanation), is_compact=True))

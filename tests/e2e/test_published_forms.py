@@ -58,8 +58,12 @@ def test_a_base_in_its_published_form_trains_as_the_plain_one_to_the_bit(
     assert len(losses(ours)) == 20
     assert losses(ours) == losses(theirs)
     assert same_adapter(ours, theirs)
+    method = FORMS[form].quantization["quant_method"]
+    assert f"The base is published in {method}." in (ours / "adapter/README.md").read_text()
+    assert "The base is published in" not in (theirs / "adapter/README.md").read_text()
 
 
+@pytest.mark.thorough
 def test_experts_kept_in_mxfp4_train_as_their_dequantised_twin_to_the_bit(
     tmp_path: Path, cache: Path, write_recipe: Callable[..., Path], bfloat16_file: Path
 ) -> None:
@@ -89,4 +93,5 @@ def test_experts_kept_in_mxfp4_train_as_their_dequantised_twin_to_the_bit(
     assert same_adapter(ours, theirs)
     (store,) = cache.rglob("*-mxfp4-*.store")
     plain_bytes = sum(file.stat().st_size for file in plain.glob("*.safetensors"))
-    assert store.stat().st_size < plain_bytes
+    num_expert_weights = 3 * 4 * 3 * 64 * 96
+    assert plain_bytes - store.stat().st_size > 1.3 * num_expert_weights  # 0.53 bytes, not 2

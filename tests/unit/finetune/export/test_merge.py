@@ -219,7 +219,9 @@ def test_a_quantised_base_is_decoded_as_for_training(
     plain = dict(loaded.named_parameters())
     adapter = train(tmp_path / "plain", tmp_path / "adapter")
     merged = merge(base, adapter, tmp_path / "out")
+    assert f"published in {quantization['quant_method']}: " in merged.notes[0]
     assert "its weights were decoded as for training" in merged.notes[0]
+    assert "the merged model is written in bfloat16" in merged.notes[0]
     assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
     with_peft = with_adapter(tmp_path / "plain", adapter)
     assert rel(logits(load(tmp_path / "plain")), logits(with_peft)) > 0.1

@@ -62,7 +62,7 @@ def test_a_published_form_is_read_as_what_it_means(form: str, kind: str, tmp_pat
     expected.name_or_path = expected.config.name_or_path = str(packed)
     assert_same_model(load(packed), expected)
     merged_into = BaseWeights(packed)
-    assert merged_into.is_quantised
+    assert merged_into.published == FORMS[form].quantization["quant_method"]
     assert merged_into.specs.keys() == BaseWeights(plain).specs.keys()
     for name, values in tensors(plain).items():
         assert merged_into.specs[name] == BaseWeights(plain).specs[name]
