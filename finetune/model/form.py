@@ -20,7 +20,8 @@ from functools import partial
 from typing import Any
 
 from finetune.errors import ModelError
-from finetune.model.config import method_of
+from finetune.model.config import method_of, quantization_of, read_config
+from finetune.recipe.sections import ModelSection
 from offload.registry import Registry
 from offload.tensors import Tensor, dtype
 
@@ -87,6 +88,16 @@ def require_fields(
         allowed = known.get(name, (None, False, "", [], {}))
         if allowed is not None and value not in allowed:
             raise FieldError(place + name, value)
+
+
+def require_form(section: ModelSection) -> None:
+    """Refuse a model whose published weights are in a form that is not read, by its config alone.
+
+    Raises:
+        ModelError: They are, or the config is nowhere to be found.
+        ConfigError: The file is not a config.
+    """
+    form_of(quantization_of(read_config(section)) or {}, str(section.path))
 
 
 def form_of(quantization: Mapping[str, Any], path: str) -> tuple[Form, Sequence[Packing]]:

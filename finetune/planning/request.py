@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from finetune.errors import ConfigError
-from finetune.model.config import known_folder, published_form, quantization_of, read_config
+from finetune.model.config import known_folder, published_form, read_config
 from finetune.planning.ranks import LAUNCHED
 from finetune.recipe.adapters import AdapterSection
 from finetune.recipe.capabilities import (
@@ -86,9 +86,9 @@ def facts_of(
     """
     config, published = read_config(model), published_form(model)
     if published:
-        from finetune.model.form import form_of
+        from finetune.model.form import require_form
 
-        form_of(quantization_of(config) or {}, str(model.path))  # which refuses what is not read
+        require_form(model)
     name = shape_of(config)
     if model.head == "tokens" and name is not None:
         return replace(ModelFacts.from_json(shipped_facts()[name]), published=published)

@@ -23,7 +23,7 @@ from finetune.hub.repository import (
     require_reachable,
     weight_names,
 )
-from finetune.model.config import is_on_hub, tokenizer_folder
+from finetune.model.config import is_on_hub, known_folder, published_form, tokenizer_folder
 from finetune.recipe.capabilities import setting
 from finetune.recipe.recipe import Recipe, with_settings
 from finetune.report.format import shown_gib
@@ -61,7 +61,9 @@ def pinned(recipe: Recipe, *, ranks: Ranks, note: Callable[[str], None]) -> Reci
 
 
 def check(recipe: Recipe, *, note: Callable[[str], None]) -> None:
-    """Ask the hub whether a recipe's repositories can be read; nothing is fetched.
+    """Ask whether a model here, and a recipe's repositories on the hub, can be read.
+
+    Nothing is fetched.
 
     Args:
         recipe: The recipe.
@@ -69,9 +71,14 @@ def check(recipe: Recipe, *, note: Callable[[str], None]) -> None:
 
     Raises:
         ConfigError: A revision is of something on this machine.
-        ModelError: A model or a tokenizer cannot be read.
+        ModelError: A model or a tokenizer cannot be read, or its weights are in a form that is not.
         DataError: A data set cannot be read.
     """
+    folder = known_folder(recipe.model)
+    if folder is not None and (folder / "config.json").exists() and published_form(recipe.model):
+        from finetune.model.form import require_form
+
+        require_form(recipe.model)
     named = repositories(recipe)
     if not named:
         return

@@ -14,7 +14,10 @@ from finetune.errors import ModelError
 from finetune.model.base_weights import BaseWeights
 from finetune.model.form import find_packed
 from finetune.planning.request import facts_of
+from finetune.recipe.recipe import Recipe
 from finetune.recipe.sections import ModelSection
+from finetune.training.pins import check
+from tests.builders import recipe_values
 from tests.checkpoints import assert_same_model, is_linear, load, write_checkpoint
 from tests.encoded import peak_bytes
 from tests.quantised import FORMS, Decoded, Published, fp8_per_tensor, groups, write_both
@@ -138,8 +141,12 @@ def test_a_field_that_is_not_read_is_named_before_anything_is_measured(
     config = json.loads(AutoConfig.for_model("llama", **SHAPE).to_json_string())
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": fields}))
     method = fields["quant_method"]
-    with pytest.raises(ModelError, match=rf"its quant_method is {method} with {what}; of quant"):
+    message = rf"its quant_method is {method} with {what}; of quant"
+    with pytest.raises(ModelError, match=message):
         facts_of(ModelSection(path=str(tmp_path)))
+    recipe = Recipe.model_validate(recipe_values(model__path=str(tmp_path)))
+    with pytest.raises(ModelError, match=message):
+        check(recipe, note=pytest.fail)
 
 
 @pytest.mark.parametrize(
