@@ -65,7 +65,11 @@ def test_a_base_in_its_published_form_trains_as_the_plain_one_to_the_bit(
 
 @pytest.mark.thorough
 def test_experts_kept_in_mxfp4_train_as_their_dequantised_twin_to_the_bit(
-    tmp_path: Path, cache: Path, write_recipe: Callable[..., Path], bfloat16_file: Path
+    tmp_path: Path,
+    cache: Path,
+    write_recipe: Callable[..., Path],
+    bfloat16_file: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16}
     tokenizer = tiny_tokenizer()
@@ -95,3 +99,9 @@ def test_experts_kept_in_mxfp4_train_as_their_dequantised_twin_to_the_bit(
     plain_bytes = sum(file.stat().st_size for file in plain.glob("*.safetensors"))
     num_expert_weights = 3 * 4 * 3 * 64 * 96
     assert plain_bytes - store.stat().st_size > 1.3 * num_expert_weights  # 0.53 bytes, not 2
+    assert run("generate", ours, "--prompt", "what follows 3") == 0
+    assert run("merge", ours, "--out", tmp_path / "merged") == 0
+    said = " ".join("".join(capsys.readouterr()).split())
+    assert "The base is published in mxfp4: " in said
+    assert "the merged model is written in bfloat16" in said
+    assert "quantization_config" not in json.loads((tmp_path / "merged/config.json").read_text())
