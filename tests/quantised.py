@@ -90,6 +90,11 @@ def nvfp4(name: str, values: torch.Tensor) -> Decoded:
     return {name + ending: part for ending, part in parts.items()}, decoded
 
 
+def mixed(name: str, values: torch.Tensor) -> Decoded:
+    """Pack attention in float8 and the rest in NVFP4, as one checkpoint of compressed-tensors."""
+    return (float8_per_row if "self_attn" in name else nvfp4)(name, values)
+
+
 def modelopt(name: str, values: torch.Tensor) -> Decoded:
     """Pack as Model Optimizer does a mixed checkpoint: attention in e4m3, the rest in NVFP4."""
     inputs = {name.removesuffix("weight") + "input_scale": torch.tensor(0.5)}
@@ -215,6 +220,8 @@ def groups(form: str, **weights: Any) -> dict[str, Any]:
     }
 
 
+_FLOAT8 = {"num_bits": 8, "type": "float", "strategy": "channel"}
+_NVFP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
 _INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
 _GPTQ = {
     **{"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True, "sym": True},
@@ -232,17 +239,22 @@ FORMS: Mapping[str, Published] = {
     ),
     "float8 per row": Published(
         publish=float8_per_row,
-        quantization=groups("float-quantized", num_bits=8, type="float", strategy="channel"),
+        quantization=groups("float-quantized", **_FLOAT8),
     ),
     "nvfp4": Published(
         publish=nvfp4,
-        quantization=groups(
-            "nvfp4-pack-quantized",
-            num_bits=4,
-            type="float",
-            strategy="tensor_group",
-            group_size=16,
-        ),
+        quantization=groups("nvfp4-pack-quantized", **_NVFP4),
+    ),
+    "mixed": Published(
+        publish=mixed,
+        quantization={
+            "quant_method": "compressed-tensors",
+            "format": "mixed-precision",
+            "config_groups": {
+                "group_0": {"format": "float-quantized", "weights": _FLOAT8},
+                "group_1": {"format": "nvfp4-pack-quantized", "weights": _NVFP4},
+            },
+        },
     ),
     "modelopt": Published(
         publish=modelopt,

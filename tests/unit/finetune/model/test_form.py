@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config
 from finetune.errors import ModelError
 from finetune.model.base_weights import BaseWeights
 from finetune.model.form import find_packed
+from finetune.model.forms.fp8 import scaled
 from finetune.planning.request import facts_of
 from finetune.recipe.recipe import Recipe
 from finetune.recipe.sections import ModelSection
@@ -204,3 +205,33 @@ def test_decoding_a_matrix_takes_its_values_and_a_few_megabytes(form: str) -> No
     packed, _ = find_packed({k: lambda t=t: t for k, t in published.items()}, fields, "a model")  # type: ignore[misc]
     (tensor,) = packed.values()
     assert peak_bytes(tensor.values) < values.nbytes + 20 * 2**20
+
+
+@pytest.mark.parametrize(
+    ("shape", "scales"),
+    [
+        ((6, 4), ()),
+        ((6, 4), (1,)),
+        ((6, 4), (6,)),
+        ((6, 4), (6, 1)),
+        ((3, 6, 4), (3,)),
+        ((3, 6, 4), (3, 1, 1)),
+        ((3, 6, 4), (3, 6, 1)),
+    ],
+)
+def test_a_scale_is_of_a_tensor_a_matrix_or_a_row(
+    shape: tuple[int, ...], scales: tuple[int, ...]
+) -> None:
+    codes = torch.randn(shape).to(torch.float8_e4m3fn)
+    values = torch.rand(scales) + 0.5
+    grid = values.reshape(*scales, *[1] * (len(shape) - len(scales))).expand(shape)
+    expected = torch.tensor(
+        [float(c) * float(s) for c, s in zip(codes.flatten(), grid.flatten(), strict=True)]
+    )
+    assert torch.equal(scaled(codes, values, None), expected.view(shape))
+
+
+@pytest.mark.parametrize("scales", [(4,), (6, 4), (1, 4), (2, 6, 1)])
+def test_a_scale_of_anything_else_is_refused(scales: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"has scales .* for weights \(6, 4\)"):
+        scaled(torch.zeros(6, 4).to(torch.float8_e4m3fn), torch.ones(scales), None)
