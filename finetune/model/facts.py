@@ -130,7 +130,7 @@ def facts_of(model: "PreTrainedModel") -> ModelFacts:
             fused = list(FusedLayers([layer]).parts())
             proven[facts] = reader.layer(layer, number, unread=unread, fused=fused)
         layers.append(proven[facts])
-    return ModelFacts(
+    found = ModelFacts(
         model_type=config.model_type,
         hidden_size=config.hidden_size,
         vocab_size=embedding.weight.shape[0],
@@ -147,6 +147,7 @@ def facts_of(model: "PreTrainedModel") -> ModelFacts:
         is_memory_tested=config.model_type in MEMORY_TESTED,
         own_experts=_own_experts(layered),
     )
+    return found if layered.carried is None else layered.carried.with_shared(found)
 
 
 def _own_experts(layered: LayeredModel) -> str:

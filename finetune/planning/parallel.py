@@ -274,7 +274,7 @@ def _sharded(recipe: Recipe, facts: ModelFacts, machine: Machine, *, num_ranks: 
     requests = full_requests(recipe, facts, num_ranks=num_ranks)
     try:
         return Way(name=FSDP2, choice=choose_sharded(facts, machine, requests))
-    except DoesNotFitError as error:
+    except SluiceError as error:
         return Way(name=FSDP2, choice=None, why_not=_why(error), error=error)
 
 

@@ -455,7 +455,9 @@ class Executor:
         kept_BTD = (state.held if op.has_graph else inputs).pop((layer, m))
         drawn = state.draws.pop((layer, m))
         recorded = state.attention.pop((layer, m), NOTHING)
-        if state.gradient[m] is None and not (part.state.balance and self._model.hears(layer)):
+        if state.gradient[m] is None and not (
+            self._model.carried or (part.state.balance and self._model.hears(layer))
+        ):
             return
         call, allowed = state.fronts[m].layer_calls[layer], self.allowed(part.run.adapter)
         compute = partial(
@@ -487,8 +489,12 @@ class Executor:
 
     def _through(self, state: PassState, part: Part, layer: int, m: int, graph: Graph) -> None:
         """Take the gradients of a micro-batch through a layer, those of the router loss too."""
-        of_router = part.router_gradients(layer, m, graph.router_logits)
-        self._pass_on(state, layer, m, graph.backward(state.gradient[m], of_router))
+        of_others = (
+            part.router_gradients(layer, m, graph.router_logits)
+            if self._model.carried is None
+            else self._model.carried.gradients(layer, state.fronts[m].layer_calls[layer])
+        )
+        self._pass_on(state, layer, m, graph.backward(state.gradient[m], of_others))
 
     def _pass_on(
         self, state: PassState, layer: int, m: int, gradient_BTD: torch.Tensor | None

@@ -15,7 +15,7 @@ Source: arXiv:2304.11277; torch/distributed/fsdp/_fully_shard (torch 2.13).
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from offload.errors import DoesNotFitError
+from offload.errors import DoesNotFitError, UnsupportedModelError
 from offload.plan.facts.codec import NATIVE
 from offload.plan.facts.facts import ModelFacts
 from offload.plan.facts.linears import FP32_BYTES
@@ -103,8 +103,15 @@ def sharded_choice(facts: ModelFacts, machine: Machine, requests: Sequence[PlanR
     """Return the fastest of some sharded plans that fits; they differ in their micro-batches.
 
     Raises:
+        UnsupportedModelError: Layers share keys and values.
         DoesNotFitError: None fits.
     """
+    if facts.carried_features:
+        raise UnsupportedModelError(
+            f"the layers of a {facts.model_type} model share keys and values",
+            limit="a model that is cut among ranks has layers that read their own alone",
+            hint="`train.parallel: stream`",
+        )
     plans = [sharded_plan(facts, machine, request) for request in requests]
     fitting = [one for one in plans if not shortages(one)]
     if not fitting:

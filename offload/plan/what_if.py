@@ -525,8 +525,10 @@ def _shard(cards: _Cards) -> Option:
     made = sharded_plan(plan.facts, plan.machine, as_sharded(request))
     return Option(
         name=name,
-        standing="a setting" if _is_offered(request) else "not done here",
-        how="`train.parallel: fsdp2`, native" if _is_offered(request) else "native layers",
+        standing="a setting" if _is_offered(plan.facts, request) else "not done here",
+        how="`train.parallel: fsdp2`, native"
+        if _is_offered(plan.facts, request)
+        else "native layers",
         source=SOURCES[name],
         figures=Figures(
             step_s=made.step_s,
@@ -538,12 +540,12 @@ def _shard(cards: _Cards) -> Option:
     )
 
 
-def _is_offered(request: PlanRequest) -> bool:
+def _is_offered(facts: ModelFacts, request: PlanRequest) -> bool:
     """Return whether a run could be sharded; `finetune.recipe.capabilities` says why not."""
     typical, spec = request.typical, request.typical.adapter
     is_lora = not (spec.experts or spec.is_dora or spec.modules or spec.method)
     may_cut = OPTIMIZERS[typical.optimizer].moments is not None
-    return is_lora and may_cut and not typical.has_router_loss
+    return is_lora and may_cut and not (typical.has_router_loss or facts.carried_features)
 
 
 def _split(cards: _Cards) -> Option:

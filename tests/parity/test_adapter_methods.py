@@ -40,7 +40,7 @@ from tests.parity.architectures import (
 )
 from tests.parity.generations import attached, generated, prompts
 from tests.parity.generations import plain as plain_of_generations
-from tests.parity.tiny_models import tiny_model
+from tests.parity.tiny_models import SETTINGS, tiny_model
 from tests.tiers import mostly_slow, tiered
 
 PATTERNS = adapter(
@@ -462,6 +462,7 @@ REFUSED = {
     *("minimax", "mpt", "nemotron_h", "olmo_hybrid", "openai-gpt", "qwen3_5", "qwen3_5_moe"),
     *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "qwen4_exp", "qwen4_exp_text"),
     *("recurrent_gemma", "rwkv", "xglm", "xlstm", "youtu", "zamba", "zamba2"),
+    *SETTINGS,
 }
 """Exact types whose layers keep something else, or keys of sizes that peft does not find."""
 EXACT = exact_types()

@@ -271,13 +271,6 @@ def test_a_failed_copy_is_an_error_and_the_next_step_is_right() -> None:
     engine.detach()
 
 
-def test_a_model_with_shared_keys_and_values_is_refused() -> None:
-    model = tiny("qwen3")
-    model.config.num_kv_shared_layers = 2
-    with pytest.raises(offload.UnsupportedModelError, match="num_kv_shared_layers is 2"):
-        offload.attach(model, num_slots=2, device="cpu")
-
-
 def test_a_step_without_labels_is_refused() -> None:
     model = tiny("qwen3")
     engine = offload.attach(model, num_slots=2, device="cpu")

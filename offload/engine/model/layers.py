@@ -62,6 +62,8 @@ RESIDENT_HINT = "train this model resident, with another tool"
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from offload.engine.model.carried import Carried
+
 
 # ---------------------------------------------------------------------------------------------
 # Rotary embeddings whose frequencies depend on the length of a row: LongRoPE and dynamic NTK.
@@ -168,9 +170,6 @@ def _reset(module: nn.Module) -> None:
             setattr(module, name, getattr(module, "original_max_seq_len"))  # noqa: B009 - untyped
 
 
-_STORES, _READS = "store_full_length_kv", "is_kv_shared_layer"
-
-
 def require_language_model(model: nn.Module) -> None:
     """Check that this is a transformers model whose layers are those of its decoder.
 
@@ -266,16 +265,6 @@ def refuse_trained_outside(model: nn.Module, base: nn.Module) -> None:
             )
 
 
-def refuse_shared_state(text_config: Any) -> None:
-    """Refuse configurations whose gradients would be wrong layer by layer."""
-    if getattr(text_config, "num_kv_shared_layers", 0):
-        raise UnsupportedModelError(
-            f"config.num_kv_shared_layers is {text_config.num_kv_shared_layers}",
-            limit="layers that read another layer's keys and values cannot be visited alone",
-            hint=RESIDENT_HINT,
-        )
-
-
 def refuse_layer_drop(model: nn.Module, owner: nn.Module) -> None:
     """Refuse a model that skips layers at random in training.
 
@@ -294,21 +283,6 @@ def refuse_layer_drop(model: nn.Module, owner: nn.Module) -> None:
             limit="each layer is visited once per pass",
             hint=f"`get_submodule({name!r}).layerdrop = 0.0` on the model, before `offload.attach`",
         )
-
-
-def find_unread_stores(layers: Sequence[nn.Module]) -> list[list[nn.Module]]:
-    """Return for each layer its modules that store keys and values that no layer reads.
-
-    Some versions of transformers have the last layer of each kind store them where
-    `num_kv_shared_layers` is 0 too. Where any layer reads them, all are read.
-    """
-    parts = [
-        [module for module in layer.modules() if {_STORES, _READS} <= vars(module).keys()]
-        for layer in layers
-    ]
-    if any(vars(module)[_READS] for found in parts for module in found):
-        return [[] for _ in parts]
-    return [[module for module in found if vars(module)[_STORES]] for found in parts]
 
 
 Forms = tuple[Form, ...]
@@ -370,7 +344,6 @@ class LayeredModel:
         self.whole = model
         refuse_trained_outside(model, self.model)
         text_config = self.model.config.get_text_config()
-        refuse_shared_state(text_config)
         self.max_positions: int = getattr(text_config, "max_position_embeddings", sys.maxsize)
         self.embedding: HostEmbedding | None = None
         self.unread_head: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -392,10 +365,12 @@ class LayeredModel:
         self._buffered = [
             [m for m in layer.modules() if list(m.buffers(recurse=False))] for layer in self.layers
         ]
-        self._not_storing = [
-            [(vars(module), {_STORES: False}) for module in unread]
-            for unread in find_unread_stores(list(self.layers))
-        ]
+        self.carried: Carried | None = None
+        """What layers hand on besides the hidden state, of models that may."""
+        if hasattr(text_config, "num_kv_shared_layers") and not has_router_loss:
+            from offload.engine.model import carried
+
+            self.carried = carried.Carried(self.name, self._owner, list(self.layers))
         self.fused: FusedLayers | None = None
         self.verdict = Verdict()
         """What checks have found out; see `offload.engine.safety.check`."""
@@ -479,7 +454,7 @@ class LayeredModel:
                 f"passes `{name}` to layer {layer}, {problem}",
                 limit="a layer may be passed constants, tensors and containers of them",
             )
-        return found
+        return found if self.carried is None else list(map(self.carried.given, found))
 
     def layer_forward(self, layer: int, hidden_BTD: torch.Tensor, call: LayerCall) -> torch.Tensor:
         """Run one layer; its weights must be in place.
@@ -533,12 +508,14 @@ class LayeredModel:
         """
         module = self.layers[layer]
         before = self._state_of(layer, hidden_BTD, call)
-        fused = nullcontext() if self.fused is None else self.fused.visited(layer)
-        with patched(*self._not_storing[layer]), fused:
+        with (
+            nullcontext() if self.fused is None else self.fused.visited(layer),
+            nullcontext(call) if self.carried is None else self.carried.passing(layer, call) as own,
+        ):
             if call.is_hidden_keyword:
-                output = module(*call.args, hidden_states=hidden_BTD, **call.kwargs)
+                output = module(*call.args, hidden_states=hidden_BTD, **own.kwargs)
             else:
-                output = module(hidden_BTD, *call.args, **call.kwargs)
+                output = module(hidden_BTD, *call.args, **own.kwargs)
         after = self._state_of(layer, hidden_BTD, call)
         changed = [name for name in before if before[name] != after[name]]
         if changed:
@@ -550,8 +527,9 @@ class LayeredModel:
         return cast("torch.Tensor", output[0] if isinstance(output, tuple | list) else output)
 
     def listening(self, layer: int) -> AbstractContextManager[list[torch.Tensor]]:
-        """Collect the router logits of one visit; none where there is no router loss."""
-        return nullcontext([]) if self.router_loss is None else self.router_loss.listen(layer)
+        """Collect router logits that have a loss, or what a layer hands on, in one visit."""
+        heard = self.carried or self.router_loss
+        return nullcontext([]) if heard is None else heard.listen(layer)
 
     def hears(self, layer: int) -> bool:
         """Return whether a layer has routers that have a loss."""
@@ -787,7 +765,11 @@ class LayeredModel:
                 setattr(config, name, not is_on)
             for module, _ in towers:
                 module._parameters = {}
-            with uncompiled(), self.rotary.alone():
+            with (
+                uncompiled(),
+                self.rotary.alone(),
+                nullcontext() if self.carried is None else self.carried.whole_rows(),
+            ):
                 yield
         finally:
             for module, parameters in towers:

@@ -54,7 +54,7 @@ class Graph:
         return self.said[0], self.input_BTD
 
     def backward(
-        self, gradient_BTD: torch.Tensor | None, router_gradients: Sequence[torch.Tensor]
+        self, gradient_BTD: torch.Tensor | None, router_gradients: Sequence[torch.Tensor | None]
     ) -> torch.Tensor | None:
         """Take gradients of the loss through the layer, once.
 

@@ -295,6 +295,8 @@ class ModelFacts(HashedOnce):
         final_norm_parameters: Weights of the norm before the head.
         num_others: Other parameters before and after the layers: positions, inputs of layers.
         layer_input_features: Features that each layer gets in addition to the hidden state.
+        carried_features: Features of a token that layers compute for later ones to read, and that
+            are kept from a forward to a backward visit: shared keys and values.
         layers: The layers in forward order.
         num_classes: Outputs of a head that does not predict tokens: 1 of a reward model, of a
             classifier one for each class; 0 if the head predicts tokens.
@@ -314,6 +316,7 @@ class ModelFacts(HashedOnce):
     final_norm_parameters: int
     num_others: int = 0
     layer_input_features: int = 0
+    carried_features: int = 0
     layers: tuple[LayerFacts, ...]
     num_classes: int = 0
     is_memory_tested: bool = False

@@ -120,6 +120,7 @@ ADAPTERS, TRAINED_MODULES, GRADIENTS = "adapters", "trained modules", "gradients
 STATES, KEPT_INPUTS = "optimizer states", "kept layer inputs"
 HIDDEN = "hidden states and their gradients"
 SCORED_ROWS, SCORES_OF_LABELS = "rows that are only scored", "log-probabilities"
+CARRIED, CARRIED_GRADIENTS = "shared keys and values", "gradients of shared keys and values"
 # Terms that a trace measures; they replace formulas.
 VISIT, HEAD_CHUNK, RECORDED = "one visit", "head chunk", "recorded arguments"
 
@@ -163,6 +164,8 @@ SHRINKS: Mapping[str, tuple[str, ...]] = {
     KEPT_INPUTS: (INPUTS_IN_RAM, TOKENS),
     HIDDEN: (TOKENS,),
     RECORDED: (SEQ_LEN, TOKENS),
+    CARRIED: (TOKENS,),
+    CARRIED_GRADIENTS: (TOKENS,),
     SCORED_ROWS: (TOKENS,),
     KEPT_GRAPHS: ("fewer `offload.kept_graphs`",),
     KEPT_OUTPUTS: (NO_OUTPUTS,),
@@ -471,7 +474,8 @@ def device_needs(  # noqa: PLR0913 - everything that uses memory
     if scoring:
         rows += scoring.rows(
             num_micro_batches * workload.label_tokens,
-            num_micro_batches * input_bytes(facts, workload) + int(num_micro_batches * recorded),
+            num_micro_batches
+            * (input_bytes(facts, workload) + recorded + carried_bytes(facts, workload)),
         )
     if scoring or are_others_scored:
         without = [replace(x, gradients=0) for x in visits.values()]
@@ -555,6 +559,12 @@ def _kept_rows(
         Row(KEPT_INPUTS, int(num_kept * num_micro_batches * hidden_bytes), IN_PASS),
         Row(HIDDEN, int((num_micro_batches + 1) * hidden_bytes), IN_PASS),
         Row(RECORDED, int(num_micro_batches * recorded), IN_PASS),
+        Row(CARRIED, int(num_micro_batches * carried_bytes(facts, workload)), IN_PASS),
+        Row(
+            CARRIED_GRADIENTS,
+            int(num_micro_batches * carried_bytes(facts, workload)),
+            {Instant.RECOMPUTE, Instant.VISIT},
+        ),
         Row(ROUTER_LOSS, int(router_loss_bytes(facts, workload)), IN_PASS),
     )
 
@@ -562,6 +572,11 @@ def _kept_rows(
 def input_bytes(facts: ModelFacts, workload: Workload) -> int:
     """Return the size of a layer's input for one micro-batch."""
     return workload.num_tokens * facts.hidden_size * workload.dtype_bytes
+
+
+def carried_bytes(facts: ModelFacts, workload: Workload) -> int:
+    """Return the bytes of what layers compute for later ones, of one micro-batch."""
+    return workload.num_tokens * facts.carried_features * workload.dtype_bytes
 
 
 def recorded_bytes(facts: ModelFacts, workload: Workload, *, is_padded: bool) -> int:
@@ -638,6 +653,8 @@ SUMMED = frozenset(
         KEPT_INPUTS,
         HIDDEN,
         RECORDED,
+        CARRIED,
+        CARRIED_GRADIENTS,
         ROUTER_LOGITS,
         ROUTER_LOSS,
         SCORED_ROWS,

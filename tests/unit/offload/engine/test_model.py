@@ -229,10 +229,10 @@ def test_whatever_ends_loading_the_backing_is_closed_and_torch_is_left_as_it_was
 
 def test_a_model_whose_layers_cannot_be_streamed_is_refused_while_it_is_loaded() -> None:
     with (
-        pytest.raises(UnsupportedModelError, match="num_kv_shared_layers"),
+        pytest.raises(UnsupportedModelError, match="encoder with a decoder"),
         CaptureWeights(NotedSlab),
     ):
-        give(build(num_kv_shared_layers=1), "model.norm.weight")
+        give(build(is_encoder_decoder=True), "model.norm.weight")
 
 
 # ------------------------------------------------------------------------------------------ readers

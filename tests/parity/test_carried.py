@@ -1,0 +1,332 @@
+"""Keys and values that layers share (Gemma 4 E2B, E4B): the gradients of plain autograd."""
+
+import copy
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import Gemma4ForCausalLM, Gemma4TextConfig
+
+from finetune.model.facts import facts_of
+from offload.engine.engine import Engine, EngineOptions
+from offload.engine.model.layers import LayeredModel
+from offload.engine.tracing.tracer import LiveBytes, Tracer
+from offload.errors import UnsupportedModelError
+from offload.plan.facts.trainable import prefix_spec
+from offload.plan.machine.machine import named_machine
+from offload.plan.memory.memory import (
+    CARRIED,
+    CARRIED_GRADIENTS,
+    HIDDEN,
+    KEPT_INPUTS,
+    RECORDED,
+    device_needs,
+)
+from offload.plan.schedule.schedule import Order
+from offload.plan.sharded import sharded_choice
+from tests.builders import lora, request, workload
+from tests.parity.objectives import ByRow, against_scored, pairs, plain_step
+from tests.parity.steps import OPTIONS
+from tests.tiers import mostly_slow
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+Gradients = dict[str, torch.Tensor]
+NUM_LAYERS, NUM_SHARED, VOCABULARY = 6, 3, 64
+SOURCES = {3: 1, 4: 2, 5: 1}  # by layer that reads keys and values, the one that made them
+PADDED, PACKED = (12, 15), (11, 4, 16)  # tokens of the widest rows; of packed rows
+
+
+def base_of(*, head_dim: int = 8) -> Any:
+    """Return six layers, of which the last ones read keys and values."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"global_head_dim": head_dim}  # a field that the class takes by name
+    config = Gemma4TextConfig(
+        **sizes,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=NUM_LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=head_dim,
+        vocab_size=VOCABULARY,
+        vocab_size_per_layer_input=VOCABULARY,
+        hidden_size_per_layer_input=8,
+        sliding_window=8,
+        layer_types=["sliding_attention", "full_attention"] * 3,
+        num_kv_shared_layers=NUM_SHARED,
+        use_double_wide_mlp=True,
+        pad_token_id=0,
+    )
+    return Gemma4ForCausalLM(config)
+
+
+def built(*, dtype: torch.dtype = torch.float32, head_dim: int = 8) -> Any:
+    """Return the model with LoRA on all linears, all of it away from where it starts."""
+    base = base_of(head_dim=head_dim)
+    names = [n for n, m in base.named_modules() if type(m) is nn.Linear and ".layers." in n]
+    model = get_peft_model(base, LoraConfig(r=2, lora_alpha=4, target_modules=names))
+    for parameter in model.parameters():
+        with torch.no_grad():
+            parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    return model.to(dtype).train()
+
+
+def padded() -> list[dict[str, torch.Tensor]]:
+    """Return micro-batches of two rows, the second of which is padded."""
+    generator, batches = torch.Generator().manual_seed(1), []
+    for width in PADDED:
+        ids_BT = torch.randint(1, VOCABULARY, (2, width), generator=generator)
+        mask_BT = torch.ones_like(ids_BT)
+        mask_BT[1, width - 3 :] = 0
+        labels_BT = ids_BT.masked_fill(mask_BT == 0, -100)
+        batches.append({"input_ids": ids_BT, "labels": labels_BT, "attention_mask": mask_BT})
+    return batches
+
+
+def rows() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randint(1, VOCABULARY, (1, num), generator=generator) for num in PACKED]
+
+
+def packed() -> list[dict[str, torch.Tensor]]:
+    """Return two micro-batches: two rows packed into one, and a row alone."""
+    ids_BT = torch.cat(rows()[:2], dim=1)
+    two = {"input_ids": ids_BT, "labels": ids_BT.clone(), "row_lens": torch.tensor(PACKED[:2])}
+    last_BT = rows()[2]
+    one = {"input_ids": last_BT, "labels": last_BT.clone(), "row_lens": torch.tensor(PACKED[2:])}
+    return [two, one]
+
+
+def given(model: nn.Module) -> Gradients:
+    found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    assert len(found) == sum(p.requires_grad for p in model.parameters())
+    return found
+
+
+def by_autograd(model: nn.Module, batches: list[dict[str, torch.Tensor]]) -> Gradients:
+    """Return the gradients of the mean loss over all labels, by the model's own whole forward."""
+    model = copy.deepcopy(model)
+    num = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
+    for batch in batches:
+        inputs = {name: x for name, x in batch.items() if name != "labels"}
+        logits_BTV = model(**inputs, use_cache=False).logits[:, :-1].float()
+        wanted_BT = batch["labels"][:, 1:]
+        log_BT = logits_BTV.log_softmax(-1).gather(-1, wanted_BT.clamp(min=0)[..., None])[..., 0]
+        (-(log_BT * (wanted_BT != -100)).sum() / num).backward()
+    return given(model)
+
+
+def step(
+    model: nn.Module,
+    batches: list[dict[str, torch.Tensor]],
+    options: EngineOptions = OPTIONS,
+    **arguments: Any,
+) -> Gradients:
+    model = copy.deepcopy(model)
+    engine = Engine(model, device=torch.device("cpu"), options=options)
+    try:
+        engine.forward_backward(batches, dropout_seed=0, **arguments)
+        return given(model)
+    finally:
+        engine.detach()
+
+
+def apart(found: Gradients, wanted: Gradients) -> float:
+    """Return how far the farthest gradient is, relative to its norm."""
+    assert found.keys() == wanted.keys()
+    assert all(bool(one.any()) for one in wanted.values())
+    return max(float((found[n] - one).norm() / one.norm()) for n, one in wanted.items())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "limit"), [(torch.float64, 1e-14), (torch.float32, 4e-6)], ids=["float64", "float32"]
+)
+@pytest.mark.parametrize("kind", ["padded", "packed"])
+def test_reorder_a_streamed_step_has_the_gradients_of_autograd(
+    kind: str, dtype: torch.dtype, limit: float
+) -> None:
+    model = built(dtype=dtype)
+    alone = [{"input_ids": row, "labels": row.clone()} for row in rows()]
+    wanted = by_autograd(model, padded() if kind == "padded" else alone)
+    found = step(model, padded() if kind == "padded" else packed())
+    assert apart(found, wanted) <= limit
+
+
+def test_gradients_by_what_readers_read_are_in_those_of_the_producers_and_below() -> None:
+    """What the other tests would show if a producer's visit left them out."""
+    model = built(dtype=torch.float64)
+    wanted, base = by_autograd(model, padded()), model.get_base_model()
+
+    def cut(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        shared = kwargs["shared_kv_states"].items()
+        kwargs["shared_kv_states"] = {n: tuple(x.detach() for x in kv) for n, kv in shared}
+        return args, kwargs
+
+    for reader in base.model.layers[NUM_LAYERS - NUM_SHARED :]:
+        reader.self_attn.register_forward_pre_hook(cut, with_kwargs=True)
+    without = by_autograd(model, padded())
+    for layer in range(NUM_LAYERS):
+        some = {n: x for n, x in wanted.items() if f".layers.{layer}." in n}
+        error = apart({n: without[n] for n in some}, some)
+        assert error == 0.0 if layer > max(SOURCES.values()) else error > 1e-3
+
+
+WAYS: dict[str, tuple[EngineOptions, dict[str, Any]]] = {
+    "all in slots": (replace(OPTIONS, num_slots=NUM_LAYERS), {}),
+    "inputs in RAM": (replace(OPTIONS, stash="host"), {}),
+    "kept graphs": (replace(OPTIONS, num_kept_graphs=4), {}),
+    "sent graphs": (replace(OPTIONS, num_sent_graphs=NUM_LAYERS), {}),
+    "kept outputs": (replace(OPTIONS, num_kept_outputs=NUM_LAYERS), {}),
+    "sent outputs": (replace(OPTIONS, num_sent_outputs=3, stash="host"), {}),
+    "micro-batches first": (OPTIONS, {"order": Order.MICRO_BATCH_MAJOR}),
+}
+
+
+@pytest.mark.parametrize("kind", ["padded", "packed"])
+@pytest.mark.parametrize("way", mostly_slow(list(WAYS), "sent graphs"))
+def test_move_a_step_is_the_same_however_it_is_streamed(way: str, kind: str) -> None:
+    model, batches = built(), padded() if kind == "padded" else packed()
+    options, arguments = WAYS[way]
+    found, wanted = step(model, batches, options, **arguments), step(model, batches)
+    assert all(torch.equal(found[name], one) for name, one in wanted.items())
+
+
+def test_reorder_preferences_have_the_gradients_of_autograd_over_all_rows_at_once() -> None:
+    """Rows that are only scored carry keys and values of their own, under the reference too."""
+    model = built(dtype=torch.float64)
+    batches, scored = pairs(1, 2), pairs(1, seed=7)
+    objective = ByRow(against_scored, num_trained=6)
+    found = step(model, batches, objective=objective, scored=scored)
+    _, wanted = plain_step(model, batches, against_scored, scored=scored)
+    assert apart(found, wanted) <= 2e-6
+
+
+def test_move_weights_that_train_in_ram_have_the_gradients_of_autograd() -> None:
+    base = base_of().train()
+    base.requires_grad_(requires_grad=False)
+    base.model.layers.requires_grad_(requires_grad=True)
+    wanted = by_autograd(base, padded())
+    options = replace(OPTIONS, trained_weights="host")
+    engine = Engine(base, device=torch.device("cpu"), options=options)
+    engine.forward_backward(padded(), dropout_seed=0)
+    found = {n: p.grad for n, p in engine.trained_parameters.items() if p.grad is not None}
+    engine.detach()
+    assert apart(found, wanted) <= 4e-6
+
+
+def test_what_another_layer_replaces_before_any_reads_it_is_not_carried() -> None:
+    model: Any = built(dtype=torch.float64)
+    model.get_base_model().model.layers[0].self_attn.store_full_length_kv = True
+    assert LayeredModel(model).carried.sources == SOURCES  # type: ignore[union-attr]  # it is there
+    assert apart(step(model, padded()), by_autograd(model, padded())) <= 1e-14
+
+
+# ------------------------------------------------------------------------------------------ refused
+
+
+def test_what_nobody_asked_for_is_refused_by_the_facts() -> None:
+    facts = facts_of(base_of())
+    with pytest.raises(UnsupportedModelError, match="share keys and values; a model that is cut"):
+        sharded_choice(facts, named_machine("rtx4090"), [request()])
+    with pytest.raises(UnsupportedModelError, match="prefix for a gemma4_text model"):
+        prefix_spec(facts, num_past=4, has_encoder=False)
+
+
+def test_a_mapping_that_is_not_empty_or_not_the_same_is_refused() -> None:
+    model: Any = built()
+    layered = LayeredModel(model)
+    assert layered.carried is not None
+    notes = [
+        replace(n, call=n.call.with_more({"shared_kv_states": {}}))
+        for n in layered.notes(padded()[0])
+    ]
+    with pytest.raises(UnsupportedModelError, match="does not pass one empty `shared_kv_states`"):
+        layered.carried.given(notes)
+
+
+# -------------------------------------------------------------------------------------------- bytes
+
+WIDE, NUM_TOKENS, NUM_KV_HEADS = 64, 24, 2
+IDS = torch.randint(1, VOCABULARY, (1, NUM_TOKENS), generator=torch.Generator().manual_seed(3))
+
+
+def planned(num_micro_batches: int) -> dict[str, int]:
+    """Return the terms of each row of a plan, at whatever instant."""
+    micro_batch = workload(
+        micro_batch_size=1,
+        seq_len=NUM_TOKENS,
+        label_tokens=NUM_TOKENS - 1,
+        head_chunk_tokens=OPTIONS.head_chunk_tokens,
+        adapter=lora(rank=2),
+        dtype_bytes=4,
+    )
+    needs = device_needs(
+        facts_of(base_of(head_dim=WIDE)),
+        replace(named_machine("rtx4090"), device="cpu"),
+        micro_batch,
+        num_micro_batches=num_micro_batches,
+        is_reduced=False,
+        is_padded=False,
+        is_stashed=False,
+        traced=None,
+    )
+    return {row.name: row.num_bytes for row in needs.rows}
+
+
+def test_a_plan_counts_what_a_step_carries_and_its_gradients() -> None:
+    """Two names of keys and values, counted where each micro-batch lets go of them."""
+    model, held = built(head_dim=WIDE), dict[tuple[int, int], tuple[int, int]]()
+    engine = Engine(model, device=torch.device("cpu"), options=OPTIONS)
+    carried = engine._layered.carried
+    assert carried is not None
+    own = carried.gradients
+
+    def counted(layer: int, call: Any) -> Any:
+        values = [
+            x for one in call.kwargs["shared_kv_states"].made.get(layer, {}).values() for x in one
+        ]
+        found = own(layer, call)
+        held[layer, len(held)] = (
+            sum(x.untyped_storage().nbytes() for x in values),
+            sum(x.untyped_storage().nbytes() for x in found if x is not None),
+        )
+        return found
+
+    with mock.patch.object(carried, "gradients", counted):
+        engine.forward_backward([{"input_ids": IDS, "labels": IDS}] * 3)
+    engine.detach()
+    assert {layer for layer, _ in held if any(held[layer, _])} == {*SOURCES.values()}
+    plan = planned(3)
+    of_values, of_gradients = map(sum, zip(*held.values(), strict=True))
+    assert (of_values, of_gradients) == (plan[CARRIED], plan[CARRIED_GRADIENTS])
+    assert plan[CARRIED] == 3 * NUM_TOKENS * 2 * 2 * NUM_KV_HEADS * WIDE * 4
+
+
+def peak_bytes(num_micro_batches: int) -> int:
+    engine = Engine(built(head_dim=WIDE), device=torch.device("cpu"), options=OPTIONS)
+    batches, memory = [{"input_ids": IDS, "labels": IDS}] * num_micro_batches, LiveBytes()
+    try:
+        with Tracer(memory):
+            engine.forward_backward(batches)
+            memory.reset_peak()
+            engine.forward_backward(batches)
+            return memory.peak_bytes
+    finally:
+        engine.detach()
+
+
+def test_a_step_takes_no_more_for_each_micro_batch_than_a_plan_counts() -> None:
+    """And little less: the inputs of the two highest layers are gone when all gradients are there.
+
+    Nothing else of a reader's visit lives on.
+    """
+    found = (peak_bytes(5) - peak_bytes(2)) / 3
+    names = (KEPT_INPUTS, HIDDEN, RECORDED, CARRIED, CARRIED_GRADIENTS)
+    counted = sum(planned(5)[name] - planned(2)[name] for name in names) / 3
+    assert found <= counted
+    assert found == pytest.approx(counted, rel=0.1)
