@@ -23,7 +23,7 @@ from offload.engine.batch import (
 )
 from offload.engine.executor import Executor
 from offload.engine.generation import Generation
-from offload.engine.host.embedding import HostEmbedding, HostHead, own_weight, without_adapter
+from offload.engine.host.embedding import HostHead, own_weight
 from offload.engine.host.pagelock import aligned_empty
 from offload.engine.host.slab import Field, Stash, by_place
 from offload.engine.host.store import Backing
@@ -247,14 +247,14 @@ def bind(
         allocate_host=host.blocks.allocate,
         allocate_device=allocate_device,
     )
-    stash, sent, rows = (
+    stash, sent, *rows = (
         Stash(
             name,
             allocate_host=host.blocks.allocate,
             free_host=_freeing(host, device),
             torch_device=torch_device,
         )
-        for name in (STASH, SENT, ROWS)
+        for name in (STASH, SENT, ROWS, ROWS)
     )
     head, layered.unread_head = None, nullcontext
     head_module = layered.model.get_output_embeddings()
@@ -265,14 +265,11 @@ def bind(
         layered.unread_head = head.unread
     layered.embedding = None
     if options.embeddings == "host":  # after the head, which holds a weight of both
-        layered.embedding = HostEmbedding(
-            layered.model,
-            layered.model.get_input_embeddings(),
-            rows=rows,
-            head=without_adapter(head_module),
-            is_head_on_host=head is not None,
-        )
-    on_host = [id(one.weight) for one in (layered.embedding, head) if one is not None]
+        from offload.engine.host.layer_table import host_embedding
+
+        layered.embedding = host_embedding(layered.model, rows, is_head_on_host=head is not None)
+    on_host = [] if head is None else [id(head.weight)]
+    on_host += map(id, () if layered.embedding is None else layered.embedding.weights)
     placement.move_the_rest(layered, records, torch_device, on_host=on_host)
     head_bytes = 0 if head is None else head.num_bytes
     slots = Slots(

@@ -356,13 +356,6 @@ class MemoryNeeds:
                 low = middle
         return low
 
-    def within_layers(self, residency: Residency) -> Residency:
-        """Return the same with no more kept and sent outputs than other layers are left."""
-        most = self.most_outputs(residency)
-        num_kept = min(residency.num_kept_outputs, most)
-        num_sent = min(residency.num_sent_outputs, most - num_kept)
-        return residency._replace(num_kept_outputs=num_kept, num_sent_outputs=num_sent)
-
     def most_outputs(self, residency: Residency) -> int:
         """Return how many layers compute attention again, and could be spared it."""
         num_layers = self.facts.num_layers

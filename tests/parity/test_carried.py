@@ -17,6 +17,7 @@ from offload.engine.model.layers import LayeredModel
 from offload.engine.tracing.tracer import LiveBytes, Tracer
 from offload.errors import UnsupportedModelError
 from offload.plan.facts.trainable import prefix_spec
+from offload.plan.facts.workload import embedding_bytes, most_rows_bytes
 from offload.plan.machine.machine import named_machine
 from offload.plan.memory.memory import (
     CARRIED,
@@ -26,6 +27,7 @@ from offload.plan.memory.memory import (
     RECORDED,
     device_needs,
 )
+from offload.plan.schedule.op import Kind
 from offload.plan.schedule.schedule import Order
 from offload.plan.sharded import sharded_choice
 from tests.builders import lora, request, workload
@@ -183,6 +185,7 @@ WAYS: dict[str, tuple[EngineOptions, dict[str, Any]]] = {
     "sent graphs": (replace(OPTIONS, num_sent_graphs=NUM_LAYERS), {}),
     "kept outputs": (replace(OPTIONS, num_kept_outputs=NUM_LAYERS), {}),
     "sent outputs": (replace(OPTIONS, num_sent_outputs=3, stash="host"), {}),
+    "tables in RAM": (replace(OPTIONS, embeddings="host", head="host"), {}),
     "micro-batches first": (OPTIONS, {"order": Order.MICRO_BATCH_MAJOR}),
 }
 
@@ -224,6 +227,39 @@ def test_what_another_layer_replaces_before_any_reads_it_is_not_carried() -> Non
     model.get_base_model().model.layers[0].self_attn.store_full_length_kv = True
     assert LayeredModel(model).carried.sources == SOURCES  # type: ignore[union-attr]  # it is there
     assert apart(step(model, padded()), by_autograd(model, padded())) <= 1e-14
+
+
+# ------------------------------------------------------- the table of the layers' inputs, in RAM
+
+
+def test_a_step_brings_the_rows_of_both_tables_once_and_no_other() -> None:
+    """Counted without our own code: 8 bytes for a token of each table, a row, and one more row."""
+    model, batches = built(), packed()
+    table = model.get_base_model().model.embed_tokens_per_layer.weight
+    engine = Engine(model, device=torch.device("cpu"), options=WAYS["tables in RAM"][0])
+    spans = engine.forward_backward(batches, dropout_seed=0).timeline.spans
+    arenas = [block for arena in engine.arenas for block in arena.blocks]
+    assert any(block.data_ptr() == table.data_ptr() for block in arenas)  # and not on a device
+    engine.detach()
+    distinct = [len(set(batch["input_ids"].flatten().tolist())) for batch in batches]
+    widths = 32, 8 * NUM_LAYERS
+    expected = [
+        sum(-(-8 * num // 256) * 256 + (num + 1) * width * 4 for width in widths)
+        for num in distinct
+    ]
+    assert [span.num_bytes for span in spans if span.kind is Kind.ROWS] == expected
+
+
+def test_a_plan_counts_both_tables_where_they_are() -> None:
+    facts = facts_of(base_of())
+    assert facts.layer_table_parameters == VOCABULARY * 8 * NUM_LAYERS
+    micro_batch = workload(embeddings="host", head="host", seq_len=40)
+    table_bytes = 2 * facts.layer_table_parameters
+    assert embedding_bytes(facts, micro_batch) == table_bytes
+    assert embedding_bytes(facts, workload()) == 0
+    of_tokens = -(-8 * 40 // 256) * 256 + 41 * 32 * 2
+    of_layers = -(-8 * 40 // 256) * 256 + 41 * 8 * NUM_LAYERS * 2
+    assert most_rows_bytes(facts, micro_batch) == of_tokens + of_layers
 
 
 # ------------------------------------------------------------------------------------------ refused

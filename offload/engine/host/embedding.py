@@ -54,6 +54,7 @@ class HostEmbedding:
 
     Attributes:
         weight: The parameter.
+        weights: All parameters that are looked up in host memory.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class HostEmbedding:
         _require_plain(model, embedding, hint=hint)
         assert isinstance(embedding, nn.Embedding)
         self.weight = cast("nn.Parameter", embedding.weight)
+        self.weights = [self.weight]
         _require_alone(
             model, self.weight, embedding, head, "head", is_other_on_host=is_head_on_host, hint=hint
         )
@@ -135,8 +137,9 @@ class HostEmbedding:
 
     def bring(self, op: Op, device: Device) -> None:
         """Copy them to the device, on the running lane."""
-        target = self._rows.buffer(op.buffer_index, op.num_bytes)
-        device.copy(target, self._rows.place(0, op.buffer_index)[: op.num_bytes])
+        num_bytes = self._num_bytes(len(self._tokens[op.micro_batch_index]))
+        target = self._rows.buffer(op.buffer_index, num_bytes)
+        device.copy(target, self._rows.place(0, op.buffer_index)[:num_bytes])
 
     @contextmanager
     def present(self, op: Op) -> Iterator[None]:

@@ -26,6 +26,7 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import nn
 
+from offload.engine.host.layer_table import layer_table
 from offload.engine.model.packed_rows import PackedCall
 from offload.engine.model.recorders import Call, Note
 from offload.engine.visit_cache import patched
@@ -178,7 +179,7 @@ class Carried:
         return [leaf.grad for one in made for values in one.values() for leaf in values]
 
     def with_shared(self, facts: ModelFacts) -> ModelFacts:
-        """Return facts whose readers have the keys and values that they read.
+        """Return facts whose readers have the keys and values that they read, and of the table.
 
         Args:
             facts: As read off the layers' own modules, of which readers have none for them.
@@ -191,7 +192,13 @@ class Carried:
             layers[reader] = replace(layers[reader], attention=own)
         made = [kinds[source] for source in self.producers]
         features = sum(one.num_kv_heads * (one.qk_dim + one.v_dim) for one in made)
-        return replace(facts, layers=tuple(layers), carried_features=features)
+        table = layer_table(self._owner)
+        return replace(
+            facts,
+            layers=tuple(layers),
+            carried_features=features,
+            layer_table_parameters=0 if table is None else table.weight.numel(),
+        )
 
     def _refuse(self, what: str) -> NoReturn:
         raise UnsupportedModelError(

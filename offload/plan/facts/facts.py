@@ -294,6 +294,7 @@ class ModelFacts(HashedOnce):
         tie_word_embeddings: Whether the head's weights are the embedding's.
         final_norm_parameters: Weights of the norm before the head.
         num_others: Other parameters before and after the layers: positions, inputs of layers.
+        layer_table_parameters: Weights, of these, of a table of such features by token.
         layer_input_features: Features that each layer gets in addition to the hidden state.
         carried_features: Features of a token that layers compute for later ones to read, and that
             are kept from a forward to a backward visit: shared keys and values.
@@ -317,6 +318,7 @@ class ModelFacts(HashedOnce):
     num_others: int = 0
     layer_input_features: int = 0
     carried_features: int = 0
+    layer_table_parameters: int = 0
     layers: tuple[LayerFacts, ...]
     num_classes: int = 0
     is_memory_tested: bool = False

@@ -297,8 +297,12 @@ def rows_bytes(num_rows: int, row_bytes: int) -> int:
 
 def most_rows_bytes(facts: ModelFacts, workload: Workload) -> int:
     """Return what the rows of a micro-batch take at most: if no token of it is there twice."""
-    row_bytes = facts.embedding_parameters // facts.vocab_size * workload.dtype_bytes
-    return rows_bytes(min(workload.num_tokens, facts.vocab_size), row_bytes)
+    num_rows = min(workload.num_tokens, facts.vocab_size)
+    return sum(
+        rows_bytes(num_rows, size // facts.vocab_size * workload.dtype_bytes)
+        for size in (facts.embedding_parameters, facts.layer_table_parameters)
+        if size
+    )
 
 
 def row_buffers_bytes(facts: ModelFacts, workload: Workload) -> int:
@@ -308,9 +312,10 @@ def row_buffers_bytes(facts: ModelFacts, workload: Workload) -> int:
 
 
 def embedding_bytes(facts: ModelFacts, workload: Workload) -> int:
-    """Return what the embedding takes in host memory; 0 on the device, or if a head holds it."""
-    is_on_host = workload.embeddings == "host" and not facts.tie_word_embeddings
-    return facts.embedding_parameters * workload.dtype_bytes if is_on_host else 0
+    """Return what embeddings take in host memory; 0 on the device, and of one that a head holds."""
+    own = 0 if facts.tie_word_embeddings else facts.embedding_parameters
+    is_on_host = workload.embeddings == "host"
+    return (own + facts.layer_table_parameters) * workload.dtype_bytes * is_on_host
 
 
 def why_on_device(facts: ModelFacts, adapter: AdapterSpec) -> str:
