@@ -55,6 +55,9 @@ def shrunk(shape: dict[str, Any]) -> dict[str, Any]:
     if small.get("layer_types"):
         kinds = list(dict.fromkeys(small["layer_types"]))
         small["layer_types"] = (kinds * NUM_LAYERS)[:NUM_LAYERS]
+    if small.get("num_kv_shared_layers"):  # two that have keys and values, and two that read them
+        more = {"num_hidden_layers": 2 * NUM_LAYERS, "num_kv_shared_layers": NUM_LAYERS}
+        small |= {**more, "layer_types": small["layer_types"] * 2, "hidden_size_per_layer_input": 8}
     return small
 
 

@@ -25,7 +25,7 @@ from tests.tools.reference import ROOT, table, with_part
 PAGE = ROOT / "docs" / "guides" / "recipes.md"
 MODELS = (
     *("qwen3.6-35b-a3b", "qwen3.6-27b", "qwen3.5-9b"),
-    *("gemma-4-26b-a4b", "gemma-4-31b"),
+    *("gemma-4-26b-a4b", "gemma-4-31b", "gemma-4-e4b"),
     *("ministral-3-8b", "ministral-3-14b", "mistral-small-4"),
     *("glm-4.7-flash", "nemotron-3-nano-30b-a3b", "lfm2-8b-a1b"),
     *("gpt-oss-20b", "gpt-oss-120b"),
@@ -37,6 +37,7 @@ SHIPPED: Mapping[str, tuple[str, int, int]] = {
     # recipe: model, GiB of VRAM, GiB of RAM
     "gemma3_4b_8gb": ("gemma-3-4b-text", 8, 32),
     "gemma4_26b_16gb": ("gemma-4-26b-a4b", 16, 64),
+    "gemma4_e4b_8gb": ("gemma-4-e4b", 8, 32),
     "glm47_flash_16gb": ("glm-4.7-flash", 16, 64),
     "gptoss_20b_16gb": ("gpt-oss-20b", 16, 64),
     "gptoss_120b_24gb": ("gpt-oss-120b", 24, 64),

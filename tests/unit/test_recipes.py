@@ -25,6 +25,8 @@ PUBLISHED = {
     "gemma-3-4b-text": 3.88,
     "gemma-4-26b-a4b": 25.2,
     "gemma-4-31b": 30.7,
+    "gemma-4-e2b": 4.63,  # 5.1 with towers
+    "gemma-4-e4b": 7.46,  # 8.0 with towers
     "glm-4.7-flash": 29.9,
     "gpt-oss-120b": 116.8,
     "gpt-oss-20b": 20.9,
