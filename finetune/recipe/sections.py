@@ -207,11 +207,6 @@ class DataSection(Section):
         """What is trained on: the sources of the mix, or `path` as the only one."""
         return self.mix or (MixSource(path=self.path or "", revision=self.revision),)
 
-    @property
-    def has_eval(self) -> bool:
-        """Whether any rows are held out."""
-        return self.eval_path is not None or self.eval_frac is not None
-
 
 class OffloadSection(Section):
     """Where the base weights lie and how they travel."""

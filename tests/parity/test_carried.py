@@ -222,6 +222,37 @@ def test_move_weights_that_train_in_ram_have_the_gradients_of_autograd() -> None
     assert apart(found, wanted) <= 4e-6
 
 
+def rows_together(model: nn.Module, batches: list[dict[str, torch.Tensor]]) -> frozenset[int]:
+    engine = Engine(model, device=torch.device("cpu"), options=OPTIONS)
+    try:
+        engine.forward_backward(batches, dropout_seed=0)
+        return engine.rows_together
+    finally:
+        engine.detach()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_all_layers_compute_packed_rows_together(dtype: torch.dtype) -> None:
+    assert rows_together(built(dtype=dtype), packed()) == frozenset(range(NUM_LAYERS))
+
+
+def test_a_reader_that_reads_values_of_other_rows_takes_one_row_after_the_other() -> None:
+    """However little it takes of them: here nothing, as long as all are finite."""
+    model: Any = built()
+
+    def mix(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        shared = kwargs["shared_kv_states"].items()
+        mixed = {n: tuple(x + 0 * x.sum(2, keepdim=True) for x in kv) for n, kv in shared}
+        return args, kwargs | {"shared_kv_states": mixed}
+
+    model.get_base_model().model.layers[4].self_attn.register_forward_pre_hook(
+        mix, with_kwargs=True
+    )
+    alone = [{"input_ids": row, "labels": row.clone()} for row in rows()]
+    assert apart(step(model, packed()), by_autograd(model, alone)) <= 4e-6
+    assert rows_together(model, packed()) == frozenset(range(NUM_LAYERS)) - {4}
+
+
 def test_what_another_layer_replaces_before_any_reads_it_is_not_carried() -> None:
     model: Any = built(dtype=torch.float64)
     model.get_base_model().model.layers[0].self_attn.store_full_length_kv = True

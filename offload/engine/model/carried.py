@@ -15,7 +15,9 @@ alone, and the values of the forward visit stay.
 A layer is passed a mapping of its own, with what the layers below it wrote. So it sees in each
 visit what it saw in the first, and what it writes is collected.
 
-Packed rows have values of their own, so producers and readers take one row after the other.
+Packed rows have values of their own, which a layer that computes all rows at once is passed end to
+end, and which are cut where it writes them. In the trial of that (`offload.engine.safety`) a token
+whose hidden state is NaN has such values too, so no other row may read them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,6 +39,7 @@ from offload.plan.facts.linears import SoftmaxAttention
 _ARGUMENT = "shared_kv_states"
 _STORES, _READS, _NAME = "store_full_length_kv", "is_kv_shared_layer", "layer_type"
 _FIRST_READER = "first_kv_shared_layer_idx"
+_TOKENS_DIM, _NUM_DIMS = 2, 4  # of keys and values (B, H, T, K)
 Values = tuple[torch.Tensor, ...]
 Made = dict[int, dict[str, Values]]
 """The values of one micro-batch, or of one packed row, by the layer that made them, and by name."""
@@ -62,6 +65,52 @@ class FromBelow(Mapping[str, Values]):
 
     def __len__(self) -> int:
         return len(self._visible)
+
+    def keep(self, layer: int, new: Mapping[str, Values]) -> list[torch.Tensor]:
+        """Keep what a layer wrote, unless it is there from its first visit; return its tensors."""
+        leaves = {
+            name: tuple(x.detach().requires_grad_() for x in values) for name, values in new.items()
+        }
+        self.made.setdefault(layer, leaves)
+        return [x for values in new.values() for x in values]
+
+
+class RowsBelow(Mapping[str, Values]):
+    """The values of packed rows, end to end."""
+
+    def __init__(self, rows: Sequence[FromBelow], lens: Sequence[int]) -> None:
+        """Look at those of all rows, which have so many tokens, from a layer."""
+        self._rows, self._lens = rows, list(lens)
+
+    def __getitem__(self, name: str) -> Values:
+        parts = zip(*(row[name] for row in self._rows), strict=True)
+        return tuple(torch.cat(some, dim=_TOKENS_DIM) for some in parts)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows[0])
+
+    def __len__(self) -> int:
+        return len(self._rows[0])
+
+    def values(self) -> Any:
+        """Return what there is in memory: the values of each row."""
+        return [x for row in self._rows for x in row.values()]
+
+    def keep(self, layer: int, new: Mapping[str, Values]) -> list[torch.Tensor]:
+        """Keep what a layer wrote for each row, as `FromBelow.keep`.
+
+        Raises:
+            LookupError: It wrote something else than keys and values of all tokens.
+        """
+        shapes = [x.shape for values in new.values() for x in values]
+        if any(len(s) != _NUM_DIMS or s[_TOKENS_DIM] != sum(self._lens) for s in shapes):
+            raise LookupError(f"layer {layer} hands on values of {shapes}")
+        cut = {n: [x.split(self._lens, _TOKENS_DIM) for x in one] for n, one in new.items()}
+        kept: list[torch.Tensor] = []
+        for i, row in enumerate(self._rows):
+            own = {n: tuple(parts[i] for parts in one) for n, one in cut.items()}
+            kept += row.keep(layer, own)
+        return kept
 
 
 class ForProducer(FromBelow):
@@ -122,39 +171,47 @@ class Carried:
         own = vars(self._owner)
         return patched(*([(own, {_FIRST_READER: None})] if own.get(_FIRST_READER) else []))
 
+    def joined(self, calls: Sequence[PackedCall]) -> tuple[PackedCall, ...]:
+        """Return calls that pass the values of all rows to a layer that computes them at once."""
+        if not self.producers:
+            return tuple(calls)
+        return tuple(
+            replace(call, together=call.together and call.together.with_more({_ARGUMENT: below}))
+            for call in calls
+            for below in [RowsBelow([row.kwargs[_ARGUMENT] for row in call.rows], call.lens)]
+        )
+
     @contextmanager
-    def passing(self, layer: int, call: Call) -> Iterator[Call]:
+    def passing(self, layer: int, call: Call, tried_BTD: torch.Tensor | None) -> Iterator[Call]:
         """Yield a call with a mapping of its own, and keep what a producer writes to it.
 
         Args:
             layer: The layer, which is called meanwhile.
             call: Its arguments.
+            tried_BTD: Its input, if it is not known to keep packed rows apart.
 
         Raises:
-            LookupError: The layer writes or reads values, and the rows are several.
             UnsupportedModelError: Another layer writes, or a producer writes something else.
         """
         given = call.kwargs.get(_ARGUMENT)
         if given is None:
             yield call
             return
-        is_one = isinstance(given, FromBelow)
-        if not is_one and (layer in self.producers or layer in self.sources):
-            raise LookupError(f"`{_ARGUMENT}` of several rows")
-        left = dict(given)
+        before = dict(given)
+        if tried_BTD is not None and not isinstance(given, FromBelow):
+            before = {name: _as_lost(values, tried_BTD) for name, values in before.items()}
+        left = dict(before)
         yield call.with_more({_ARGUMENT: left})
-        new = {name: values for name, values in left.items() if given.get(name) is not values}
+        new = {name: values for name, values in left.items() if before.get(name) is not values}
         if layer in self._unread:
             return
-        if not given.keys() <= left.keys() or bool(new) is not (layer in self.producers):
+        if not before.keys() <= left.keys() or bool(new) is not (layer in self.producers):
             self._refuse(f"has a layer {layer} that changes its arguments")
         tensors = [x for values in new.values() for x in values]
         if not all(isinstance(x, torch.Tensor) and x.is_floating_point() for x in tensors):
             self._refuse(f"has a layer {layer} that hands on more than keys and values")
-        if is_one and new:
-            leaves = {n: tuple(x.detach().requires_grad_() for x in one) for n, one in new.items()}
-            given.made.setdefault(layer, leaves)
-            self._heard += tensors
+        if new and isinstance(given, FromBelow | RowsBelow):  # not in a trial of a wider type
+            self._heard += given.keep(layer, new)
 
     @contextmanager
     def listen(self, _layer: int) -> Iterator[list[torch.Tensor]]:
@@ -206,3 +263,9 @@ class Carried:
             limit="layers may share keys and values, which one of them writes and later ones read",
             hint="train this model resident, with another tool",
         )
+
+
+def _as_lost(values: Values, hidden_BTD: torch.Tensor) -> Values:
+    """Return values that are NaN at the tokens whose hidden states are."""
+    is_lost_BT = hidden_BTD.isnan().flatten(2).any(-1)
+    return tuple(x.masked_fill(is_lost_BT[:, None, :, None], torch.nan) for x in values)

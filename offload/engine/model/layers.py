@@ -418,6 +418,7 @@ class LayeredModel:
         hidden_BTD = torch.cat([notes[0].hidden for notes in by_row[: len(lens)]], dim=1)
         joined = JoinedRows.of(lens, hidden_BTD.device) if self.joins_rows else None
         packed = packed_calls([[note.call for note in notes] for notes in by_row], lens, joined)
+        packed = packed if self.carried is None else self.carried.joined(packed)
         distinct = {id(call): call for call in packed}  # layers share them
         cut = {key: call.cut(leaves) for key, call in distinct.items()}
         shared = tuple(cut[id(call)] for call in packed)
@@ -510,7 +511,11 @@ class LayeredModel:
         before = self._state_of(layer, hidden_BTD, call)
         with (
             nullcontext() if self.fused is None else self.fused.visited(layer),
-            nullcontext(call) if self.carried is None else self.carried.passing(layer, call) as own,
+            nullcontext(call)
+            if self.carried is None
+            else self.carried.passing(
+                layer, call, None if layer in self.verdict.together else hidden_BTD
+            ) as own,
         ):
             if call.is_hidden_keyword:
                 output = module(*call.args, hidden_states=hidden_BTD, **own.kwargs)

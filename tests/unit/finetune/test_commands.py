@@ -282,7 +282,7 @@ def test_preferences_are_learned_by_dpo(capsys) -> None:
     recipe = load_recipe("llama-3.2-1b-pairs.yaml", [])
     assert recipe.objective.method == "dpo"
     assert recipe.train.lr < 1e-5
-    assert not recipe.data.has_eval  # too few rows to hold some out
+    assert recipe.data.eval_frac is None  # too few rows to hold some out
 
 
 @pytest.mark.usefixtures("_rows")

@@ -203,8 +203,6 @@ def test_derived_values_follow_from_their_settings() -> None:
     recipe = make_recipe(offload__vram_budget=1.5, data__eval_frac=0.1)
     assert recipe.offload.vram_budget_bytes == 1_610_612_736
     assert make_recipe().offload.vram_budget_bytes is None
-    assert recipe.data.has_eval
-    assert not make_recipe().data.has_eval
     assert recipe.output.run_dir == Path("runs/small")
     assert make_recipe(output__dir="elsewhere").output.run_dir == Path("elsewhere")
     assert recipe.model.tokenizer_source == "Qwen/Qwen3-0.6B"
