@@ -148,7 +148,7 @@ class _Draft:
         num_padded = sum(len(rows) * lengths[rows[0]] for rows in cut)
         one = replace(request.workload, micro_batch_size=1, seq_len=max(lengths))
         recorded = recorded_bytes(facts, one, is_padded=False) / one.num_tokens
-        hidden = facts.hidden_size * one.dtype_bytes + recorded
+        hidden = (facts.hidden_size + facts.carried_features) * one.dtype_bytes + recorded
         return cls(
             facts=facts,
             machine=machine,

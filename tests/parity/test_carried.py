@@ -29,6 +29,7 @@ from offload.plan.memory.memory import (
 )
 from offload.plan.schedule.op import Kind
 from offload.plan.schedule.schedule import Order
+from offload.plan.scoring import ScoreRequest, plan_scoring
 from offload.plan.sharded import sharded_choice
 from tests.builders import lora, request, workload
 from tests.parity.objectives import ByRow, against_scored, pairs, plain_step
@@ -372,6 +373,26 @@ def test_a_plan_counts_what_a_step_carries_and_its_gradients() -> None:
     of_values, of_gradients = map(sum, zip(*held.values(), strict=True))
     assert (of_values, of_gradients) == (plan[CARRIED], plan[CARRIED_GRADIENTS])
     assert plan[CARRIED] == 3 * NUM_TOKENS * 2 * 2 * NUM_KV_HEADS * WIDE * 4
+
+
+def test_a_plan_of_scores_counts_what_its_passes_carry() -> None:
+    asked = ScoreRequest(
+        workload=workload(),
+        lengths=(NUM_TOKENS,) * 4,
+        num_labels=40,
+        num_adapters=2,
+        adapter_bytes=0,
+        num_slots=2,
+        vram_budget_bytes=None,
+        is_on_disk=False,
+    )
+    facts, machine = facts_of(base_of()), named_machine("rtx4090")
+    sizes = [
+        {x.name: x.num_bytes for x in plan_scoring(one, machine, asked).device_memory}
+        for one in (facts, replace(facts, carried_features=0))
+    ]
+    carried = sizes[0]["hidden states"] - sizes[1]["hidden states"]
+    assert carried == 2 * 4 * NUM_TOKENS * facts.carried_features * 2  # of adapters, rows, bf16
 
 
 def peak_bytes(num_micro_batches: int) -> int:
