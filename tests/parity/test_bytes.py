@@ -132,7 +132,8 @@ def test_a_stash_saves_the_inputs_of_layers_that_keep_no_graph(num_graphs: int) 
 
 
 NUM_ROWS, NUM_PROMPT = 2, 11
-TYPES = ("llama", "qwen3_moe", "gemma3_text", "gpt_oss", "qwen3_next", "gpt2")
+SHARED = "gemma4_text, layers that share keys and values (E2B, E4B)"
+TYPES = ("llama", "qwen3_moe", "gemma3_text", "gpt_oss", "qwen3_next", "gpt2", SHARED)
 
 
 @pytest.mark.thorough

@@ -245,8 +245,15 @@ class Carried:
         layers = list(facts.layers)
         for reader, source in self.sources.items():
             own, num_heads = kinds[reader], kinds[source].num_kv_heads
-            own = replace(own, num_kv_heads=num_heads, num_rotated_heads=own.num_heads)
-            layers[reader] = replace(layers[reader], attention=own)
+            layers[reader] = replace(
+                layers[reader],
+                attention=replace(
+                    own,
+                    num_kv_heads=num_heads,
+                    num_rotated_heads=own.num_heads,
+                    reads_shared=True,
+                ),
+            )
         made = [kinds[source] for source in self.producers]
         features = sum(one.num_kv_heads * (one.qk_dim + one.v_dim) for one in made)
         table = layer_table(self._owner)

@@ -106,6 +106,7 @@ class SoftmaxAttention:
     is_latent: bool = False
     # Whether a fused kernel computes them; none supports sinks or soft caps.
     scores: Scores = "fused"
+    reads_shared: bool = False  # whether keys and values are another layer's
 
     @property
     def width(self) -> float:

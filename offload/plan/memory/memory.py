@@ -892,7 +892,7 @@ def layer_cache_bytes(
         width = attention.num_kv_heads * (attention.qk_dim + attention.v_dim)
         if attention.window is not None:
             num_tokens = min(num_tokens, attention.window - 1 + num_new)
-        return num_tokens * width * dtype_bytes
+        return 0 if attention.reads_shared else num_tokens * width * dtype_bytes
     if isinstance(attention, DeltaAttention):
         state = attention.num_value_heads * attention.key_dim * attention.value_dim
         conv = attention.conv_features * attention.conv_tokens
