@@ -42,6 +42,11 @@ _OWN_LOSS = (
     "has a loss that compares each token's logits with the label in its own place",
     "its loss must be the mean cross-entropy of the next tokens",
 )
+_FRONT_READ = (
+    "does not compute a token's logits from the last layer's output for it alone, but reads a"
+    " tensor that the part before the layers made, and that it was not handed",
+    "what follows the layers must work token by token",
+)
 _SEEN_IN_A_STEP = {
     **dict.fromkeys(("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small"), _OWN_LOSS),
     **dict.fromkeys(("marian", "mbart", "mvp", "pegasus", "plbart", "trocr", "whisper"), _OWN_LOSS),
@@ -54,10 +59,10 @@ _SEEN_IN_A_STEP = {
         " and LoraModel",
         ONE_STATE,
     ),
-    "inkling2_text": (
-        "does not compute a token's logits from the last layer's output for it alone, but reads a"
-        " tensor that the part before the layers made, and that it was not handed",
-        "what follows the layers must work token by token",
+    **dict.fromkeys(("inkling2_text", "inkling2_loop", "inkling2_loop_text"), _FRONT_READ),
+    "dory": (
+        "visits its layers in the order {twice}, not each once, as run by PeftModel and LoraModel",
+        ONE_STATE,
     ),
     "kosmos-2.5": (
         "computes its loss by other code than its `loss_function`",
@@ -99,7 +104,7 @@ def facts_of(model: "PreTrainedModel") -> ModelFacts:
     config: Any = model.config.get_text_config()
     for name in {config.model_type, model.config.model_type} & _SEEN_IN_A_STEP.keys():
         what, limit = _SEEN_IN_A_STEP[name]
-        layered.refuse(what, limit=limit)
+        layered.refuse(what.format(twice=[*range(len(layered.layers))] * 2), limit=limit)
     reader = Reader(
         config=_flat(config.to_dict()),
         hidden=config.hidden_size,
