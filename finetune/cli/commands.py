@@ -310,8 +310,11 @@ def validate(recipe: Source, overrides: Overrides = None) -> None:
 
     with explained(recipe):
         checked = load_recipe(recipe, overrides or [])
-        check(checked, note=warn)
+        notes: list[str] = []
+        check(checked, note=notes.append)
         print_text(resolved_yaml(checked).rstrip())
+        for one in notes:
+            warn(one)
 
 
 GoalName = Annotated[
@@ -616,7 +619,9 @@ def data(
 
 
 def generate(
-    run_dir: Annotated[Path, typer.Argument(help="A finished run's directory.")],
+    run_dir: Annotated[
+        Path, typer.Argument(help="A run's directory, finished or with a checkpoint.")
+    ],
     *,
     prompt: Annotated[str, typer.Option(help="What to ask.")],
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 64,
@@ -626,7 +631,7 @@ def generate(
     seed: DrawSeed = None,
     stop: Annotated[list[str] | None, typer.Option(help="A text that ends the answer.")] = None,
 ) -> None:
-    """Answer a prompt with a finished run's adapter."""
+    """Answer a prompt with a run's adapter, or that of its newest checkpoint."""
     with explained(str(run_dir)):
         from finetune.commands.generate import answer_prompt
         from finetune.model.tokenizer import chosen_by
@@ -647,7 +652,9 @@ def generate(
 
 
 def chat(
-    run_dir: Annotated[Path, typer.Argument(help="A finished run's directory.")],
+    run_dir: Annotated[
+        Path, typer.Argument(help="A run's directory, finished or with a checkpoint.")
+    ],
     *,
     has_base: Annotated[
         bool, typer.Option("--compare", help="Let the base answer too, without the adapter.")
@@ -658,7 +665,7 @@ def chat(
     top_p: TopP = None,
     seed: DrawSeed = None,
 ) -> None:
-    """Talk with a finished run's model; it remembers what was said."""
+    """Talk with a run's model, or its newest checkpoint's; it remembers what was said."""
     with explained(str(run_dir)):
         from finetune.commands.chat import Chat
         from finetune.model.tokenizer import chosen_by

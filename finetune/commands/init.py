@@ -138,7 +138,14 @@ def rows_of(path: str, model: WantedModel, note: Note) -> Look:
 
     Raises:
         DataError: There is nothing there, or a row cannot be used.
+        ConfigError: The model has no tokenizer.
     """
+    if "path" not in model.settings:
+        raise ConfigError(
+            f"{model.name} is a shape without weights and without a tokenizer",
+            limit="rows are learned as the tokens of a model",
+            hint="`--model qwen3-0.6b`; `sluice finetune quickstart` tries the program",
+        )
     return look_at(path, tokenizer=model.settings.get("path"), note=note)
 
 

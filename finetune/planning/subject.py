@@ -249,7 +249,12 @@ def wanted_model(text: str) -> WantedModel:
     if text in shipped_shapes() and text not in ids:
         note = "a shape to try the program with: its weights are random"
         return WantedModel(name=text, settings={"config": text, "init": "random"}, note=note)
-    name = named_shape(text)
+    try:
+        name = named_shape(text)
+    except ConfigError:
+        if is_id:
+            _source(text)  # which says why it is not asked for
+        raise
     note = "planned as the text model of it alone" if name.endswith("-text") else ""
     return WantedModel(name=name.removesuffix("-text"), settings={"path": ids[name]}, note=note)
 

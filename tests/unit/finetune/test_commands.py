@@ -293,11 +293,21 @@ def test_rows_decide_how_long_sequences_are_within_what_fits(capsys) -> None:
     recipe = load_recipe("llama-3.2-1b-rows.yaml", [])
     assert recipe.train.seq_len == 6144
     assert recipe.train.tokens_per_step == 6144
+    assert recipe.train.num_warmup_steps(1) == 0
     out = capsys.readouterr().out
     assert "\n1 step an epoch: a step has one sequence, the least; `train.epochs: 3` " in out
     written = Path("llama-3.2-1b-rows.yaml").read_text()
     why = "# 1 step an epoch: a step has one sequence, the least:"
     assert f"  {why}\n  tokens_per_step: 6144\n" in written
+
+
+@pytest.mark.usefixtures("_rows")
+def test_a_shape_without_a_tokenizer_learns_no_rows(capsys) -> None:
+    assert run(*words(model="tiny-qwen3"), "--yes") == 1
+    assert (
+        "tiny-qwen3 is a shape without weights and without a tokenizer" in capsys.readouterr().err
+    )
+    assert not list(Path().glob("*.yaml"))
 
 
 @pytest.mark.usefixtures("_rows")
