@@ -554,7 +554,7 @@ def test_a_card_stands_in_for_a_smaller_one_and_for_no_larger_one() -> None:
     assert capped(H200, part).vram_bytes == 24 * GIB
     nearly = replace(H200, vram_bytes=int(23.5 * GIB))
     assert capped(nearly, part) == nearly
-    with pytest.raises(DoesNotFitError, match=r"has 14\.7 GiB; this part is for a card of 24 GiB"):
+    with pytest.raises(DoesNotFitError, match=r"has 14\.0 GiB; this part is for a card of 24 GiB"):
         capped(named_machine("rtx4080"), part)
 
 
