@@ -565,7 +565,8 @@ def test_a_run_goes_on_with_its_shares_and_on_other_ranks_with_others(
     more = {rank: ["--machine", file] for rank, file in enumerate(reversed(files))}
     ranks = forked.start_machines("finetune", recipe, "--resume", sizes=(1, 1), more=more)
     assert [rank.end() for rank in ranks] == [0, 0], [rank.shown for rank in ranks]
-    assert "this is the plan of rank 0, which takes 4" in " ".join(ranks[0].shown.split())
+    assert load_recipe(str(tmp_path / "run" / "recipe.yaml"), []).train.shares == (4, 2)
+    assert "Ranks: each one's share" in ranks[0].shown
     assert_same_training(tmp_path / "run", tmp_path / "one")
     shutil.rmtree(tmp_path / "run" / "checkpoints" / last.name)
     assert run("finetune", recipe, "--machine", machine_file, "--resume") == 0
