@@ -657,13 +657,13 @@ def test_a_refusal_names_what_takes_the_memory_and_what_makes_it_less(capsys) ->
     words = ("plan", "gpt-oss-120b", "--machine", "rtx5090")
     assert run(*words, "train.seq_len=32768") == 3
     err = capsys.readouterr().err
-    assert "428.43 GiB of device memory" in err
+    assert "422.36 GiB of device memory" in err
     assert "  256.18 GiB  one visit: gradients; less with a shorter `train.seq_len`\n" in err
     assert "  128.00 GiB  one visit: attention scores; less with a shorter `train.seq_len`" in err
     assert "`train.micro_batch_size`" not in err  # it is 1
     assert run(*words) == 3
     err = capsys.readouterr().err
-    assert "  164.56 GiB  slab; less with `offload.tier: disk`, `offload.codec: nf4`\n" in err
+    assert "    58.61 GiB  slab; less with `offload.tier: disk`, `offload.codec: nf4`\n" in err
     assert "of device memory" not in err
     assert "hint: `offload.tier: disk`" in err
     assert run(*words, "offload.tier=disk") == 0
