@@ -446,7 +446,7 @@ def test_logs_are_objects_with_each_step_or_nothing(
     events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [e["loss"] for e in events if e["event"] == "step"] == losses(tmp_path / "run")
     assert {e["event"] for e in events} == {"note", "table", "step", "evaluation"}
-    assert events[-2]["text"] == f"Report:  {tmp_path / 'run' / 'report.html'}"
+    assert events[-3]["text"] == f"Report:  {tmp_path / 'run' / 'report.html'}"
     assert run(*words, "--overwrite", "--quiet") == 0
     assert capsys.readouterr().out == ""
     assert run(*words, "--quiet", "--json-logs") == 1

@@ -668,9 +668,11 @@ def test_how_a_run_was_trained_decides_how_it_is_merged(
     assert run("merge", finished, "--out", merged) == 1
     assert "trained a model of random weights; " in capsys.readouterr().err
 
+    assert run("export", finished, "--llama-cpp", finished) == 1
+    assert "holds no convert_hf_to_gguf.py; " in capsys.readouterr().err
     shutil.rmtree(finished / "adapter")
     assert run("merge", finished, "--out", merged) == 1
     assert "run holds no finished run; " in capsys.readouterr().err
-    assert run("export", finished, "--llama-cpp", finished) == 1
-    assert "holds no convert_hf_to_gguf.py; " in capsys.readouterr().err
+    assert run("export", finished) == 1
+    assert "run holds no finished run; " in capsys.readouterr().err
     assert not merged.exists()
