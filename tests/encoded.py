@@ -1,7 +1,12 @@
 """Tensors written in a codec and read back, and the memory that takes."""
 
-from collections.abc import Callable
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
 
+import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
@@ -30,3 +35,14 @@ def peak_bytes(work: Callable[[], object]) -> int:
         held += event.nbytes()
         peak = max(peak, held)
     return peak
+
+
+@contextmanager
+def interpreted(kernel: str) -> Iterator[ModuleType]:
+    """Import a module of kernels to be interpreted: Triton looks when they are defined."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        patch.delitem(sys.modules, kernel, raising=False)
+        yield importlib.import_module(kernel)
+    sys.modules.pop(kernel, None)

@@ -31,7 +31,7 @@ class Published:
 
 
 def write_both(folder: Path, config: PreTrainedConfig, form: Published) -> tuple[Path, Path]:
-    """Write a checkpoint in a form, and the plain one that it stands for."""
+    """Write a checkpoint in a form, and a plain one of the same values."""
 
     def packed(name: str, values: torch.Tensor) -> Mapping[str, torch.Tensor]:
         return form.publish(name, values)[0] if is_linear(name, values) else {name: values}

@@ -71,7 +71,7 @@ def answered(
     """Return the value of a flag, or of what is typed; what cannot be read is asked for again.
 
     Args:
-        question: What is asked, without what stands behind it.
+        question: The question, without a default and a colon.
         flag: The options that answer it.
         given: The value of one of them.
         read: Makes a value of an answer.

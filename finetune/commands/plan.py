@@ -155,8 +155,6 @@ def planned(
         cards = [host.machine(name, dtype=dtype) for name in named]
         return _of_ranks(subject, cards, form=form, setting=MACHINE)
     here = _one_machine(machine, host, dtype=dtype, note=note)
-    if machine is None and host.vram_gib is not None:
-        subject = replace(subject, notes=(*subject.notes, assumed(here)))
     return _one_plan(subject, here, num_gpus=host.num_gpus, wants_ways=wants_ways, form=form)
 
 
@@ -164,7 +162,10 @@ def _one_machine(
     name: str | None, host: HostOptions, *, dtype: Dtype, note: Callable[[str], None]
 ) -> Machine:
     if name is not None or host.vram_gib is not None:
-        return host.machine(name, dtype=dtype)
+        machine = host.machine(name, dtype=dtype)
+        if name is None:
+            note(assumed(machine))
+        return machine
     numbers = {"--ram": host.ram_gib, "--link": host.link_gb_per_s}
     given = {flag: "" if value is None else f"{value:g}" for flag, value in numbers.items()}
     given["--interconnect"] = host.interconnect or ""

@@ -53,7 +53,9 @@ class Prepared:
     """A finished run whose model is not loaded yet."""
 
     run: RunDir  # its directory
-    step: int | None  # of the checkpoint that answers; None: the finished run does
+    step: (
+        int | None
+    )  # the steps that the checkpoint which answers has had; None: the run is finished
     recipe: Recipe  # its recipe; of a run that trained all weights, with the model that it has left
     tokenizer: "PreTrainedTokenizerBase"  # the model's
     facts: "ModelFacts"  # the model's shapes
@@ -65,7 +67,7 @@ class Prepared:
         """Plan how a run's model is computed.
 
         Args:
-            run_dir: Of a finished run, or of one that has a checkpoint: the newest answers.
+            run_dir: The directory of a run that is finished, or has a checkpoint to answer.
             note: Reports what the user should know about the adapter.
 
         Raises:

@@ -47,7 +47,7 @@ class Packing:
 class Form:
     """A way to publish quantised weights: a `quant_method`."""
 
-    doc: str  # what of it is read, in a refusal
+    doc: str  # the variants that are read, as a refusal names them
     # Returns the packings by the `quantization_config`, the first that a tensor has the mark of
     # being its own. Raises a FieldError for what is not read.
     packings: Callable[[Mapping[str, Any]], Sequence[Packing]]
@@ -59,8 +59,8 @@ class FieldError(Exception):
     """A field of a `quantization_config` has a value that is not read.
 
     Attributes:
-        field: Its dotted name.
-        value: Its value; None if it is missing.
+        field: The dotted name of the field.
+        value: The value of the field; None if it is missing.
     """
 
     def __init__(self, field: str, value: object) -> None:
@@ -77,7 +77,7 @@ def require_fields(
     """Refuse a field that is not known and says anything, or a value that is not read.
 
     Args:
-        fields: Of a part of the `quantization_config`.
+        fields: The fields of a part of the `quantization_config`.
         known: The values that are read, by name; None for any, as the weights do not depend on it.
         place: The dotted name of the part, with a dot at its end.
 
@@ -105,7 +105,7 @@ def form_of(quantization: Mapping[str, Any], path: str) -> tuple[Form, Sequence[
 
     Args:
         quantization: The `quantization_config` of its config.json.
-        path: Its name in errors.
+        path: The name of the checkpoint in errors.
 
     Raises:
         ModelError: It is not read.
@@ -129,9 +129,9 @@ def form_of(quantization: Mapping[str, Any], path: str) -> tuple[Form, Sequence[
 class Packed:
     """A tensor that is quantised."""
 
-    packing: Packing  # how
-    read: Callable[[], Parts]  # returns its parts, mapped
-    what: str  # its name and its checkpoint's, in errors
+    packing: Packing  # how the tensor is stored
+    read: Callable[[], Parts]  # returns the stored parts, mapped
+    what: str  # the names of the tensor and of its checkpoint, in errors
 
     def values(self) -> Tensor:
         """Return what it decodes to.
@@ -151,9 +151,9 @@ def find_packed(
     """Return the tensors of a checkpoint that are quantised, and the names of plain ones.
 
     Args:
-        published: What returns each of its tensors, mapped.
+        published: A function for each tensor of the checkpoint, by name, that returns it mapped.
         quantization: The `quantization_config` of its config.json.
-        path: Its name in errors.
+        path: The name of the checkpoint in errors.
 
     Raises:
         ModelError: Its form is not read, or a part of a packed tensor is missing.

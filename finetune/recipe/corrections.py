@@ -415,7 +415,7 @@ def _note_wrong_source(
     Args:
         draft: The recipe.
         place: The entry's number, and the setting in it if it is one that is wrong.
-        value: What is there.
+        value: The value in that place.
         fixed: Settings that were fixed; gets `data.mix`.
     """
     number, *keys = place

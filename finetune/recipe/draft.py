@@ -143,7 +143,7 @@ def read_draft(name: str, text: str) -> Draft:
 
     Args:
         name: The file as it is shown in errors.
-        text: What the file holds.
+        text: The text of the file.
 
     Raises:
         ConfigError: The text is not YAML, is empty, or is not sections of settings.
@@ -237,7 +237,7 @@ def apply_overrides(
     command line takes precedence.
 
     Args:
-        draft: What the file says; changed in place.
+        draft: The settings of the file; changed in place.
         overrides: Settings of the command line, each value written as YAML.
         rivals: Pairs of dotted paths of which one at most may be set.
     """

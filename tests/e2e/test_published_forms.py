@@ -1,4 +1,4 @@
-"""Runs on bases that are published quantised, and on the plain bases that these stand for."""
+"""Runs on bases that are published quantised, and on plain bases of the same values."""
 
 import json
 from collections.abc import Callable

@@ -24,6 +24,7 @@ from transformers import (
 
 import offload
 from offload.engine.engine import Engine, EngineOptions
+from offload.engine.tracing.tracer import LiveBytes, Tracer
 from offload.plan.schedule.schedule import Order
 
 OPTIONS = EngineOptions(
@@ -176,3 +177,16 @@ def with_outputs(model: Any, num: int) -> Any:
     base.lm_head = head
     base.config.vocab_size = base.vocab_size = num
     return model
+
+
+def second_step_bytes(engine: Engine, batches: Any) -> int:
+    """Return the most bytes of tensors that are live in a second step, and end the engine."""
+    memory = LiveBytes()
+    try:
+        with Tracer(memory):
+            engine.forward_backward(batches)
+            memory.reset_peak()
+            engine.forward_backward(batches)
+            return memory.peak_bytes
+    finally:
+        engine.detach()

@@ -55,7 +55,7 @@ from offload.plan.sharded import SHARDS, as_sharded, sharded_plan
 from tests.builders import lora, model_facts, request, workload
 from tests.doubles import HookedDevice
 from tests.parity.objectives import ByRow, pairs, sigmoid
-from tests.parity.steps import OPTIONS
+from tests.parity.steps import OPTIONS, second_step_bytes
 from tests.parity.tiny_models import tiny_model
 from tests.tiers import mostly_slow, tiered
 from tests.visits import MIXTURES, OFF, ON, PARTS, SHAPES, Levers, counted_visit, priced_visit
@@ -85,16 +85,7 @@ def peak_bytes(
     model = get_peft_model(LlamaForCausalLM(config), lora).train()
     engine = Engine(model, device=torch.device("cpu"), options=options)
     ids = torch.zeros(1, T, dtype=torch.long)
-    batches = [{"input_ids": ids, "labels": ids}] * num_micro_batches
-    memory = LiveBytes()
-    try:
-        with Tracer(memory):
-            engine.forward_backward(batches)
-            memory.reset_peak()
-            engine.forward_backward(batches)
-            return memory.peak_bytes
-    finally:
-        engine.detach()
+    return second_step_bytes(engine, [{"input_ids": ids, "labels": ids}] * num_micro_batches)
 
 
 @pytest.mark.slow

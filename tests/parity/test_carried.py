@@ -14,7 +14,6 @@ from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 from finetune.model.facts import facts_of
 from offload.engine.engine import Engine, EngineOptions
 from offload.engine.model.layers import LayeredModel
-from offload.engine.tracing.tracer import LiveBytes, Tracer
 from offload.errors import UnsupportedModelError
 from offload.plan.facts.trainable import prefix_spec
 from offload.plan.facts.workload import embedding_bytes, most_rows_bytes
@@ -33,7 +32,7 @@ from offload.plan.scoring import ScoreRequest, plan_scoring
 from offload.plan.sharded import sharded_choice
 from tests.builders import lora, request, workload
 from tests.parity.objectives import ByRow, against_scored, pairs, plain_step
-from tests.parity.steps import OPTIONS
+from tests.parity.steps import OPTIONS, second_step_bytes
 from tests.tiers import mostly_slow
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -397,15 +396,7 @@ def test_a_plan_of_scores_counts_what_its_passes_carry() -> None:
 
 def peak_bytes(num_micro_batches: int) -> int:
     engine = Engine(built(head_dim=WIDE), device=torch.device("cpu"), options=OPTIONS)
-    batches, memory = [{"input_ids": IDS, "labels": IDS}] * num_micro_batches, LiveBytes()
-    try:
-        with Tracer(memory):
-            engine.forward_backward(batches)
-            memory.reset_peak()
-            engine.forward_backward(batches)
-            return memory.peak_bytes
-    finally:
-        engine.detach()
+    return second_step_bytes(engine, [{"input_ids": IDS, "labels": IDS}] * num_micro_batches)
 
 
 def test_a_step_takes_no_more_for_each_micro_batch_than_a_plan_counts() -> None:

@@ -18,7 +18,7 @@ def looked_up(codes: Tensor, numbers: Sequence[float], kind: dtype) -> Tensor:
 
     Args:
         codes: Bytes (N, M), of 16 numbers two in a byte, the low four bits first.
-        numbers: What each code means, 16 or 256.
+        numbers: The value of each code: 16 of them, or 256.
         kind: The type of the result.
 
     Returns:
@@ -46,11 +46,11 @@ def decode(
     """Return weights (N, num_columns): numbers less zero points, times scales, rounded once.
 
     Args:
-        codes: As `looked_up` takes them; perhaps more than there are columns.
-        numbers: What each code means.
+        codes: Bytes in the form of `looked_up`; a row may end in some that are of no column.
+        numbers: The value of each code.
         scales: (N, G) for G groups of columns, in the type of the product.
-        zeros: (N, G), what is subtracted; None for nothing.
-        groups: (num_columns,) the group of each column; None for as many in each, in order.
+        zeros: Zero points (N, G), which are subtracted; None for none.
+        groups: (num_columns,), the group of each column; None for as many in each, in order.
         num_columns: Weights of a row.
         kind: The type of the result.
 

@@ -57,8 +57,8 @@ def scaled(codes: Tensor, scales: Tensor, size: tuple[int, int] | None) -> Tenso
 
     Args:
         codes: float8 or int8 (..., rows, columns).
-        scales: By block of `size`, the last of a row or column being perhaps a part of one; or
-            without a size, one number, one for each row (..., rows, 1), or one for each matrix.
+        scales: One for each block of `size`, of which the last in a row or column may be smaller;
+            without a size, one in all, one for each row (..., rows, 1), or one for each matrix.
         size: Rows and columns of a block.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Keys and values that one layer computes and later layers read, carried beside the hidden state.
+"""Keys and values that one layer computes and later layers read, from visit to visit.
 
 Problem. In Gemma 4 E2B and E4B most layers have no keys and values of their own: they read those of
 the last layer of their type that has. The model passes a mapping to all layers, one writes to it,
@@ -104,7 +104,7 @@ class RowsBelow(Mapping[str, Values]):
         """
         shapes = [x.shape for values in new.values() for x in values]
         if any(len(s) != _NUM_DIMS or s[_TOKENS_DIM] != sum(self._lens) for s in shapes):
-            raise LookupError(f"layer {layer} hands on values of {shapes}")
+            raise LookupError(f"layer {layer} writes values of {shapes}")
         cut = {n: [x.split(self._lens, _TOKENS_DIM) for x in one] for n, one in new.items()}
         kept: list[torch.Tensor] = []
         for i, row in enumerate(self._rows):
@@ -118,7 +118,7 @@ class ForProducer(FromBelow):
 
 
 class Carried:
-    """What the layers of a model hand on by a mapping that they are all passed.
+    """The keys and values that a model's layers share, through a mapping that all are passed.
 
     Attributes:
         sources: The layer whose keys and values each reader reads.
@@ -128,7 +128,7 @@ class Carried:
         """Find the layers that write to it, and those that read.
 
         Args:
-            name: Of the model, for errors.
+            name: The name of the model, for errors.
             owner: The module that calls the layers.
             layers: The layers, without a loss by their routers.
         """
@@ -167,7 +167,7 @@ class Carried:
         ]
 
     def whole_rows(self) -> AbstractContextManager[None]:
-        """Let the model hand all tokens on to readers: it may cut rows where it generates."""
+        """Have readers compute all tokens: where it generates, the model may leave some out."""
         own = vars(self._owner)
         return patched(*([(own, {_FIRST_READER: None})] if own.get(_FIRST_READER) else []))
 
@@ -209,13 +209,13 @@ class Carried:
             self._refuse(f"has a layer {layer} that changes its arguments")
         tensors = [x for values in new.values() for x in values]
         if not all(isinstance(x, torch.Tensor) and x.is_floating_point() for x in tensors):
-            self._refuse(f"has a layer {layer} that hands on more than keys and values")
+            self._refuse(f"has a layer {layer} that writes more than keys and values")
         if new and isinstance(given, FromBelow | RowsBelow):  # not in a trial of a wider type
             self._heard += given.keep(layer, new)
 
     @contextmanager
     def listen(self, _layer: int) -> Iterator[list[torch.Tensor]]:
-        """Collect what a layer hands on in one visit, with its graph."""
+        """Collect the values that a layer writes in one visit, with their graph."""
         self._heard = heard = list[torch.Tensor]()
         try:
             yield heard
@@ -239,7 +239,7 @@ class Carried:
         """Return facts whose readers have the keys and values that they read, and of the table.
 
         Args:
-            facts: As read off the layers' own modules, of which readers have none for them.
+            facts: Facts read off the layers alone, in which readers have no keys and values.
         """
         kinds = [cast("SoftmaxAttention", layer.attention) for layer in facts.layers]
         layers = list(facts.layers)

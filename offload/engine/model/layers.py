@@ -366,7 +366,7 @@ class LayeredModel:
             [m for m in layer.modules() if list(m.buffers(recurse=False))] for layer in self.layers
         ]
         self.carried: Carried | None = None
-        """What layers hand on besides the hidden state, of models that may."""
+        """The keys and values that layers share; None in models that have no such setting."""
         if hasattr(text_config, "num_kv_shared_layers") and not has_router_loss:
             from offload.engine.model import carried
 
@@ -532,7 +532,7 @@ class LayeredModel:
         return cast("torch.Tensor", output[0] if isinstance(output, tuple | list) else output)
 
     def listening(self, layer: int) -> AbstractContextManager[list[torch.Tensor]]:
-        """Collect router logits that have a loss, or what a layer hands on, in one visit."""
+        """Collect router logits that have a loss, or keys and values to share, in one visit."""
         heard = self.carried or self.router_loss
         return nullcontext([]) if heard is None else heard.listen(layer)
 

@@ -223,9 +223,11 @@ def test_memory_alone_takes_the_slowest_card_that_has_it_with_units_or_without(c
     named = printed(capsys, *words[:2], "--machine", "rtx3060", "--ram", "64")
     for vram, ram in (("12", "64"), ("12GB", "64 GiB"), ("12g", "64gb")):
         assert run(*words, "--vram", vram, "--ram", ram) == 0
-        found = json.loads(capsys.readouterr().out)
-        assert "slowest known desktop card with 12.00 GiB" in found.pop("notes")[0]
-        assert found == {key: value for key, value in named.items() if key != "notes"}
+        out, err = capsys.readouterr()
+        assert "slowest known desktop card with 12.00 GiB" in err
+        assert json.loads(out) == named
+    assert run("plan", SMALL, "--runs", "2", "--vram", "12") == 0
+    assert "the rates are those of rtx3060, the slowest" in capsys.readouterr().err
     small = printed(capsys, *words[:2], "--vram", "8")
     assert small["machine"] == "rtx3060-8gb"
     for wrong in ("0", "twelve", "12MB", "-1", "inf"):

@@ -2,7 +2,6 @@
 
 import importlib
 import re
-import sys
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -21,7 +20,7 @@ from offload.engine.codec import form_named
 from offload.errors import CodecError
 from offload.plan.facts.codec import CODECS
 from tests.compiled import able_to_compile
-from tests.encoded import decoded, encoded, peak_bytes
+from tests.encoded import decoded, encoded, interpreted, peak_bytes
 from tests.tiers import mostly_slow
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -432,13 +431,8 @@ def test_positions_are_wide_enough_for_very_large_tensors() -> None:
 
 @pytest.fixture
 def kernel() -> Iterator[ModuleType]:
-    """The kernels, interpreted: Triton looks when they are defined."""
-    pytest.importorskip("triton", reason="Triton is not installed")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        patch.delitem(sys.modules, KERNEL, raising=False)
-        yield importlib.import_module(KERNEL)
-    sys.modules.pop(KERNEL, None)
+    with interpreted(KERNEL) as found:
+        yield found
 
 
 @pytest.mark.thorough

@@ -1,7 +1,6 @@
 """The codec of experts that were published in MXFP4: every bit back, or a refusal."""
 
 import importlib
-import sys
 from collections.abc import Iterator
 from types import ModuleType
 
@@ -15,7 +14,7 @@ from offload.codecs.mxfp4.groups import shaped
 from offload.engine.codec import form_named
 from offload.errors import CodecError
 from tests.compiled import able_to_compile
-from tests.encoded import decoded, encoded, peak_bytes
+from tests.encoded import decoded, encoded, interpreted, peak_bytes
 from tests.tiers import mostly_slow
 
 MXFP4 = form_named("mxfp4")
@@ -96,13 +95,8 @@ def test_decoding_on_the_host_takes_what_is_planned() -> None:
 
 @pytest.fixture
 def kernel() -> Iterator[ModuleType]:
-    """The kernel, interpreted: Triton looks when it is defined."""
-    pytest.importorskip("triton", reason="Triton is not installed")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        patch.delitem(sys.modules, KERNEL, raising=False)
-        yield importlib.import_module(KERNEL)
-    sys.modules.pop(KERNEL, None)
+    with interpreted(KERNEL) as found:
+        yield found
 
 
 @pytest.mark.parametrize("num_out", [1, 127, 128, 300])
