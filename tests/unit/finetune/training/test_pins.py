@@ -9,10 +9,10 @@ import pytest
 
 from finetune.errors import ConfigError, DataError, ModelError
 from finetune.files.shards import SINGLE
-from finetune.recipe.recipe import Recipe
+from finetune.recipe.recipe import Recipe, with_settings
 from finetune.run.run_dir import as_begun
-from finetune.training.pins import check, pinned
-from finetune.training.preflight import other_base, require_tokenizer, require_weights
+from finetune.training.pins import check, pinned, repositories
+from finetune.training.preflight import other_base, reads_hub, require_tokenizer, require_weights
 from finetune.training.ranks import Ranks
 from tests.hub import Hub, ask, commit_of, hub
 
@@ -57,6 +57,35 @@ def pin(recipe: Recipe) -> tuple[Recipe, list[str]]:
     recipe = pinned(recipe, ranks=Ranks(), note=notes.append)
     require_tokenizer(recipe.model)
     return recipe, notes
+
+
+HERE = {"config": "tiny-qwen3", "init": "random", "path": None}
+ROWS_HERE = {"path": "rows.jsonl"}
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "place"),
+    [
+        (None, ROWS_HERE, "model.revision"),
+        ({**HERE, "tokenizer": "own/model"}, ROWS_HERE, "model.tokenizer_revision"),
+        (HERE, DATA, "data.revision"),
+        (HERE, {**ROWS_HERE, "eval_path": "own/rows"}, "data.eval_revision"),
+        (HERE, {"mix": [ROWS_HERE | {"weight": 1}, DATA | {"weight": 1}]}, "data.mix[1].revision"),
+        (HERE, ROWS_HERE, None),
+    ],
+)
+def test_what_is_pinned_is_what_a_run_asks_the_hub_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: Any, data: Any, place: str | None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text("")
+    recipe = recipe_of(model, data)
+    assert list(repositories(recipe)) == ([] if place is None else [place])
+    assert reads_hub(recipe) is (place is not None)
+    where = place or "data.revision"
+    if not where.startswith("data.mix"):  # a revision of what is here is refused, and not ignored
+        local = recipe_of(HERE, ROWS_HERE | {"eval_path": "rows.jsonl"})
+        assert reads_hub(with_settings(local, {where: "main"}))
 
 
 def test_a_run_keeps_the_commits_of_model_and_rows(served: Hub) -> None:
