@@ -90,6 +90,10 @@ def nvfp4(name: str, values: torch.Tensor) -> Decoded:
     return {name + ending: part for ending, part in parts.items()}, decoded
 
 
+def nvfp4_but_attention(name: str, values: torch.Tensor) -> Decoded:
+    return ({name: values}, values) if "self_attn" in name else nvfp4(name, values)
+
+
 def mixed(name: str, values: torch.Tensor) -> Decoded:
     """Pack attention in float8 and the rest in NVFP4, as one checkpoint of compressed-tensors."""
     return (float8_per_row if "self_attn" in name else nvfp4)(name, values)
@@ -155,11 +159,14 @@ def int4_with_zeros(name: str, values: torch.Tensor) -> Decoded:
     return int4(name, values, has_zeros=True)
 
 
-def gptq(name: str, values: torch.Tensor, *, is_v2: bool = False) -> Decoded:
+def gptq(
+    name: str, values: torch.Tensor, *, is_v2: bool = False, is_in_order: bool = False
+) -> Decoded:
     """Pack in groups of 32 features that are not one after the other, as `desc_act` leaves them."""
     rows, columns = values.shape
     codes, zeros, scales = _float16(name, rows, columns)
-    order = _random(name + "o").permutation(np.arange(columns) // 32)
+    order = np.arange(columns) // 32
+    order = order if is_in_order else _random(name + "o").permutation(order)
     base, stored = name.removesuffix("weight"), zeros if is_v2 else zeros - 1
     parts = {
         "qweight": _words(codes).t().contiguous(),
@@ -170,6 +177,10 @@ def gptq(name: str, values: torch.Tensor, *, is_v2: bool = False) -> Decoded:
     product = (codes - zeros[:, order]).astype(np.float64) * scales.double().numpy()[:, order]
     decoded = torch.from_numpy(product).half().bfloat16()
     return {base + part: tensor for part, tensor in parts.items()}, decoded
+
+
+def gptq_in_order(name: str, values: torch.Tensor) -> Decoded:
+    return gptq(name, values, is_in_order=True)
 
 
 def gptq_v2(name: str, values: torch.Tensor) -> Decoded:
@@ -245,6 +256,11 @@ FORMS: Mapping[str, Published] = {
         publish=nvfp4,
         quantization=groups("nvfp4-pack-quantized", **_NVFP4),
     ),
+    "nvfp4 and plain attention": Published(
+        publish=nvfp4_but_attention,
+        quantization=groups("nvfp4-pack-quantized", **_NVFP4)
+        | {"ignore": ["lm_head", "re:.*self_attn.*", "model.layers.1.mlp.gate"]},
+    ),
     "mixed": Published(
         publish=mixed,
         quantization={
@@ -263,7 +279,7 @@ FORMS: Mapping[str, Published] = {
             "quant_algo": "MIXED_PRECISION",
             "quantized_layers": {
                 "model.layers.0.self_attn.q_proj": {"quant_algo": "FP8"},
-                "model.layers.0.mlp.gate_proj": {"quant_algo": "NVFP4", "group_size": 16},
+                "model.layers.*.mlp*": {"quant_algo": "NVFP4", "group_size": 16},
             },
             "ignore": ["lm_head"],
             "producer": {"name": "modelopt", "version": "0.47.0"},
@@ -277,6 +293,7 @@ FORMS: Mapping[str, Published] = {
     ),
     "int4": Published(publish=int4, quantization=groups("pack-quantized", **_INT4)),
     "gptq": Published(publish=gptq, quantization=_GPTQ),
+    "gptq in order": Published(publish=gptq_in_order, quantization=_GPTQ | {"desc_act": False}),
     "gptq_v2": Published(
         publish=gptq_v2, quantization=_GPTQ | {"checkpoint_format": "gptq_v2", "sym": False}
     ),

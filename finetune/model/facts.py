@@ -7,10 +7,12 @@ token mixing is treated as a recurrence with the state size that the config name
 
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finetune.model.config import quantization_of
 from finetune.model.empty import empty_from, implementation_of, linear_modules
 from finetune.model.layer_facts import Reader, is_norm
 from offload.engine.experts.products import reason_outside
@@ -84,11 +86,22 @@ def facts_from(config: Mapping[str, Any], *, folder: Path | None = None) -> Mode
         UnsupportedModelError: It cannot be trained layer by layer, or what it computes cannot be
             determined.
     """
-    return facts_of(empty_from(config, folder=folder).requires_grad_(requires_grad=False))
+    model = empty_from(config, folder=folder).requires_grad_(requires_grad=False)
+    quantization = quantization_of(config)
+    if quantization is None:
+        return facts_of(model)
+    from finetune.model.form import kept_parameters
+
+    published, kept = kept_parameters(model, quantization)
+    return replace(facts_of(model, kept), published=published)
 
 
-def facts_of(model: "PreTrainedModel") -> ModelFacts:
+def facts_of(model: "PreTrainedModel", kept: Set[str] = frozenset()) -> ModelFacts:
     """Read the facts off a model, without its image and audio towers.
+
+    Args:
+        model: Perhaps without values.
+        kept: Names of the parameters that a codec keeps as they were published.
 
     Raises:
         UnsupportedModelError: Its layers cannot be identified, or share weights.
@@ -129,11 +142,14 @@ def facts_of(model: "PreTrainedModel") -> ModelFacts:
     head_size = 0 if head is None or is_tied else head.weight.numel()
     norms = sum(p.numel() for m, p in outside.values() if is_norm(m) and m is not embedding)
     layers, proven = [], dict[LayerFacts, LayerFacts]()
+    prefixes = {module: f"{name}." for name, module in model.named_modules()}
     for number, (layer, unread) in enumerate(zip(layered.layers, _unread(model), strict=True)):
-        facts = reader.layer(layer, number, unread=unread, fused=())
+        start = prefixes[layer]
+        own = {name.removeprefix(start) for name in kept if name.startswith(start)}
+        facts = reader.layer(layer, number, unread=unread, kept=own, fused=())
         if facts not in proven:  # what is fused is proven once of layers that are alike
             fused = list(FusedLayers([layer]).parts())
-            proven[facts] = reader.layer(layer, number, unread=unread, fused=fused)
+            proven[facts] = reader.layer(layer, number, unread=unread, kept=own, fused=fused)
         layers.append(proven[facts])
     found = ModelFacts(
         model_type=config.model_type,

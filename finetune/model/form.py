@@ -17,13 +17,17 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from finetune.errors import ModelError
 from finetune.model.config import method_of, quantization_of, read_config
 from finetune.recipe.sections import ModelSection
+from offload.plan.facts.codec import CODECS
 from offload.registry import Registry
 from offload.tensors import Tensor, dtype
+
+if TYPE_CHECKING:
+    from torch import nn
 
 Parts = Mapping[str, Tensor]
 """The parts of a packed tensor, by the suffix that their names add to its own."""
@@ -44,6 +48,16 @@ class Packing:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Kept:
+    """What a codec can keep of a checkpoint as it is published, by its config alone."""
+
+    codec: str  # keeps these weights to the bit
+    # Returns whether a linear layer is one of them, by its published name from its layer on.
+    is_in: Callable[[str], bool] = lambda _: True
+    is_transposed: bool = False  # whether experts have features out last: (E, K, N)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Form:
     """A way to publish quantised weights: a `quant_method`."""
 
@@ -51,6 +65,8 @@ class Form:
     # Returns the packings by the `quantization_config`, the first that a tensor has the mark of
     # being its own. Raises a FieldError for what is not read.
     packings: Callable[[Mapping[str, Any]], Sequence[Packing]]
+    # Returns what a codec keeps by the `quantization_config`; None for nothing.
+    kept: Callable[[Mapping[str, Any]], Kept | None] = lambda _: None
     # Names that carry no weights, such as scales of activations.
     ignored: re.Pattern[str] = re.compile(r"(?!)")
 
@@ -123,6 +139,47 @@ def form_of(quantization: Mapping[str, Any], path: str) -> tuple[Form, Sequence[
         limit=f"of quantised weights, {'; '.join(FORMS[one].doc for one in FORMS)} can be read",
         hint="`model.path` of the model that it was made from; `offload.codec: nf4` packs it here",
     )
+
+
+def kept_of(quantization: Mapping[str, Any]) -> Kept | None:
+    """Return what a codec can keep of a checkpoint in a form that is read; None for nothing."""
+    return FORMS[method_of(quantization).replace("-", "_")].kept(quantization)
+
+
+_NUM_STACK_DIMS = 3
+_LAYERS = "layers."
+
+
+def kept_parameters(
+    model: "nn.Module", quantization: Mapping[str, Any]
+) -> tuple[str, frozenset[str]]:
+    """Return the codec that keeps published weights to the bit, and which parameters it keeps.
+
+    Args:
+        model: Perhaps without values.
+        quantization: The `quantization_config` of its checkpoint, in a form that is read.
+
+    Returns:
+        The codec, or the `quant_method` if none keeps any; names of parameters.
+    """
+    kept = kept_of(quantization)
+    found = frozenset(_kept_in(model, kept)) if kept else frozenset()
+    return kept.codec if kept and found else method_of(quantization), found
+
+
+def _kept_in(model: "nn.Module", kept: Kept) -> Iterator[str]:
+    for name, module in model.named_modules():
+        if _LAYERS not in name:
+            continue
+        place = name[name.find(_LAYERS) :]
+        for own, parameter in module.named_parameters(recurse=False):
+            if parameter.ndim == _NUM_STACK_DIMS:
+                is_in = vars(module).get("is_transposed") == kept.is_transposed
+                is_in = is_in and kept.is_in(f"{place}.0.down_proj")
+            else:
+                is_in = own == "weight" and parameter.ndim > 1 and kept.is_in(place)
+            if is_in and CODECS[kept.codec].fits(parameter.shape):
+                yield f"{name}.{own}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

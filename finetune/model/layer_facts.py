@@ -6,7 +6,7 @@ remaining parameters are counted as others, so none is lost.
 """
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -78,6 +78,7 @@ class Reader:
         number: int,
         *,
         unread: Collection[str],
+        kept: Set[str],
         fused: Sequence[FusedModule],
     ) -> LayerFacts:
         """Read one layer.
@@ -87,6 +88,7 @@ class Reader:
             number: Which.
             unread: The names of its linears, and of the modules of all experts, whose products
                 nothing reads in a recompute.
+            kept: The names of its parameters that a codec keeps as they were published.
             fused: Parts of the layer that one operator each can compute.
         """
         kinds = parts_of(layer)
@@ -95,6 +97,8 @@ class Reader:
             is_last = linear.is_down and name.rpartition(".")[0] in unread  # of all experts
             if name in unread or is_last:
                 linears[name] = replace(linear, is_unread=True)
+            if not kept.isdisjoint((name, f"{name}.weight")):
+                linears[name] = replace(linears[name], is_kept=True)
         attention = self._attention(layer, kinds, linears, number)
         parts = {one.module: one.part for one in fused}
         names = {module: name for name, module in layer.named_modules()}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from finetune.errors import ConfigError
-from finetune.model.config import known_folder, published_form, read_config
+from finetune.model.config import known_folder, published_form, quantization_of, read_config
 from finetune.planning.ranks import LAUNCHED
 from finetune.recipe.adapters import AdapterSection
 from finetune.recipe.capabilities import (
@@ -84,20 +84,24 @@ def facts_of(
             quantised by a method that is not read.
         UnsupportedModelError: It cannot be trained layer by layer.
     """
-    config, published = read_config(model), published_form(model)
+    config, published, form = read_config(model), published_form(model), None
     if published:
-        from finetune.model.form import require_form
+        from finetune.model.form import kept_of, require_form
 
         require_form(model)
-    name = shape_of(config)
+        quantization = quantization_of(config) or {}
+        form = quantization if kept_of(quantization) else None
+    name = shape_of(config, form=form)
     if model.head == "tokens" and name is not None:
-        return replace(ModelFacts.from_json(shipped_facts()[name]), published=published)
+        facts = ModelFacts.from_json(shipped_facts()[name])
+        return facts if form else replace(facts, published=published)
     note("Building the model without its weights ...")
     from finetune.model.classifier_head import require_classifier
     from finetune.model.empty import config_of
     from finetune.model.facts import facts_from
 
-    facts = replace(facts_from(config, folder=known_folder(model)), published=published)
+    facts = facts_from(config, folder=known_folder(model))
+    facts = facts if published else replace(facts, published="")
     if model.head == "tokens":
         return facts
     of_tokens = model.head == "token_classes"

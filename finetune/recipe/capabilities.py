@@ -1186,7 +1186,7 @@ OF_MODEL = (
         Row(
             "offload.codec",
             only(name),
-            f"it keeps experts that were published in {CODECS[name].published}, and no others",
+            f"it keeps weights that were published in {CODECS[name].published}, and no others",
             "auto",
             other=PUBLISHED,
             others=but(CODECS[name].published),

@@ -104,12 +104,18 @@ def shape_of_id(hub_id: str) -> str | None:
     return next((shape for shape, known in published_ids().items() if known == hub_id), None)
 
 
-def shape_of(config: Mapping[str, Any]) -> str | None:
-    """Return the shipped shape of which a config is, with fields at most that change no shape."""
+def shape_of(config: Mapping[str, Any], *, form: Mapping[str, Any] | None = None) -> str | None:
+    """Return the shipped shape of which a config is, with fields at most that change no shape.
+
+    Args:
+        config: The fields of config.json.
+        form: The `quantization_config` that the shape has too; None for any.
+    """
     fields = _sized(config)
     given = {key for key, value in fields.items() if value}
     for name, shape in _shapes().items():
-        if shape.items() <= fields.items() and given <= shape.keys():
+        is_of_shape = shape.items() <= fields.items() and given <= shape.keys()
+        if is_of_shape and form in (None, load_shape(name).get("quantization_config")):
             return name
     return None
 

@@ -63,6 +63,47 @@ def test_a_base_in_its_published_form_trains_as_the_plain_one_to_the_bit(
     assert "The base is published in" not in (theirs / "adapter/README.md").read_text()
 
 
+KEPT = {
+    **dict.fromkeys(("nvfp4", "modelopt", "mxfp4", "nvfp4 and plain attention"), "nvfp4"),
+    **dict.fromkeys(("int4", "int4 with zeros", "awq", "gptq in order"), "int4"),
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("form", mostly_slow(list(KEPT), "nvfp4 and plain attention", "awq"))
+def test_weights_kept_as_published_train_as_their_dequantised_twins_to_the_bit(
+    form: str,
+    tmp_path: Path,
+    cache: Path,
+    write_recipe: Callable[..., Path],
+    bfloat16_file: Path,
+) -> None:
+    is_moe = form not in ("modelopt", "int4 with zeros", "awq")
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
+    shape = SHAPE | (experts if is_moe else {}) | {"vocab_size": len(tiny_tokenizer())}
+    config = AutoConfig.for_model("qwen3_moe" if is_moe else "qwen3", **shape)
+    codec = KEPT[form]
+    for base in write_both(tmp_path, config, FORMS[form]):
+        tiny_tokenizer().save_pretrained(base)
+        recipe = write_recipe(
+            model={"path": str(base), "dtype": "bfloat16"},
+            adapter={"experts": is_moe, "targets": "all-linear"},
+            train=STEPS,
+            offload={"num_slots": 2, "codec": codec if base.name == "packed" else "native"},
+            output={"dir": str(tmp_path / f"run {base.name}")},
+        )
+        assert run("finetune", recipe, "--machine", bfloat16_file) == 0
+    ours, theirs = tmp_path / "run packed", tmp_path / "run plain"
+    assert len(losses(ours)) == 20
+    assert losses(ours) == losses(theirs)
+    assert same_adapter(ours, theirs)
+    (store,) = cache.rglob(f"*-{codec}-*.store")
+    plain_bytes = sum(file.stat().st_size for file in (tmp_path / "plain").glob("*.safetensors"))
+    num_kept = 3 * 3 * 64 * 96 * (4 if is_moe else 1)  # of MLPs
+    saved_bytes = plain_bytes - store.stat().st_size  # less what fills pages
+    assert saved_bytes > (1.2 if is_moe else 0.9) * num_kept  # 0.6 bytes, not 2
+
+
 @pytest.mark.thorough
 def test_experts_kept_in_mxfp4_train_as_their_dequantised_twin_to_the_bit(
     tmp_path: Path,

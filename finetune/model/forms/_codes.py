@@ -62,7 +62,8 @@ def decode(
     num_rows, num_groups = scales.shape
     num_codes = codes.shape[1] * (2 if len(numbers) == len(E2M1) else 1)
     size = 1 if groups is not None else num_columns // num_groups
-    num_known = num_groups * size if groups is None else int((groups < num_groups).sum())
+    is_known = None if groups is None else (groups >= 0) & (groups < num_groups)
+    num_known = num_groups * size if is_known is None else int(is_known.sum())
     if num_rows != len(codes) or num_codes < num_columns or num_known != num_columns:
         raise ValueError(
             f"has scales {tuple(scales.shape)} and {num_codes} codes a row for weights"

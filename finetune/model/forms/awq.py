@@ -9,8 +9,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from finetune.model.form import Form, Packing, Parts, require_fields
+from finetune.model.form import Form, Kept, Packing, Parts, require_fields
 from finetune.model.forms._codes import decode, pieces
+from finetune.model.forms._names import has_int4_groups
 from offload.tensors import Tensor, dtype
 
 _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of each column's bits in a word
@@ -73,4 +74,11 @@ def _decoded(parts: Parts) -> tuple[Sequence[int], dtype | None]:
     return (8 * num_words, num_in), None
 
 
-EXTENSION = Form(doc="awq of 4 bits (`gemm`)", packings=_packings)
+def _kept(fields: Mapping[str, Any]) -> Kept | None:
+    if not has_int4_groups(fields.get("group_size")):
+        return None
+    left = fields.get("modules_to_not_convert") or ()
+    return Kept(codec="int4", is_in=lambda name: not any(one in name for one in left))
+
+
+EXTENSION = Form(doc="awq of 4 bits (`gemm`)", packings=_packings, kept=_kept)

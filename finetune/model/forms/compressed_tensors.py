@@ -13,14 +13,16 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from finetune.model.form import FieldError, Form, Packing, Parts, require_fields
+from finetune.model.form import FieldError, Form, Kept, Packing, Parts, require_fields
 from finetune.model.forms._codes import E2M1, decode, looked_up
+from finetune.model.forms._names import has_int4_groups, is_named
 from finetune.model.forms.fp8 import scaled
 from offload.tensors import Tensor, dtype
 
 _CODES = ("float-quantized", "naive-quantized", "int-quantized")
 _INTEGERS, _NVFP4, _MXFP4 = "pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized"
 _MIXED = "mixed-precision"
+_ALL = "Linear"  # a target that all linear layers are of, but for those that others name
 _KNOWN = {
     "quant_method": None,
     "config_groups": None,
@@ -177,8 +179,39 @@ def _of_pairs(parts: Parts) -> tuple[Sequence[int], dtype | None]:
     return (rows, 2 * num_bytes), None
 
 
+def _kept(fields: Mapping[str, Any]) -> Kept | None:
+    """Return what one codec keeps of all groups; of several, each has to list its layers."""
+    groups = [group for group in fields["config_groups"].values() if group.get("weights")]
+    if len(groups) > 1 and not all(group.get("targets") for group in groups):
+        return None
+    kept = [_codec(str(group.get("format") or fields["format"]), group) for group in groups]
+    targets = [group.get("targets") or [_ALL] for group in groups]
+    codecs = {codec for codec in kept if codec}
+    if len(codecs) != 1:
+        return None
+
+    def is_in(name: str) -> bool:
+        named = [codec for codec, own in zip(kept, targets, strict=True) if is_named(name, own)]
+        others = [codec for codec, own in zip(kept, targets, strict=True) if _ALL in own]
+        first = next(iter((*named, *others)), None)
+        return first is not None and not is_named(name, fields.get("ignore") or ())
+
+    return Kept(codec=codecs.pop(), is_in=is_in)
+
+
+def _codec(form: str, group: Mapping[str, Any]) -> str | None:
+    """Return the codec that keeps the weights of a group; MXFP4 along rows is in NVFP4's form."""
+    weights = _DEFAULTS | group["weights"]
+    if form in (_NVFP4, _MXFP4):
+        return "nvfp4"
+    is_int4 = form == _INTEGERS and weights["num_bits"] != _DEFAULTS["num_bits"]
+    is_kept = is_int4 and has_int4_groups(weights.get("group_size"))
+    return "int4" if is_kept and "32" not in str(weights.get("scale_dtype")) else None
+
+
 EXTENSION = Form(
     doc="compressed-tensors of 8 or 4 bits",
     packings=_packings,
+    kept=_kept,
     ignored=re.compile(r"\.(input|output|q|k|v)_(global_scale|scale|zero_point)$"),
 )

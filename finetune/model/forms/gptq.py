@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from finetune.model.form import FieldError, Form, Packing, Parts, require_fields
+from finetune.model.form import FieldError, Form, Kept, Packing, Parts, require_fields
 from finetune.model.forms._codes import decode, looked_up
+from finetune.model.forms._names import has_int4_groups
 from offload.tensors import Tensor, dtype
 
 _CODES = range(16)
@@ -79,4 +80,16 @@ def _decoded(parts: Parts) -> tuple[Sequence[int], dtype | None]:
     return (num_out, 8 * num_words), None
 
 
-EXTENSION = Form(doc="gptq of 4 bits", packings=_packings)
+def _kept(fields: Mapping[str, Any]) -> Kept | None:
+    """Return that groups are kept, unless their features are in another order."""
+    if not has_int4_groups(fields.get("group_size")) or fields.get("desc_act"):
+        return None
+    endings = [
+        ending
+        for block in fields.get("modules_in_block_to_quantize") or ()
+        for ending in ([block] if isinstance(block, str) else block)
+    ]
+    return Kept(codec="int4", is_in=lambda name: not endings or name.endswith(tuple(endings)))
+
+
+EXTENSION = Form(doc="gptq of 4 bits", packings=_packings, kept=_kept)

@@ -9,15 +9,18 @@ torch/export/convert_hf_config.py.
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from finetune.model.form import Form, Packing, Parts, require_fields
+from finetune.model.form import Form, Kept, Packing, Parts, require_fields
 from finetune.model.forms._codes import E2M1, decode
+from finetune.model.forms._names import is_named
 from finetune.model.forms.fp8 import scaled
 from offload.tensors import Tensor, dtype
 
+_IN_NVFP4 = ("NVFP4", "W4A16_NVFP4")
 _OF_LAYER = {
-    "quant_algo": ("NVFP4", "W4A16_NVFP4", "FP8", "FP8_PER_CHANNEL_PER_TOKEN"),
+    "quant_algo": (*_IN_NVFP4, "FP8", "FP8_PER_CHANNEL_PER_TOKEN"),
     "group_size": (None, 16),
 }
 _KNOWN = {
@@ -76,8 +79,22 @@ _E4M3 = Packing(
     dequantise=_e4m3,
     decoded=_of_codes,
 )
+
+
+def _kept(fields: Mapping[str, Any]) -> Kept | None:
+    if "quantized_layers" in fields:
+        layers = fields["quantized_layers"].items()
+        listed = [name for name, layer in layers if layer.get("quant_algo") in _IN_NVFP4]
+        return Kept(codec="nvfp4", is_in=partial(is_named, listed=listed))
+    if fields.get("quant_algo") not in _IN_NVFP4:
+        return None
+    left = fields.get("ignore") or ()
+    return Kept(codec="nvfp4", is_in=lambda name: not is_named(name, left))
+
+
 EXTENSION = Form(
     doc="modelopt's NVFP4 and FP8",
     packings=_packings,
+    kept=_kept,
     ignored=re.compile(r"\.(input|k|v)_scale$"),
 )

@@ -6,7 +6,7 @@ They are published transposed, (experts, out, groups, 16 bytes), and dequantised
 import re
 from collections.abc import Sequence
 
-from finetune.model.form import Form, Packing, Parts
+from finetune.model.form import Form, Kept, Packing, Parts
 from offload.tensors import Tensor, dtype
 
 
@@ -36,4 +36,8 @@ def _decoded(parts: Parts) -> tuple[Sequence[int], dtype | None]:
 _EXPERTS = Packing(
     mark=re.compile(r"_blocks$"), parts=("_scales",), dequantise=_dequantise, decoded=_decoded
 )
-EXTENSION = Form(doc="mxfp4", packings=lambda _: (_EXPERTS,))
+EXTENSION = Form(
+    doc="mxfp4",
+    packings=lambda _: (_EXPERTS,),
+    kept=lambda _: Kept(codec="mxfp4", is_transposed=True),
+)

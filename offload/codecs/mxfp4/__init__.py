@@ -26,6 +26,7 @@ from offload.tensors import Tensor
 
 GROUP = 32  # weights that share an exponent
 HALF = GROUP // 2  # pairs of them, of which a byte has both
+_NUM_DIMS = 3  # of experts
 
 
 def _write(values: Tensor, parts: Sequence[Tensor]) -> None:
@@ -47,6 +48,7 @@ EXTENSION = Codec(
     read=_read,
     dtypes=("bfloat16",),
     published="mxfp4",
+    fits=lambda shape: len(shape) == _NUM_DIMS and shape[1] % GROUP == 0,
     is_exact=True,
     workspace_bytes=WORKSPACE_BYTES,
     is_automatic=True,

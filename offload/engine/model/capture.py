@@ -15,7 +15,7 @@ Cost. Mapped shards are read as pages are touched. In addition to the backing, m
 only to convert one tensor, provided the library converts one tensor after the other.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar, cast
 
@@ -61,6 +61,7 @@ class CaptureWeights(Generic[H]):
         make_backing: Callable[[Sequence[Record], Sequence[Sequence[str]]], H],
         *,
         codec: str = "native",
+        kept: Callable[[nn.Module], Collection[str]] | None = None,
         is_loaded: Callable[[nn.Parameter], bool] = lambda _: True,
         on_put: OnPut = lambda _done, _all: None,
     ) -> None:
@@ -69,6 +70,8 @@ class CaptureWeights(Generic[H]):
         Args:
             make_backing: Makes the backing, given each layer's record and the names of its fields.
             codec: How the layers' matrices are encoded.
+            kept: Returns the names of a model's parameters that the codec encodes; None for all
+                matrices.
             is_loaded: Whether a parameter has its final values when it is registered. If not,
                 because it will be initialised, it keeps its memory.
             on_put: Called after each stored parameter, with the progress of loading.
@@ -76,7 +79,7 @@ class CaptureWeights(Generic[H]):
         self.backing: H | None = None
         self._is_loaded = is_loaded
         self._make_backing = make_backing
-        self._codec: str = codec
+        self._codec, self._kept = codec, kept
         self._on_put = on_put
         self._done_bytes = self._all_bytes = 0
         self._newest = -1
@@ -134,7 +137,8 @@ class CaptureWeights(Generic[H]):
         while module in self._parents:
             module = self._parents[module]
         layered = LayeredModel(module)
-        encoding = Encoding(layered, self._codec)
+        kept = self._kept and self._kept(module)
+        encoding = Encoding(layered, self._codec, names=kept)
         tied = cast("Any", module).all_tied_weights_keys
         shared = {*tied, *tied.values()}
         names = {

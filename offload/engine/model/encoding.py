@@ -20,23 +20,28 @@ class Encoding:
     biases, routers and all unknown parameters are not encoded, nor is anything that trains.
     """
 
-    def __init__(self, layered: LayeredModel, codec: str) -> None:
+    def __init__(
+        self, layered: LayeredModel, codec: str, *, names: Collection[str] | None = None
+    ) -> None:
         """Find the matrices.
 
         Args:
             layered: The model; it may have no values, and adapters around its layers.
             codec: The codec for them.
+            names: Names of the parameters that were published in a form that the codec keeps; None
+                for all that may be.
         """
         self._codec, self._same_as = form_named(codec), CODECS[codec].same_as
-        is_of_experts = bool(CODECS[codec].published)
-        sizes = _router_sizes(layered)
+        fits, sizes = CODECS[codec].fits, _router_sizes(layered)
+        named = {id(p): name for name, p in layered.model.named_parameters()}
         self._matrices = {
             id(parameter)
             for layer in layered.layers
             for module in layer.modules()
             for name, parameter in module.named_parameters(recurse=False)
             if _is_matrix(module, name, parameter, router_sizes=sizes)
-            and (parameter.dim() == 3 or not is_of_experts)
+            and fits(parameter.shape)
+            and (names is None or named[id(parameter)] in names)
         }
 
     def codecs(self, parameters: Sequence[nn.Parameter]) -> list[Form]:

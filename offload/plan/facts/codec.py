@@ -30,9 +30,11 @@ class Codec:
     # encoded; the host does not wait.
     read: Callable[[Sequence[Tensor], Tensor], None]
     dtypes: tuple[str, ...] = FLOATS  # dtypes of weights that it takes; none for any
-    # The `quant_method` of published weights whose experts it keeps to the bit; it takes no others,
-    # and matrices that are no experts wait as they are.
+    # Its own name, if it keeps weights that were published in such a form to the bit; it takes no
+    # others, and matrices that were not published so wait as they are.
     published: str = ""
+    # Whether it can keep a matrix, or experts' matrices, of a shape, if they were published so.
+    fits: Callable[[Sequence[int]], bool] = lambda _: True
     # Dtype whose weights it stores as they are, so that nothing is decoded.
     same_as: str | None = None
     is_exact: bool = False  # whether bfloat16 weights come back bit for bit
@@ -58,7 +60,7 @@ def codecs_that(holds: Callable[[Codec], object]) -> list[str]:
 
 
 def automatic_codecs(published: str) -> list[str]:
-    """Return what `offload.codec: auto` tries of a model whose weights have a `quant_method`."""
+    """Return what `offload.codec: auto` tries of a model by the form of its published weights."""
     return codecs_that(lambda codec: codec.is_automatic and codec.published in ("", published))
 
 

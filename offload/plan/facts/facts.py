@@ -304,7 +304,8 @@ class ModelFacts(HashedOnce):
         is_memory_tested: Whether the formulas of its layers' memory are tested against the model of
             its type; of others a plan keeps and sends nothing before it is traced.
         own_experts: Why no adapter goes onto its fused experts; empty if one does.
-        published: The `quant_method` of its weights; empty if they are plain.
+        published: The codec that keeps its published weights to the bit, or else the
+            `quant_method` of these; empty if they are plain.
     """
 
     model_type: str

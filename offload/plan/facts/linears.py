@@ -26,6 +26,8 @@ class Linear:
     reads: Reads = "input"
     # Whether it is a linear module of its own, which an adapter can target by name.
     is_module: bool = True
+    # Whether it was published in a form that `ModelFacts.published`, a codec, keeps.
+    is_kept: bool = False
     # Whether nothing but the layer's output depends on its value: a layer that is recomputed for
     # its gradients can leave it out.
     is_unread: bool = False

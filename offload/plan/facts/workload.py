@@ -105,9 +105,9 @@ def record_bytes(layer: LayerFacts, codec: str, dtype_bytes: int) -> int:
     def written(size: int, form: str) -> int:
         return sum(map(aligned, CODECS[form].sizes(size, dtype_bytes)))
 
-    of_matrices = NATIVE if CODECS[codec].published else codec  # it may take experts alone
+    of_others = NATIVE if CODECS[codec].published else codec
     matrices = (
-        written(x.num_weights, codec if x.group == "experts" else of_matrices)
+        written(x.num_weights, codec if x.is_kept else of_others)
         for x in layer.linears
         if x.is_encodable
     )

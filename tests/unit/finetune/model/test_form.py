@@ -12,15 +12,21 @@ from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config
 
 from finetune.errors import ModelError
 from finetune.model.base_weights import BaseWeights
-from finetune.model.form import find_packed
+from finetune.model.empty import empty_from
+from finetune.model.form import find_packed, kept_parameters
 from finetune.model.forms.fp8 import scaled
 from finetune.planning.request import facts_of
 from finetune.recipe.recipe import Recipe
 from finetune.recipe.sections import ModelSection
 from finetune.training.pins import check
+from offload.engine.codec import form_named
+from offload.engine.host.slab import lay_out
+from offload.engine.model.encoding import Encoding
+from offload.engine.model.layers import LayeredModel
+from offload.plan.facts.workload import record_bytes
 from tests.builders import recipe_values
 from tests.checkpoints import assert_same_model, is_linear, load, write_checkpoint
-from tests.encoded import peak_bytes
+from tests.encoded import decoded, peak_bytes
 from tests.quantised import FORMS, Decoded, Published, fp8_per_tensor, groups, write_both
 
 SHAPE: dict[str, Any] = {
@@ -195,6 +201,157 @@ def test_a_zero_point_that_programs_read_differently_is_refused(tmp_path: Path) 
     packed, _ = write_both(tmp_path, AutoConfig.for_model("llama", **SHAPE), form)
     with pytest.raises(ModelError, match=rf"{Q_PROJ} has a zero point of 0, which programs"):
         load(packed)
+
+
+@pytest.mark.parametrize("group", [-1, 2])
+def test_a_feature_of_no_group_is_refused(group: int, tmp_path: Path) -> None:
+    def publish(name: str, values: torch.Tensor) -> Decoded:
+        parts, decoded = FORMS["gptq"].publish(name, values)
+        if name == Q_PROJ:
+            parts[name.removesuffix("weight") + "g_idx"][5] = group
+        return parts, decoded
+
+    form = Published(publish=publish, quantization=FORMS["gptq"].quantization)
+    packed, _ = write_both(tmp_path, AutoConfig.for_model("llama", **SHAPE), form)
+    with pytest.raises(ModelError, match=rf"{Q_PROJ} has scales \(64, 2\) and 64 codes a row"):
+        load(packed)
+
+
+# ------------------------------------------------------------------ what a codec keeps as published
+
+ATTENTION = {f"self_attn.{part}_proj.weight" for part in "qkvo"}
+MLP = {f"mlp.{part}_proj.weight" for part in ("gate", "up", "down")}
+STACKS = {"mlp.experts.gate_up_proj", "mlp.experts.down_proj"}
+ALL = {f"layers.{i}.{name}" for i in range(2) for name in ATTENTION | MLP}
+NVFP4, MODELOPT = FORMS["nvfp4"].quantization, FORMS["modelopt"].quantization
+MIXED = FORMS["mixed"].quantization
+INTEGERS = groups("pack-quantized", **INT4)
+
+
+def of_layers(*layers: int, names: set[str]) -> set[str]:
+    return {f"layers.{i}.{name}" for i in layers for name in names}
+
+
+def named_groups(*targets: str) -> dict[str, Any]:
+    """Return a config of several groups, each with the layers that it is for."""
+    both = MIXED["config_groups"].items()
+    listed = zip(both, targets, strict=True)
+    return MIXED | {
+        "config_groups": {name: group | {"targets": [own]} for (name, group), own in listed}
+    }
+
+
+@pytest.mark.parametrize(
+    ("fields", "codec", "names"),
+    [
+        (NVFP4, "nvfp4", ALL),
+        (NVFP4 | {"ignore": ["re:.*self_attn.*"]}, "nvfp4", of_layers(0, 1, names=MLP)),
+        (
+            NVFP4 | {"ignore": ["language_model.model.layers.1.mlp.up_proj"]},
+            "nvfp4",
+            ALL - {"layers.1.mlp.up_proj.weight"},
+        ),
+        (
+            NVFP4 | {"ignore": [r"re:^model\.layers\.(0|7)\..*"]},
+            "nvfp4",
+            of_layers(1, names=ATTENTION | MLP),
+        ),
+        (NVFP4 | {"ignore": ["re:.*layers.*"]}, "compressed-tensors", set()),
+        (FORMS["mxfp4"].quantization, "nvfp4", ALL),
+        (FORMS["float8 per row"].quantization, "compressed-tensors", set()),
+        (MIXED, "compressed-tensors", set()),
+        (named_groups("re:.*self_attn.*", "Linear"), "nvfp4", of_layers(0, 1, names=MLP)),
+        (named_groups("Linear", "re:.*self_attn.*"), "nvfp4", of_layers(0, 1, names=ATTENTION)),
+        (MODELOPT, "nvfp4", of_layers(0, 1, names=MLP)),
+        (
+            {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["*layers.0.self_attn*"]},
+            "nvfp4",
+            ALL - of_layers(0, names=ATTENTION),
+        ),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "modelopt", set()),
+        (INTEGERS, "int4", ALL),
+        (groups("pack-quantized", **INT4 | {"group_size": 16}), "compressed-tensors", set()),
+        (
+            groups("pack-quantized", **INT4 | {"strategy": "channel", "group_size": None}),
+            "int4",
+            ALL,
+        ),
+        (groups("pack-quantized", **INT4 | {"num_bits": 8}), "compressed-tensors", set()),
+        (
+            groups("pack-quantized", **INT4, scale_dtype="torch.float32"),
+            "compressed-tensors",
+            set(),
+        ),
+        (GPTQ, "gptq", set()),
+        (GPTQ | {"desc_act": False}, "int4", ALL),
+        (GPTQ | {"desc_act": False, "group_size": -1}, "int4", ALL),
+        (
+            GPTQ | {"desc_act": False, "modules_in_block_to_quantize": [["self_attn.q_proj"]]},
+            "int4",
+            of_layers(0, 1, names={"self_attn.q_proj.weight"}),
+        ),
+        (AWQ, "int4", ALL),
+        (AWQ | {"modules_to_not_convert": ["mlp"]}, "int4", of_layers(0, 1, names=ATTENTION)),
+        (MISTRAL, "fp8", set()),
+    ],
+)
+def test_a_config_says_what_a_codec_keeps(
+    fields: dict[str, Any], codec: str, names: set[str], tmp_path: Path
+) -> None:
+    config = json.loads(AutoConfig.for_model("llama", **SHAPE).to_json_string())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": fields}))
+    facts = facts_of(ModelSection(path=str(tmp_path)))
+    assert facts.published == codec
+    model = empty_from(config)
+    found, parameters = kept_parameters(model, fields)
+    assert (found, {*parameters}) == (codec, {f"model.{name}" for name in names})
+    for number, layer in enumerate(facts.layers):
+        kept = {linear.name for linear in layer.linears if linear.is_kept}
+        assert kept == {name.split(".")[3] for name in names if name.startswith(f"layers.{number}")}
+
+
+def test_experts_are_kept_by_the_names_of_each(tmp_path: Path) -> None:
+    config = AutoConfig.for_model("qwen3_moe", **SHAPE | EXPERTS)
+    fields = NVFP4 | {"ignore": ["re:.*self_attn.*", "re:.*mlp.gate$"]}
+    _, names = kept_parameters(empty_from(json.loads(config.to_json_string())), fields)
+    assert names == {f"model.{name}" for name in of_layers(0, 1, names=STACKS)}
+    fields["ignore"] = ["re:.*experts.*"]
+    _, names = kept_parameters(empty_from(json.loads(config.to_json_string())), fields)
+    assert names == {f"model.{name}" for name in of_layers(0, 1, names=ATTENTION | {GATE})}
+
+
+GATE = "mlp.gate.weight"  # which no codec encodes, published so or not
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("form", FORMS)
+def test_what_a_config_says_is_kept_comes_back_to_the_bit(
+    form: str, kind: str, tmp_path: Path
+) -> None:
+    """And takes what a plan says."""
+    config = AutoConfig.for_model(kind, **SHAPE | (EXPERTS if kind == "qwen3_moe" else {}))
+    packed, _ = write_both(tmp_path, config, FORMS[form])
+    model, fields = load(packed), FORMS[form].quantization
+    codec, names = kept_parameters(model, fields)
+    assert bool(names) == (codec in ("nvfp4", "int4"))
+    for name in names - {f"model.layers.{i}.{GATE}" for i in range(2)}:
+        values = model.get_parameter(name).detach()
+        found = decoded(form_named(codec), values)
+        assert torch.equal(found.view(torch.int16), values.view(torch.int16)), name
+    facts = facts_of(ModelSection(path=str(packed)))
+    assert facts.published == codec
+    if names:
+        layers = LayeredModel(model)
+        encoding = Encoding(layers, codec, names=names)
+        for layer, planned in zip(layers.layers, facts.layers, strict=True):
+            own = list(layer.parameters())
+            record = lay_out(own, encoding.codecs(own))
+            assert record.num_bytes == record_bytes(planned, codec, 2)
+            assert record.num_bytes < 0.7 * record_bytes(planned, "native", 2)
+
+
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("form", [form for form in FORMS if "8" not in form])
