@@ -160,8 +160,9 @@ def named_shape(name: str) -> str:
     fits = exact or [
         shape for shape, names in known.items() if any(one.startswith(wanted) for one in names)
     ]
-    if wanted and len(fits) == 1:
-        return fits[0]
+    first = min(fits, default="", key=len)  # of a model and others that are made of it
+    if wanted and first and all(shape.startswith(first) for shape in fits):
+        return first
     near = fits or difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.4)
     raise ConfigError(
         f"{name} means several models" if fits and wanted else f"{name} is no model that is known",

@@ -46,6 +46,7 @@ SHIPPED: Mapping[str, tuple[str, int, int]] = {
     "nemotron3_nano_24gb": ("nemotron-3-nano-30b-a3b", 24, 64),
     "qwen3_4b_8gb": ("qwen3-4b", 8, 32),
     "qwen3_32b_24gb": ("qwen3-32b", 24, 64),
+    "qwen30b_nvfp4_24gb": ("qwen3-30b-a3b-nvfp4", 24, 32),
     "qwen36_27b_24gb": ("qwen3.6-27b", 24, 64),
     "qwen36_35b_24gb": ("qwen3.6-35b-a3b", 24, 64),
 }

@@ -30,6 +30,7 @@ PUBLISHED = {
     "glm-4.7-flash": 29.9,
     "gpt-oss-120b": 116.8,
     "gpt-oss-20b": 20.9,
+    "qwen3-30b-a3b-nvfp4": 30.5,
     "lfm2-8b-a1b": 8.3,
     "llama-3.1-70b": 70.6,
     "llama-3.1-8b": 8.03,

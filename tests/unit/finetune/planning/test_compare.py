@@ -41,6 +41,7 @@ from finetune.training.prepare import with_chosen
 from offload.errors import DoesNotFitError
 from offload.plan.facts.codec import codecs_that
 from offload.plan.facts.facts import ModelFacts
+from offload.plan.facts.workload import record_bytes
 from offload.plan.machine.cards import CARDS
 from offload.plan.machine.machine import GIB, Machine, named_machine
 from offload.plan.plan import plan
@@ -508,6 +509,29 @@ def test_auto_keeps_experts_in_the_form_that_they_were_published_in() -> None:
     random = subject_of("gpt-oss-20b", ["model.init=random"])
     assert random.facts.published == ""
     assert codecs_of(random) == ["native", "bf16_packed"]
+
+
+def test_auto_keeps_matrices_in_the_form_that_they_were_published_in() -> None:
+    published = subject_of("qwen3-30b-a3b-nvfp4", [])
+    assert published.facts.published == "nvfp4"
+    assert codecs_of(published) == ["native", "bf16_packed", "nvfp4"]
+    assert codecs_of(subject_of("qwen3-30b-a3b", [])) == ["native", "bf16_packed"]
+    packed = {x.name for x in published.facts.layers[0].linears if x.is_kept}
+    assert packed == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj"}
+    layer = published.facts.layers[0]
+    num_weights = layer.weights("attention") + layer.weights("experts")
+    rest_bytes = record_bytes(layer, "native", 2) - 2 * num_weights
+    assert record_bytes(layer, "nvfp4", 2) == num_weights * 5 // 8 + rest_bytes
+
+
+def test_a_form_that_no_codec_keeps_is_planned_as_plain_weights(tmp_path: Path) -> None:
+    fields = load_shape("qwen3-30b-a3b") | {
+        "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    }
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    subject = subject_of(str(tmp_path), [])
+    assert subject.facts.published == "fp8"
+    assert codecs_of(subject) == ["native", "bf16_packed"]
 
 
 def codecs_of(subject: Subject) -> list[str]:
