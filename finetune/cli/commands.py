@@ -512,6 +512,10 @@ def merge(
     run_dir: Annotated[Path, typer.Argument(help="A finished run's directory.")],
     *,
     out: Annotated[Path, typer.Option(help="The directory to write; it must not be there.")],
+    as_published: Annotated[
+        bool,
+        typer.Option("--as-published", help="Quantise weights again as those of the base are."),
+    ] = False,
 ) -> None:
     """Write the trained model as plain weights, a few tensors in memory at a time."""
     with explained(str(run_dir)):
@@ -523,7 +527,7 @@ def merge(
         console = open_console()
         screen = Screen(console, is_verbose=False)
         with screen.working("Writing weights", "bytes") as progress:
-            merged = merge_run(run_dir, out, progress=progress)
+            merged = merge_run(run_dir, out, as_published=as_published, progress=progress)
         print_notes(console, merged.notes)
         console.print(f"Model: {merged.folder}", markup=False)
         kwargs = template_kwargs_in(merged.folder)

@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from pydantic import BaseModel, RootModel
@@ -112,10 +112,13 @@ def _is_tokenizer(file: Path) -> bool:
     return file.name.startswith(_TOKENIZER) or file.suffix in _TOKENIZER_SUFFIXES
 
 
-def write_config(base: Path, folder: Path, *, is_untied: bool) -> None:
+def write_config(
+    base: Path, folder: Path, *, is_untied: bool, is_as_published: bool = False
+) -> None:
     """Copy config.json for plain weights, and for ones that are not shared if `is_untied`."""
     fields: dict[str, Any] = published_shape(str(base))
-    fields.pop("quantization_config", None)
+    if not is_as_published:
+        fields.pop("quantization_config", None)
     if is_untied:
         for part in (fields, *(v for v in fields.values() if isinstance(v, dict))):
             if part is fields or "tie_word_embeddings" in part:
@@ -152,6 +155,7 @@ def merge(
     out: Path,
     *,
     tokenizer: Path | None = None,
+    as_published: bool = False,
     progress: Progress | None = None,
 ) -> Merged:
     """Write a model whose weights are the base's plus the adapter's changes.
@@ -161,11 +165,13 @@ def merge(
         adapter: A LoRA in peft's format.
         out: A folder that is not there yet; it appears when it is whole.
         tokenizer: Where the tokenizer comes from; None, from the base.
+        as_published: Whether weights are quantised again as the base's are.
         progress: Called as bytes are written.
 
     Raises:
         CheckpointError: The adapter is of a reward model.
-        MergeError: The adapter does not belong to the base, `out` is there, or the disk is full.
+        MergeError: The adapter does not belong to the base, `out` is there, the disk is full, or
+            the base's form is not written.
         ModelError: The base is not complete, or in a form that cannot be merged into.
     """
     refuse_classifier(adapter, "merged")
@@ -175,33 +181,76 @@ def merge(
     ties = dict(model.all_tied_weights_keys)
     changes = Changes(empty_published(str(base), torch.float32).model, adapter)
     untied = _untied(ties, changes, renaming)
-    specs = dict(published.specs) | {
-        name: published.specs[source] for name, source in untied.items()
-    }
+    changed = tuple(
+        name
+        for group in renaming.groups
+        if not changes.names.isdisjoint(group.parameters)
+        for name in group.names
+    )
+    specs: Mapping[str, Spec] = published.specs
+    make_target: Callable[[BaseWeights, Shards], _Target] = _InFull
+    if as_published:
+        from finetune.export.as_published import AsPublished, specs_as_published
+
+        specs, make_target = specs_as_published(published, changed), AsPublished
+    specs = dict(specs) | {name: published.specs[source] for name, source in untied.items()}
     total_bytes = sum(spec.num_bytes for spec in specs.values())
     with becoming(out) as folder:
         _require_room(out.parent, total_bytes)
         with new_shards(folder, specs) as shards:
+            target = make_target(published, shards)
             writer = _Writer(
-                published, renaming, changes, shards, progress or (lambda _done, _total: None)
+                published, renaming, changes, target, progress or (lambda _done, _total: None)
             )
-            writer.write_all(untied, total_bytes)
+            writer.write_all(untied)
+            notes = tuple(target.finish(folder))
             shards.finish()
         copy_companions(base, tokenizer or base, folder)
-        write_config(base, folder, is_untied=bool(untied))
+        write_config(base, folder, is_untied=bool(untied), is_as_published=as_published)
         merge_generation_config(base, adapter, folder)
         _require_whole(folder, untied)
     return Merged(
         folder=out,
         num_bytes=total_bytes,
-        changed=tuple(
-            name
-            for group in renaming.groups
-            if not changes.names.isdisjoint(group.parameters)
-            for name in group.names
-        ),
-        notes=tuple(_notes(published, untied)),
+        changed=changed,
+        notes=(*notes, *_notes(untied)),
     )
+
+
+class _Target(Protocol):
+    """Where the tensors of a merged model go."""
+
+    def write(self, name: str, values: torch.Tensor, *, first_row: int = 0) -> None:
+        """Write a tensor, or its rows from `first_row` on."""
+
+    def copy(self, name: str) -> None:
+        """Write a tensor as the base has it."""
+
+    def finish(self, folder: Path) -> Iterator[str]:
+        """Write what is left, and yield what the user should know."""
+
+
+class _InFull:
+    """Writes a merged model's tensors as they are, whatever form the base has."""
+
+    def __init__(self, published: BaseWeights, shards: Shards) -> None:
+        self._published, self.write = published, shards.write
+        self._shards = shards
+
+    def copy(self, name: str) -> None:
+        """Write a tensor's bytes, or of a quantised one its values."""
+        self._published.copy(name, self._shards)
+
+    def finish(self, _folder: Path) -> Iterator[str]:
+        """Yield in which form the base is, and the model."""
+        published = self._published
+        if form := published.published:
+            yield (
+                f"The base is published in {form}: its weights were decoded as for training, and"
+                f" the merged model is written in {published.decoded_dtype}, larger, and what was"
+                f" trained but for one rounding. In {form} again (`--as-published`), weights would"
+                " be rounded as nobody trained them."
+            )
 
 
 class _Writer:
@@ -212,36 +261,36 @@ class _Writer:
         published: BaseWeights,
         renaming: Renaming,
         changes: Changes,
-        shards: Shards,
+        target: _Target,
         progress: Progress,
     ) -> None:
         self._published, self._renaming, self._changes = published, renaming, changes
-        self._shards, self._progress = shards, progress
+        self._target, self._progress = target, progress
 
-    def write_all(self, untied: Mapping[str, str], total_bytes: int) -> None:
+    def write_all(self, untied: Mapping[str, str]) -> None:
         """Write all tensors.
 
         Args:
             untied: Parameters that get a tensor of their own, and the one that they shared.
-            total_bytes: Of all of them.
         """
         specs = self._published.specs
+        total_bytes = sum(spec.num_bytes for spec in specs.values())
         done_bytes = 0
         for group in self._renaming.groups:
             if not self._changes.names.isdisjoint(group.parameters):
                 self._write_changed(group)
             else:
                 for name in group.names:
-                    self._published.copy(name, self._shards)
+                    self._target.copy(name)
             done_bytes += sum(specs[name].num_bytes for name in group.names)
             self._progress(done_bytes, total_bytes)
         for name in self._renaming.others:
-            self._published.copy(name, self._shards)
+            self._target.copy(name)
         for name, source in untied.items():
             values = self._published.read(source)
             if name in self._changes.names:
                 values = self._changes.merged(name, values)
-            self._shards.write(name, values)
+            self._target.write(name, values)
         self._progress(total_bytes, total_bytes)
 
     def _write_changed(self, group: Group) -> None:
@@ -265,13 +314,13 @@ class _Writer:
         for name in self._changes.names.intersection(values):
             values[name] = self._changes.merged(name, values[name], first_row=first_row)
         for name, value in self._renaming.backward(group, values).items():
-            self._shards.write(name, value)
+            self._target.write(name, value)
 
     def _write_renamed(self, name: str, parameter: str) -> None:
         spec = self._published.specs[name]
         if not self._changes.has_rows(parameter):
             merged = self._changes.merged(parameter, self._published.read(name))
-            self._shards.write(name, merged)
+            self._target.write(name, merged)
             return
         num_rows = spec.shape[0]
         step = max(1, PIECE_ELEMENTS * num_rows // _num_elements(spec))
@@ -280,7 +329,7 @@ class _Writer:
             stop = min(first + step, num_rows)
             values = self._published.read(name, first, stop) if whole is None else whole[first:stop]
             merged = self._changes.merged(parameter, values, first_row=first)
-            self._shards.write(name, merged, first_row=first)
+            self._target.write(name, merged, first_row=first)
 
 
 def _num_elements(spec: Spec) -> int:
@@ -342,14 +391,7 @@ def _require_whole(folder: Path, untied: Mapping[str, str]) -> None:
         )
 
 
-def _notes(published: BaseWeights, untied: Mapping[str, str]) -> Iterator[str]:
-    if form := published.published:
-        yield (
-            f"The base is published in {form}: its weights were decoded as for training, and the"
-            f" merged model is written in {published.decoded_dtype}, larger, and what was trained"
-            f" but for one rounding. In {form} again, weights would be rounded as nobody trained"
-            " them."
-        )
+def _notes(untied: Mapping[str, str]) -> Iterator[str]:
     if untied:
         name, shared = next(iter(untied.items()))
         others = f", and {len(untied) - 1} more likewise" if len(untied) > 1 else ""
@@ -359,7 +401,9 @@ def _notes(published: BaseWeights, untied: Mapping[str, str]) -> Iterator[str]:
 _SAMPLE_ELEMENTS = 2**22
 
 
-def merge_run(run_dir: Path, out: Path, *, progress: Progress | None = None) -> Merged:
+def merge_run(
+    run_dir: Path, out: Path, *, as_published: bool = False, progress: Progress | None = None
+) -> Merged:
     """Merge the adapter of a finished run into the model that it was trained on.
 
     Raises:
@@ -371,9 +415,17 @@ def merge_run(run_dir: Path, out: Path, *, progress: Progress | None = None) -> 
     notes = run.require_adapter()
     base, tokenizer = base_and_tokenizer(run_dir)
     recipe = run.recipe()
-    merged = merge(base, run.adapter, out, tokenizer=tokenizer, progress=progress)
+    merged = merge(
+        base,
+        run.adapter,
+        out,
+        tokenizer=tokenizer,
+        as_published=as_published,
+        progress=progress,
+    )
     if (card := run.adapter / MODEL_CARD).exists():
-        write_atomically(out / MODEL_CARD, merged_card(recipe, card.read_text("utf-8")))
+        form = BaseWeights(out).published
+        write_atomically(out / MODEL_CARD, merged_card(recipe, card.read_text("utf-8"), form=form))
     rounding = _rounding(
         recipe.offload.layer_codec, getattr(torch, recipe.model.dtype), base, merged.changed
     )

@@ -80,7 +80,7 @@ def plan_steps(
     """
     base: Any = model.get_base_model()
     config = base.config.to_dict()
-    facts = facts_from(config)
+    facts = facts_from(config, is_published=False)
     dtype = _dtype(base)
     if machine is None:
         device = "cuda" if args.device.type == "cuda" else "cpu"

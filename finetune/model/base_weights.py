@@ -27,7 +27,7 @@ from finetune.files.tensors import (
     read_tensor,
 )
 from finetune.model.config import method_of, quantization_of
-from finetune.model.form import Packed, find_packed
+from finetune.model.form import Packed, Packing, Parts, find_packed
 from finetune.recipe.load import load_shape
 
 
@@ -37,6 +37,7 @@ class BaseWeights:
     Attributes:
         specs: The type and shape of each tensor, by its published name, in the order of the files;
             of a quantised one, those that it decodes to.
+        stored: Those of all that the files hold, of a quantised tensor its parts.
         published: The `quant_method` of its tensors; empty if none is quantised.
     """
 
@@ -51,7 +52,7 @@ class BaseWeights:
         self._places = read_headers(files)
         _require_listed(folder, self._places)
         config = load_shape(str(folder))
-        stored = {name: place.spec for name, place in self._places.items()}
+        self.stored = stored = {name: place.spec for name, place in self._places.items()}
         self._packed, plain = find_decoded(stored, files, config, source=str(folder))
         self.published = method_of(quantization_of(config) or {}) if self._packed else ""
         self.specs: dict[str, Spec] = {
@@ -86,8 +87,16 @@ class BaseWeights:
             )
         return read_tensor(place, first, stop)
 
+    def packing(self, name: str) -> Packing:
+        """Return how a quantised tensor is stored."""
+        return self._packed[name].packed.packing
+
+    def parts(self, name: str) -> Parts:
+        """Return the stored parts of a quantised tensor, mapped."""
+        return self._packed[name].packed.read()
+
     def raw(self, name: str) -> Iterator[bytes]:
-        """Return a tensor's bytes in pieces, as they are in the file."""
+        """Return the bytes of what the files hold under a name, in pieces."""
         return read_bytes(self._places[name])
 
     def copy(self, name: str, shards: Shards) -> None:
@@ -125,6 +134,7 @@ class Decoded:
 
     spec: Spec  # what it decodes to
     read: Callable[[], torch.Tensor]  # returns its values
+    packed: Packed  # how it is stored
 
 
 def find_decoded(
@@ -153,7 +163,8 @@ def find_decoded(
     for name, tensor in packed.items():
         shape, dtype = tensor.packing.decoded(tensor.read())
         spec = spec_of(dtype or default, tuple(shape))
-        found[name] = Decoded(spec=spec, read=partial(_values, tensor, DTYPES[spec.dtype]))
+        read = partial(_values, tensor, DTYPES[spec.dtype])
+        found[name] = Decoded(spec=spec, read=read, packed=tensor)
     return found, plain
 
 

@@ -74,12 +74,15 @@ _SEEN_IN_A_STEP = {
 """What the engine refuses a type for, and the limit, where only a step with values shows it."""
 
 
-def facts_from(config: Mapping[str, Any], *, folder: Path | None = None) -> ModelFacts:
+def facts_from(
+    config: Mapping[str, Any], *, folder: Path | None = None, is_published: bool = True
+) -> ModelFacts:
     """Return the facts of the model of a config, if `finetune` can build and stream it.
 
     Args:
         config: The fields of config.json.
         folder: The folder of the weights; None if they are random or not here.
+        is_published: Whether weights are as the config says, in a form that is read.
 
     Raises:
         ModelError: transformers builds no language model from the config.
@@ -88,7 +91,7 @@ def facts_from(config: Mapping[str, Any], *, folder: Path | None = None) -> Mode
     """
     model = empty_from(config, folder=folder).requires_grad_(requires_grad=False)
     quantization = quantization_of(config)
-    if quantization is None:
+    if quantization is None or not is_published:
         return facts_of(model)
     from finetune.model.form import kept_parameters
 
@@ -142,10 +145,8 @@ def facts_of(model: "PreTrainedModel", kept: Set[str] = frozenset()) -> ModelFac
     head_size = 0 if head is None or is_tied else head.weight.numel()
     norms = sum(p.numel() for m, p in outside.values() if is_norm(m) and m is not embedding)
     layers, proven = [], dict[LayerFacts, LayerFacts]()
-    prefixes = {module: f"{name}." for name, module in model.named_modules()}
     for number, (layer, unread) in enumerate(zip(layered.layers, _unread(model), strict=True)):
-        start = prefixes[layer]
-        own = {name.removeprefix(start) for name in kept if name.startswith(start)}
+        own = {name.partition(f"layers.{number}.")[2] for name in kept}
         facts = reader.layer(layer, number, unread=unread, kept=own, fused=())
         if facts not in proven:  # what is fused is proven once of layers that are alike
             fused = list(FusedLayers([layer]).parts())

@@ -17,10 +17,12 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.errors import ModelError
 from finetune.model.config import method_of, quantization_of, read_config
+from finetune.recipe.load import load_shape
 from finetune.recipe.sections import ModelSection
 from offload.plan.facts.codec import CODECS
 from offload.registry import Registry
@@ -45,6 +47,9 @@ class Packing:
     dequantise: Callable[[Parts], Tensor]
     # Returns the shape of the values, and their type if it is not the model's; nothing is decoded.
     decoded: Callable[[Parts], tuple[Sequence[int], dtype | None]]
+    # Returns parts for other values, in fp32, in the types and shapes of the given ones; what it
+    # leaves out stays. None if they are not written. Raises a ValueError for parts that are not.
+    quantise: Callable[[Tensor, Parts], Parts] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,14 +111,19 @@ def require_fields(
             raise FieldError(place + name, value)
 
 
-def require_form(section: ModelSection) -> None:
+def require_form(section: ModelSection) -> Mapping[str, Any] | None:
     """Refuse a model whose published weights are in a form that is not read, by its config alone.
+
+    Returns:
+        Its `quantization_config`, if a codec can keep what is published so.
 
     Raises:
         ModelError: They are, or the config is nowhere to be found.
         ConfigError: The file is not a config.
     """
-    form_of(quantization_of(read_config(section)) or {}, str(section.path))
+    quantization = quantization_of(read_config(section)) or {}
+    form, _ = form_of(quantization, str(section.path))
+    return quantization if form.kept(quantization) else None
 
 
 def form_of(quantization: Mapping[str, Any], path: str) -> tuple[Form, Sequence[Packing]]:
@@ -141,11 +151,6 @@ def form_of(quantization: Mapping[str, Any], path: str) -> tuple[Form, Sequence[
     )
 
 
-def kept_of(quantization: Mapping[str, Any]) -> Kept | None:
-    """Return what a codec can keep of a checkpoint in a form that is read; None for nothing."""
-    return FORMS[method_of(quantization).replace("-", "_")].kept(quantization)
-
-
 _NUM_STACK_DIMS = 3
 _LAYERS = "layers."
 
@@ -162,12 +167,18 @@ def kept_parameters(
     Returns:
         The codec, or the `quant_method` if none keeps any; names of parameters.
     """
-    kept = kept_of(quantization)
-    found = frozenset(_kept_in(model, kept)) if kept else frozenset()
+    kept = FORMS[method_of(quantization).replace("-", "_")].kept(quantization)
+    found = frozenset(_kept_names(model, kept)) if kept else frozenset()
     return kept.codec if kept and found else method_of(quantization), found
 
 
-def _kept_in(model: "nn.Module", kept: Kept) -> Iterator[str]:
+def kept_in(folder: Path) -> Callable[["nn.Module"], Collection[str]]:
+    """Return what gives the names of parameters that a codec keeps, of the model of a folder."""
+    quantization = quantization_of(load_shape(str(folder))) or {}
+    return lambda model: kept_parameters(model, quantization)[1]
+
+
+def _kept_names(model: "nn.Module", kept: Kept) -> Iterator[str]:
     for name, module in model.named_modules():
         if _LAYERS not in name:
             continue

@@ -6,7 +6,7 @@ remaining parameters are counted as others, so none is lost.
 """
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -78,7 +78,7 @@ class Reader:
         number: int,
         *,
         unread: Collection[str],
-        kept: Set[str],
+        kept: Collection[str],
         fused: Sequence[FusedModule],
     ) -> LayerFacts:
         """Read one layer.
@@ -95,10 +95,11 @@ class Reader:
         linears, counted = self._linears(layer, kinds)
         for name, linear in linears.items():
             is_last = linear.is_down and name.rpartition(".")[0] in unread  # of all experts
-            if name in unread or is_last:
-                linears[name] = replace(linear, is_unread=True)
-            if not kept.isdisjoint((name, f"{name}.weight")):
-                linears[name] = replace(linears[name], is_kept=True)
+            linears[name] = replace(
+                linear,
+                is_unread=name in unread or is_last,
+                is_kept=name in kept or f"{name}.weight" in kept,
+            )
         attention = self._attention(layer, kinds, linears, number)
         parts = {one.module: one.part for one in fused}
         names = {module: name for name, module in layer.named_modules()}

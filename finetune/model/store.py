@@ -8,7 +8,7 @@ start takes the hashes from the record; else it reads the files again.
 import hashlib
 import json
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Set
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -22,9 +22,8 @@ from finetune.env import stores_dir
 from finetune.errors import ModelError
 from finetune.files.atomic import write_atomically
 from finetune.model.checkpoint import is_loaded, load_published
-from finetune.model.config import known_folder, model_folder, quantization_of
+from finetune.model.config import known_folder, model_folder
 from finetune.model.empty import config_of
-from finetune.recipe.load import load_shape
 from finetune.recipe.sections import ModelSection
 from offload.engine.host.store import Store, StoreWriter, require_store, sole_builder, unusable
 from offload.engine.model.capture import CaptureWeights, OnPut
@@ -139,8 +138,13 @@ def _build_store(
     make_writer = partial(StoreWriter, file, encoding_device=torch.device(device))
     folder, dtype = model_folder(section), section.dtype
     files = WeightFiles(folder, file)
+    kept = None
+    if CODECS[codec].published:
+        from finetune.model.form import kept_in
+
+        kept = kept_in(folder)
     with CaptureWeights(
-        make_writer, codec=codec, kept=_kept(folder, codec), is_loaded=is_loaded, on_put=on_put
+        make_writer, codec=codec, kept=kept, is_loaded=is_loaded, on_put=on_put
     ) as captured:
         with files.reading() as contents:
             model = load_published(str(folder), dtype)
@@ -153,16 +157,6 @@ def _build_store(
             )
         writer.finish(_all_but(model, writer.names), identity(contents, dtype, codec))
     return contents
-
-
-def _kept(folder: Path, codec: str) -> Callable[[torch.nn.Module], Set[str]] | None:
-    """Return what tells the parameters that a codec of published weights keeps; None for others."""
-    if not CODECS[codec].published:
-        return None
-    from finetune.model.form import kept_parameters
-
-    quantization = quantization_of(load_shape(str(folder))) or {}
-    return lambda model: kept_parameters(model, quantization)[1]
 
 
 def _all_but(model: torch.nn.Module, names: Collection[str]) -> dict[str, torch.Tensor]:

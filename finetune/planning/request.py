@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from finetune.errors import ConfigError
-from finetune.model.config import known_folder, published_form, quantization_of, read_config
+from finetune.model.config import known_folder, published_form, read_config
 from finetune.planning.ranks import LAUNCHED
 from finetune.recipe.adapters import AdapterSection
 from finetune.recipe.capabilities import (
@@ -86,11 +86,9 @@ def facts_of(
     """
     config, published, form = read_config(model), published_form(model), None
     if published:
-        from finetune.model.form import kept_of, require_form
+        from finetune.model.form import require_form
 
-        require_form(model)
-        quantization = quantization_of(config) or {}
-        form = quantization if kept_of(quantization) else None
+        form = require_form(model)
     name = shape_of(config, form=form)
     if model.head == "tokens" and name is not None:
         facts = ModelFacts.from_json(shipped_facts()[name])
@@ -100,8 +98,7 @@ def facts_of(
     from finetune.model.empty import config_of
     from finetune.model.facts import facts_from
 
-    facts = facts_from(config, folder=known_folder(model))
-    facts = facts if published else replace(facts, published="")
+    facts = facts_from(config, folder=known_folder(model), is_published=bool(published))
     if model.head == "tokens":
         return facts
     of_tokens = model.head == "token_classes"

@@ -113,11 +113,13 @@ def shape_of(config: Mapping[str, Any], *, form: Mapping[str, Any] | None = None
     """
     fields = _sized(config)
     given = {key for key, value in fields.items() if value}
-    for name, shape in _shapes().items():
-        is_of_shape = shape.items() <= fields.items() and given <= shape.keys()
-        if is_of_shape and form in (None, load_shape(name).get("quantization_config")):
-            return name
-    return None
+    found = (
+        name
+        for name, shape in _shapes().items()
+        if shape.items() <= fields.items() and given <= shape.keys()
+        if form in (None, load_shape(name).get("quantization_config"))
+    )
+    return min(found, default=None, key=len)
 
 
 def _sized(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -101,17 +101,19 @@ SHA-256 `{recipe_hash(recipe)}`, every setting with its value:
 """
 
 
-def merged_card(recipe: Recipe, card: str) -> str:
+def merged_card(recipe: Recipe, card: str, *, form: str) -> str:
     """Return the card of a model that a run's adapter was merged into, with the adapter's in it.
 
     Args:
         recipe: The run's recipe.
         card: The adapter's.
+        form: The `quant_method` of its weights; empty if they are plain.
     """
     path, public = recipe.model.path, public_recipe(recipe).model.path
     header: dict[str, Any] = {"base_model": path} if path == public else {}
     header |= {"library_name": "transformers", "pipeline_tag": _PIPELINES["tokens"]}
     header |= {"tags": ["sluice"]}
+    weights = f"weights in {form} again" if form else "plain weights"
     about = card.split("---\n", 2)[2] if card.startswith("---\n") else card
     loader = re.search(r"AutoModel\w+", about)
     call = _MODEL_CALL.format(loader=loader[0] if loader else "AutoModelForCausalLM", options="")
@@ -122,7 +124,7 @@ def merged_card(recipe: Recipe, card: str) -> str:
 
 # {recipe.output.name}, merged
 
-{public} with an adapter that was merged into it by Sluice: plain weights.
+{public} with an adapter that was merged into it by Sluice: {weights}.
 
 ## Load
 

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.quantization_config import Mxfp4Config
 
+from finetune.model.checkpoint import load_published
 from tests.checkpoints import pack_mxfp4, write_checkpoint
 from tests.doubles import tiny_tokenizer
 from tests.e2e.runs import losses, run, same_adapter
@@ -33,6 +34,10 @@ def bfloat16_file(machine_file: Path, tmp_path_factory: pytest.TempPathFactory) 
     file = tmp_path_factory.mktemp("machine") / "bfloat16.json"
     file.write_text(json.dumps(json.loads(machine_file.read_text()) | {"dtype": "bfloat16"}))
     return file
+
+
+def weight_bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
 STEPS = {"steps": 20, "warmup_steps": 0, "lr": 2e-3}
@@ -77,6 +82,7 @@ def test_weights_kept_as_published_train_as_their_dequantised_twins_to_the_bit(
     cache: Path,
     write_recipe: Callable[..., Path],
     bfloat16_file: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     is_moe = form not in ("modelopt", "int4 with zeros", "awq")
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
@@ -98,10 +104,27 @@ def test_weights_kept_as_published_train_as_their_dequantised_twins_to_the_bit(
     assert losses(ours) == losses(theirs)
     assert same_adapter(ours, theirs)
     (store,) = cache.rglob(f"*-{codec}-*.store")
-    plain_bytes = sum(file.stat().st_size for file in (tmp_path / "plain").glob("*.safetensors"))
+    plain_bytes = weight_bytes(tmp_path / "plain")
     num_kept = 3 * 3 * 64 * 96 * (4 if is_moe else 1)  # of MLPs
     saved_bytes = plain_bytes - store.stat().st_size  # less what fills pages
     assert saved_bytes > (1.2 if is_moe else 0.9) * num_kept  # 0.6 bytes, not 2
+    is_written = "attention" in form or form in ("nvfp4", "modelopt", "mxfp4", "int4")
+    merged = tmp_path / "merged"
+    assert run("merge", ours, "--out", merged, "--as-published") == int(not is_written)
+    said = " ".join("".join(capsys.readouterr()).split())
+    method = FORMS[form].quantization["quant_method"]
+    if not is_written:
+        assert f"the base is published in {method}" in said
+        assert "without `--as-published` the merged model is written in full" in said
+        return
+    errors = json.loads((merged / "quantisation_errors.json").read_text())
+    worst, error = next(iter(errors.items()))
+    assert f"is written in {method} again" in said
+    assert f"at worst {worst} by {100 * error:.2g} %; quantisation_errors.json has all" in said
+    assert f"weights in {method} again" in (merged / "README.md").read_text()
+    weights = (weight_bytes(tmp_path / name) for name in ("merged", "packed"))
+    assert next(weights) < 1.05 * next(weights)
+    load_published(str(merged), "bfloat16")
 
 
 @pytest.mark.thorough
@@ -137,7 +160,7 @@ def test_experts_kept_in_mxfp4_train_as_their_dequantised_twin_to_the_bit(
     assert losses(ours) == losses(theirs)
     assert same_adapter(ours, theirs)
     (store,) = cache.rglob("*-mxfp4-*.store")
-    plain_bytes = sum(file.stat().st_size for file in plain.glob("*.safetensors"))
+    plain_bytes = weight_bytes(plain)
     num_expert_weights = 3 * 4 * 3 * 64 * 96
     assert plain_bytes - store.stat().st_size > 1.3 * num_expert_weights  # 0.53 bytes, not 2
     assert run("generate", ours, "--prompt", "what follows 3") == 0

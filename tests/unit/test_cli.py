@@ -78,7 +78,7 @@ FLAGS = {
     },
     "score": {"--adapter", "--checkpoints", "--base", "--machine", "--json", "--out"},
     "adapter": {"--format", "--out"},
-    "merge": {"--out"},
+    "merge": {"--out", "--as-published"},
     # the form of the weights, a Modelfile too, where to, and whose programs
     "export": {"--gguf", "--ollama", "--out", "--llama-cpp"},
     "share": set(),

@@ -4,12 +4,14 @@ Rows are decoded a few at a time, as looking codes up takes ten bytes per weight
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 from offload.tensors import Tensor, dtype
 
 _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1 = (*_POSITIVE, *(-number for number in _POSITIVE))
 """The 16 numbers of FP4 (OCP Microscaling Formats 1.0, 5.3.3)."""
+E4M3_MAX = 448.0
 _PIECE = 2**20  # weights
 
 
@@ -31,6 +33,33 @@ def looked_up(codes: Tensor, numbers: Sequence[float], kind: dtype) -> Tensor:
         table = torch.stack((table.repeat(16), table.repeat_interleave(16)), dim=1)
     found = table.view(256, -1)[codes.int()]
     return found.flatten(1)
+
+
+def e2m1_of(values: Tensor) -> Tensor:
+    """Return the codes of the nearest of 16 numbers, two in a byte: uint8 (N, M / 2) for (N, M)."""
+    import torch
+
+    ends = torch.tensor([(a + b) / 2 for a, b in pairwise(_POSITIVE)])
+    codes = torch.bucketize(values.abs(), ends, out_int32=True) + 8 * (values < 0)
+    return in_pairs(codes)
+
+
+def in_pairs(codes: Tensor) -> Tensor:
+    """Return codes (N, M) of 4 bits as bytes, the low four bits first: uint8 (N, M / 2)."""
+    import torch
+
+    return (codes[:, ::2] | (codes[:, 1::2] << 4)).to(torch.uint8)
+
+
+def nvfp4_of(values: Tensor, unit: Tensor) -> tuple[Tensor, Tensor]:
+    """Return codes (N, K / 2) of weights (N, K), and scales in e4m3 (N, K / 16) of a unit."""
+    import torch
+
+    groups = values.view(len(values), -1, 16)
+    wanted = groups.abs().amax(-1) / (E2M1[7] * unit)
+    scales = wanted.clamp(max=E4M3_MAX).to(torch.float8_e4m3fn)
+    grid = (scales.float() * unit).masked_fill_(scales.float() == 0, torch.inf)
+    return e2m1_of((groups / grid[..., None]).flatten(1)), scales
 
 
 def decode(

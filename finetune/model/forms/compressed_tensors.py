@@ -14,9 +14,17 @@ from functools import partial
 from typing import Any
 
 from finetune.model.form import FieldError, Form, Kept, Packing, Parts, require_fields
-from finetune.model.forms._codes import E2M1, decode, looked_up
+from finetune.model.forms._codes import (
+    E2M1,
+    E4M3_MAX,
+    decode,
+    e2m1_of,
+    in_pairs,
+    looked_up,
+    nvfp4_of,
+)
 from finetune.model.forms._names import has_int4_groups, is_named
-from finetune.model.forms.fp8 import scaled
+from finetune.model.forms.fp8 import rescaled, scaled
 from offload.tensors import Tensor, dtype
 
 _CODES = ("float-quantized", "naive-quantized", "int-quantized")
@@ -110,10 +118,12 @@ def _packing(form: str, weights: Mapping[str, Any]) -> tuple[object, Packing]:
             parts=("weight",),
             dequantise=partial(_scaled, size),
             decoded=_of_codes,
+            quantise=partial(_to_codes, size),
         )
         return size, packing
     num_bits, is_symmetric = weights["num_bits"], weights["symmetric"]
     parts: tuple[str, ...] = ("weight_scale",)
+    quantise = partial(_to_integers, num_bits) if form == _INTEGERS else _to_fp4
     if form == _INTEGERS:
         parts += ("weight_shape",) if is_symmetric else ("weight_shape", "weight_zero_point")
     elif form == _NVFP4:
@@ -124,6 +134,7 @@ def _packing(form: str, weights: Mapping[str, Any]) -> tuple[object, Packing]:
         parts=parts,
         dequantise=partial(_integers, num_bits) if form == _INTEGERS else _fp4,
         decoded=_stated if form == _INTEGERS else _of_pairs,
+        quantise=quantise if is_symmetric else None,
     )
     return (form, num_bits, is_symmetric), packing
 
@@ -164,6 +175,44 @@ def _fp4(parts: Parts) -> Tensor:
     else:  # exponents
         scales = scales.view(torch.float8_e8m0fnu).to(torch.bfloat16)
     return decode(codes, E2M1, scales, num_columns=2 * codes.shape[1], kind=torch.bfloat16)
+
+
+def _to_codes(size: tuple[int, int] | None, values: Tensor, parts: Parts) -> Parts:
+    codes, scales = rescaled(values, parts["weight"], parts["weight_scale"], size)
+    return {"weight": codes, "weight_scale": scales}
+
+
+def _to_integers(num_bits: int, values: Tensor, parts: Parts) -> Parts:
+    """Scale the largest weight of a group to half of all codes, as the library's observer does."""
+    import torch
+
+    scales, middle = parts["weight_scale"], 2 ** (num_bits - 1)
+    groups = values.view(len(values), scales.shape[-1], -1)
+    largest = groups.abs().amax(-1)
+    found = largest.masked_fill(largest == 0, 1).div(middle - 0.5).to(scales.dtype)
+    if found.shape != scales.shape:
+        raise ValueError("has one scale for all rows")
+    codes = (groups / found.float()[..., None]).round_().clamp_(-middle, middle - 1) + middle
+    num_columns = parts["weight_packed"].shape[1] * 32 // num_bits
+    codes = torch.nn.functional.pad(codes.flatten(1), (0, num_columns - values.shape[1])).int()
+    packed = in_pairs(codes) if num_bits != _DEFAULTS["num_bits"] else codes.to(torch.uint8)
+    return {"weight_packed": packed.view(torch.int32), "weight_scale": found}
+
+
+def _to_fp4(values: Tensor, parts: Parts) -> Parts:
+    """Keep the tensor's scale, which others computed with it may share, if it is enough."""
+    import torch
+
+    if "weight_global_scale" in parts:
+        most = E2M1[7] * E4M3_MAX / values.abs().amax()
+        by = parts["weight_global_scale"].float().clamp(max=most)
+        codes, scales = nvfp4_of(values, 1 / by)
+        return {"weight_packed": codes, "weight_scale": scales, "weight_global_scale": by}
+    groups = values.view(*parts["weight_scale"].shape, -1)
+    _, exponents = torch.frexp(groups.abs().amax(-1))  # of twice the power of two below
+    exponents = (exponents - 3 + 127).clamp_(1, 254)
+    codes = e2m1_of(torch.ldexp(groups, 127 - exponents[..., None]).flatten(1))
+    return {"weight_packed": codes, "weight_scale": exponents.to(torch.uint8)}
 
 
 def _of_codes(parts: Parts) -> tuple[Sequence[int], dtype | None]:

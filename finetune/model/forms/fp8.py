@@ -39,6 +39,7 @@ def _packings(fields: Mapping[str, Any]) -> Sequence[Packing]:
             parts=("",),
             dequantise=partial(_dequantise, None if size is None else tuple(size)),
             decoded=_decoded,
+            quantise=partial(_quantise, None if size is None else tuple(size)),
         ),
     )
 
@@ -50,6 +51,11 @@ def _dequantise(size: tuple[int, int] | None, parts: Parts) -> Tensor:
     if scales.dtype == torch.uint8:  # exponents
         scales = scales.view(torch.float8_e8m0fnu)
     return scaled(parts[""], scales.float(), size)
+
+
+def _quantise(size: tuple[int, int] | None, values: Tensor, parts: Parts) -> Parts:
+    codes, scales = rescaled(values, parts[""], parts["_scale_inv"], size)
+    return {"": codes, "_scale_inv": scales}
 
 
 def scaled(codes: Tensor, scales: Tensor, size: tuple[int, int] | None) -> Tensor:
@@ -64,9 +70,42 @@ def scaled(codes: Tensor, scales: Tensor, size: tuple[int, int] | None) -> Tenso
     Raises:
         ValueError: These are no codes, or there are not as many scales as that.
     """
-    shape = codes.shape
     if not str(codes.dtype).startswith(("torch.float8", "torch.int8")):
         raise ValueError(f"is {codes.dtype} and has scales of codes in 8 bits")
+    return codes.to(scales.dtype).mul_(_grid(scales, codes.shape, size))
+
+
+def rescaled(
+    values: Tensor, codes: Tensor, scales: Tensor, size: tuple[int, int] | None
+) -> tuple[Tensor, Tensor]:
+    """Return codes and scales of values, in the types and shapes of those given: see `scaled`.
+
+    Raises:
+        ValueError: The scales are exponents.
+    """
+    import torch
+
+    if scales.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError("has exponents for scales")
+    is_float = codes.dtype.is_floating_point
+    most = torch.finfo(codes.dtype).max if is_float else torch.iinfo(codes.dtype).max
+    shape = values.shape
+    if size is None:
+        like = _grid(scales, shape, size)
+        dims = [dim for dim in range(values.ndim) if like.ndim == 0 or like.shape[dim] == 1]
+        largest = values.abs().amax(dims)
+    else:
+        rows, columns = size
+        padded = torch.nn.functional.pad(values, (0, -shape[-1] % columns, 0, -shape[-2] % rows))
+        blocks = padded.unflatten(-1, (-1, columns)).unflatten(-3, (-1, rows))
+        largest = blocks.abs().amax((-3, -1))
+    found = (largest.masked_fill(largest == 0, most) / most).view(scales.shape).to(scales.dtype)
+    wanted = (values / _grid(found.float(), shape, size)).clamp_(-most, most)
+    return (wanted if is_float else wanted.round_()).to(codes.dtype), found
+
+
+def _grid(scales: Tensor, shape: Sequence[int], size: tuple[int, int] | None) -> Tensor:
+    """Return scales as they are multiplied with codes of a shape: see `scaled`."""
     if size is None:
         if scales.ndim == 1 and len(scales) == shape[0]:
             scales = scales.view(-1, *[1] * (len(shape) - 1))
@@ -75,13 +114,13 @@ def scaled(codes: Tensor, scales: Tensor, size: tuple[int, int] | None) -> Tenso
             scales.ndim == len(shape) and is_one_each and scales.shape[-1] == 1
         ):
             raise _unfit(scales, shape)
-        return codes.to(scales.dtype).mul_(scales if scales.numel() > 1 else scales.view(()))
+        return scales if scales.numel() > 1 else scales.view(())
     rows, columns = size
     num_blocks = (*shape[:-2], -(-shape[-2] // rows), -(-shape[-1] // columns))
     if scales.shape != num_blocks:
         raise _unfit(scales, shape)
     grid = scales.repeat_interleave(rows, -2).repeat_interleave(columns, -1)
-    return codes.to(scales.dtype).mul_(grid[..., : shape[-2], : shape[-1]])
+    return grid[..., : shape[-2], : shape[-1]]
 
 
 def _unfit(scales: Tensor, shape: Sequence[int]) -> ValueError:

@@ -13,9 +13,9 @@ from functools import partial
 from typing import Any
 
 from finetune.model.form import Form, Kept, Packing, Parts, require_fields
-from finetune.model.forms._codes import E2M1, decode
+from finetune.model.forms._codes import E2M1, E4M3_MAX, decode, nvfp4_of
 from finetune.model.forms._names import is_named
-from finetune.model.forms.fp8 import scaled
+from finetune.model.forms.fp8 import rescaled, scaled
 from offload.tensors import Tensor, dtype
 
 _IN_NVFP4 = ("NVFP4", "W4A16_NVFP4")
@@ -52,6 +52,19 @@ def _nvfp4(parts: Parts) -> Tensor:
     return decode(codes, E2M1, scales, num_columns=2 * codes.shape[1], kind=torch.bfloat16)
 
 
+def _to_nvfp4(values: Tensor, parts: Parts) -> Parts:
+    """Keep the tensor's scale, which others computed with it may share, if it is enough."""
+    most = values.abs().amax() / (E2M1[7] * E4M3_MAX)
+    unit = parts["weight_scale_2"].float().clamp(min=most)
+    codes, scales = nvfp4_of(values, unit)
+    return {"weight": codes, "weight_scale": scales, "weight_scale_2": unit}
+
+
+def _to_e4m3(values: Tensor, parts: Parts) -> Parts:
+    codes, scales = rescaled(values, parts["weight"], parts["weight_scale"], None)
+    return {"weight": codes, "weight_scale": scales}
+
+
 def _of_pairs(parts: Parts) -> tuple[Sequence[int], dtype | None]:
     rows, num_bytes = parts["weight"].shape
     return (rows, 2 * num_bytes), None
@@ -71,6 +84,7 @@ _NVFP4 = Packing(
     parts=("weight", "weight_scale"),
     dequantise=_nvfp4,
     decoded=_of_pairs,
+    quantise=_to_nvfp4,
 )
 _E4M3 = Packing(
     mark=re.compile(r"(?<=\.)weight_scale$"),
@@ -78,6 +92,7 @@ _E4M3 = Packing(
     parts=("weight",),
     dequantise=_e4m3,
     decoded=_of_codes,
+    quantise=_to_e4m3,
 )
 
 

@@ -18,37 +18,18 @@ Source: compressed-tensors 0.20, quantization/lifecycle/forward_helpers.py, `_de
 gptqmodel 7.7, nn_modules/qlinear/__init__.py, `dequantize_weight`.
 """
 
-from collections.abc import Sequence
-
+from offload.codecs._late import late
 from offload.plan.facts.codec import WORKSPACE_BYTES, Codec
-from offload.tensors import Tensor
 
 GROUP = 32  # weights that share a scale and a zero point
 IS_HALF = 16  # of a note: the scale is fp16
 
 
-def _write(values: Tensor, parts: Sequence[Tensor]) -> None:
-    from offload.codecs.int4.groups import encode
-
-    encode(values, parts)
-
-
-def _read(parts: Sequence[Tensor], values: Tensor) -> None:
-    from offload.codecs.int4.groups import decode
-
-    decode(parts, values)
-
-
-def _sizes(num_weights: int, _: int) -> tuple[int, ...]:
-    num_groups = -(-num_weights // GROUP)
-    return -(-num_weights // 2), 2 * num_groups, num_groups
-
-
 EXTENSION = Codec(
     doc="keeps weights that were published as integers of 4 bits in 4.75 bits, without loss",
-    sizes=_sizes,
-    write=_write,
-    read=_read,
+    sizes=lambda n, _: (-(-n // 2), 2 * -(-n // GROUP), -(-n // GROUP)),
+    write=late("offload.codecs.int4.groups", "encode"),
+    read=late("offload.codecs.int4.groups", "decode"),
     dtypes=("bfloat16",),
     published="int4",
     fits=lambda shape: shape[-1] % GROUP == 0,

@@ -19,33 +19,19 @@ tensor: a column of the result would be written at a time.
 Source: OCP Microscaling Formats 1.0, 5.3.3 and 6.3; transformers 5.24, integrations/mxfp4.py.
 """
 
-from collections.abc import Sequence
-
+from offload.codecs._late import late
 from offload.plan.facts.codec import WORKSPACE_BYTES, Codec
-from offload.tensors import Tensor
 
 GROUP = 32  # weights that share an exponent
 HALF = GROUP // 2  # pairs of them, of which a byte has both
 _NUM_DIMS = 3  # of experts
 
 
-def _write(values: Tensor, parts: Sequence[Tensor]) -> None:
-    from offload.codecs.mxfp4.groups import encode
-
-    encode(values, parts)
-
-
-def _read(parts: Sequence[Tensor], values: Tensor) -> None:
-    from offload.codecs.mxfp4.groups import decode
-
-    decode(parts, values)
-
-
 EXTENSION = Codec(
     doc="keeps experts that were published in MXFP4 in its 4.25 bits, without loss",
     sizes=lambda num_weights, _: (-(-num_weights // 2), -(-num_weights // GROUP)),
-    write=_write,
-    read=_read,
+    write=late("offload.codecs.mxfp4.groups", "encode"),
+    read=late("offload.codecs.mxfp4.groups", "decode"),
     dtypes=("bfloat16",),
     published="mxfp4",
     fits=lambda shape: len(shape) == _NUM_DIMS and shape[1] % GROUP == 0,

@@ -25,33 +25,19 @@ Source: nvidia-modelopt 0.47, torch/quantization/qtensor/nvfp4_tensor.py; compre
 compressors/nvfp4/helpers.py.
 """
 
-from collections.abc import Sequence
-
+from offload.codecs._late import late
 from offload.plan.facts.codec import WORKSPACE_BYTES, Codec
-from offload.tensors import Tensor
 
 GROUP = 16  # weights that share a scale
 FRACTION_BITS = 10  # of a scale, below which fp32 has 13 more
 LOWEST = 79  # exponent of the smallest scale, 2**-48, as fp32 has it; the largest is 63 above
 
 
-def _write(values: Tensor, parts: Sequence[Tensor]) -> None:
-    from offload.codecs.nvfp4.groups import encode
-
-    encode(values, parts)
-
-
-def _read(parts: Sequence[Tensor], values: Tensor) -> None:
-    from offload.codecs.nvfp4.groups import decode
-
-    decode(parts, values)
-
-
 EXTENSION = Codec(
     doc="keeps weights that were published in NVFP4 in 5 bits, without loss",
     sizes=lambda num_weights, _: (-(-num_weights // 2), 2 * -(-num_weights // GROUP)),
-    write=_write,
-    read=_read,
+    write=late("offload.codecs.nvfp4.groups", "encode"),
+    read=late("offload.codecs.nvfp4.groups", "decode"),
     dtypes=("bfloat16",),
     published="nvfp4",
     fits=lambda shape: shape[-1] % GROUP == 0,

@@ -33,8 +33,13 @@ from finetune.model import renaming
 from finetune.model.base_weights import BaseWeights
 from finetune.model.checkpoint import load_published
 from finetune.model.empty import empty_published
+from finetune.model.form import kept_parameters
+from offload.engine.codec import form_named
+from offload.plan.facts.codec import CODECS
 from tests.checkpoints import Pack, pack_bnb_4bit, pack_fp8, pack_mxfp4, write_checkpoint
 from tests.doubles import tiny_tokenizer
+from tests.encoded import decoded
+from tests.quantised import FORMS, write_both
 from tests.tiers import mostly_slow
 from tests.unit.finetune.export.adapted import (
     EXPERTS,
@@ -231,6 +236,78 @@ def test_a_quantised_base_is_decoded_as_for_training(
         if torch.equal(wanted, plain[name]):
             assert torch.equal(parameter, plain[name]), name
         assert ((parameter - wanted).abs() <= 2**-8 * wanted.abs() * 1.001 + 1e-8).all(), name
+
+
+# The most that a form may round a matrix by, of its norm, of codes that are drawn evenly.
+WRITTEN = {
+    **{"fp8 per tensor": 0.04, "float8 per row": 0.04, "modelopt": 0.12, "nvfp4": 0.12},
+    **{"mxfp4": 0.2, "int4": 0.12},
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("is_moe", [False, True])
+@pytest.mark.parametrize("form", WRITTEN)
+def test_on_request_the_form_of_the_base_is_written_again(
+    form: str, is_moe: bool, tmp_path: Path
+) -> None:
+    sizes = SHAPE | {"hidden_size": 64, "head_dim": 16, "intermediate_size": 96}
+    experts = EXPERTS | {"moe_intermediate_size": 32}
+    config = Qwen3MoeConfig(**sizes, **experts) if is_moe else Qwen3Config(**sizes)
+    base, plain = write_both(tmp_path, config, FORMS[form])
+    adapter = train(plain, tmp_path / "adapter")
+    merge(plain, adapter, tmp_path / "full")
+    out = tmp_path / "out"
+    merged = merge(base, adapter, out, as_published=True)
+    before, after, full = BaseWeights(base), BaseWeights(out), BaseWeights(tmp_path / "full")
+    assert after.stored == before.stored
+    assert merged.num_bytes == sum(spec.num_bytes for spec in after.stored.values())
+    settings = [json.loads((folder / "config.json").read_text()) for folder in (base, out)]
+    assert settings[0]["quantization_config"] == settings[1]["quantization_config"]
+    errors = json.loads((out / "quantisation_errors.json").read_text())
+    changed = {n for n in before.specs if not torch.equal(before.read(n), full.read(n))}
+    assert errors.keys() == {name for name in changed if not before.is_copied(name)} != set()
+    for name in before.specs:
+        wanted, found = full.read(name).float(), after.read(name).float()
+        if name not in errors:
+            assert torch.equal(found, wanted), name
+            continue
+        assert rel(found, wanted) == pytest.approx(errors[name], rel=1e-5)
+        assert 1e-4 < errors[name] < WRITTEN[form], name
+    for name in before.stored:  # scales of activations, and what was not changed
+        if name.endswith(("input_scale", "activation_scale", "norm.weight", "_shape")):
+            assert b"".join(before.raw(name)) == b"".join(after.raw(name)), name
+    assert f"in {settings[0]['quantization_config']['quant_method']} again" in merged.notes[0]
+    assert f"{len(errors)} matrices by" in merged.notes[0]
+    assert next(iter(errors)) in merged.notes[0]
+    loaded = load_published(str(out), "bfloat16")
+    codec, names = kept_parameters(loaded, settings[1]["quantization_config"])
+    for name in names if codec in CODECS and CODECS[codec].published else ():
+        if not name.endswith("gate.weight"):
+            values = loaded.get_parameter(name).detach()
+            assert torch.equal(decoded(form_named(codec), values), values), name
+
+
+@pytest.mark.parametrize(
+    ("form", "what"),
+    [
+        ("gptq", "the base is published in gptq"),
+        ("awq", "the base is published in awq"),
+        ("int4 with zeros", "the base is published in compressed-tensors"),
+        ("", "the base is published in full"),
+    ],
+)
+def test_a_form_that_is_not_written_is_refused_by_name(
+    form: str, what: str, tmp_path: Path
+) -> None:
+    config = Qwen3Config(**SHAPE | {"hidden_size": 64, "head_dim": 16, "intermediate_size": 96})
+    packed, plain = write_both(tmp_path, config, FORMS[form or "nvfp4"])
+    adapter = train(plain, tmp_path / "adapter")
+    with pytest.raises(MergeError) as caught:
+        merge(packed if form else plain, adapter, tmp_path / "out", as_published=True)
+    assert caught.value.what == what
+    assert caught.value.hint == "without `--as-published` the merged model is written in full"
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_tensor_that_the_model_has_no_place_for_is_copied(qwen3: SimpleNamespace) -> None:
