@@ -1,6 +1,8 @@
 """What codecs share: the pieces processed at once, blocks, and a check of weights."""
 
 from collections.abc import Iterator
+from functools import cache
+from importlib.util import find_spec
 
 from offload.errors import CodecError
 from offload.tensors import Tensor, device
@@ -9,12 +11,13 @@ HOST_PIECE = 2**20  # weights: temporaries of a few MB, and enough work for the 
 DEVICE_PIECE = 2**26  # weights: launch overhead is negligible at this size
 
 
-def pieces(num_weights: int, device: device) -> Iterator[slice]:
+def pieces(num_weights: int, device: device, *, most: int = DEVICE_PIECE) -> Iterator[slice]:
     """Yield the ranges of weights processed at once; all but the last are even and full.
 
-    A piece holds whole blocks of every codec, including the blocks of nf4's scales.
+    A piece holds whole blocks of every codec, including the blocks of nf4's scales. On a device it
+    has `most` weights: fewer where temporaries are several times as large as these.
     """
-    size = HOST_PIECE if device.type == "cpu" else DEVICE_PIECE
+    size = HOST_PIECE if device.type == "cpu" else most
     for start in range(0, num_weights, size):
         yield slice(start, min(start + size, num_weights))
 
@@ -60,6 +63,12 @@ def finite(name: str, values: Tensor) -> Tensor:
         limit=f"{name} scales a block by its largest weight, so all have to be finite",
         hint='fix the checkpoint, or keep its bits with `codec="native"`',
     )
+
+
+@cache
+def has_triton() -> bool:
+    """Return whether a GPU decodes by kernels of Triton."""
+    return find_spec("triton") is not None
 
 
 def check_stream(values: Tensor) -> None:

@@ -6,11 +6,9 @@ Rows are decoded a few at a time, as looking codes up takes ten bytes per weight
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
+from offload.codecs.mxfp4.groups import E2M1
 from offload.tensors import Tensor, dtype
 
-_POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-E2M1 = (*_POSITIVE, *(-number for number in _POSITIVE))
-"""The 16 numbers of FP4 (OCP Microscaling Formats 1.0, 5.3.3)."""
 E4M3_MAX = 448.0
 _PIECE = 2**20  # weights
 
@@ -39,7 +37,7 @@ def e2m1_of(values: Tensor) -> Tensor:
     """Return the codes of the nearest of 16 numbers, two in a byte: uint8 (N, M / 2) for (N, M)."""
     import torch
 
-    ends = torch.tensor([(a + b) / 2 for a, b in pairwise(_POSITIVE)])
+    ends = torch.tensor([(a + b) / 2 for a, b in pairwise(E2M1[: len(E2M1) // 2])])
     codes = torch.bucketize(values.abs(), ends, out_int32=True) + 8 * (values < 0)
     return in_pairs(codes)
 

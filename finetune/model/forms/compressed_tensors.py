@@ -15,7 +15,6 @@ from typing import Any
 
 from finetune.model.form import FieldError, Form, Kept, Packing, Parts, require_fields
 from finetune.model.forms._codes import (
-    E2M1,
     E4M3_MAX,
     decode,
     e2m1_of,
@@ -25,6 +24,7 @@ from finetune.model.forms._codes import (
 )
 from finetune.model.forms._names import has_int4_groups, is_named
 from finetune.model.forms.fp8 import rescaled, scaled
+from offload.codecs.mxfp4.groups import E2M1
 from offload.tensors import Tensor, dtype
 
 _CODES = ("float-quantized", "naive-quantized", "int-quantized")

@@ -13,9 +13,10 @@ from functools import partial
 from typing import Any
 
 from finetune.model.form import Form, Kept, Packing, Parts, require_fields
-from finetune.model.forms._codes import E2M1, E4M3_MAX, decode, nvfp4_of
+from finetune.model.forms._codes import E4M3_MAX, decode, nvfp4_of
 from finetune.model.forms._names import is_named
 from finetune.model.forms.fp8 import rescaled, scaled
+from offload.codecs.mxfp4.groups import E2M1
 from offload.tensors import Tensor, dtype
 
 _IN_NVFP4 = ("NVFP4", "W4A16_NVFP4")

@@ -24,10 +24,8 @@ Rejected: one exponent range per tensor (blocks of zeros, rows of another scale)
 """
 
 from collections.abc import Iterator, Sequence
-from functools import cache
-from importlib.util import find_spec
 
-from offload.codecs._pieces import blocks, blocks_of
+from offload.codecs._pieces import blocks, blocks_of, has_triton
 from offload.errors import CodecError
 from offload.plan.facts.codec import WORKSPACE_BYTES, Codec
 from offload.tensors import Tensor
@@ -89,7 +87,7 @@ def _read(parts: Sequence[Tensor], values: Tensor) -> None:
 
     flat = values.view(-1).view(torch.int16)
     low, codes, tops, at, bits = typed(parts, flat.numel())
-    if flat.is_cuda and _has_triton():
+    if flat.is_cuda and has_triton():
         from offload.codecs.bf16_packed.kernel import unpack
 
         with torch.cuda.device(flat.device):
@@ -105,11 +103,6 @@ def _read(parts: Sequence[Tensor], values: Tensor) -> None:
     for start in range(0, at.numel(), _PIECE // 4):
         some = slice(start, start + _PIECE // 4)
         flat.scatter_(0, at[some].long(), bits[some])
-
-
-@cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
 
 
 def typed(parts: Sequence[Tensor], num_weights: int) -> tuple[Tensor, ...]:

@@ -1,10 +1,8 @@
 """Encoding and decoding groups of integers of 4 bits (see the package for the format)."""
 
 from collections.abc import Sequence
-from functools import cache
-from importlib.util import find_spec
 
-from offload.codecs._pieces import blocks_of, pieces
+from offload.codecs._pieces import HOST_PIECE, blocks_of, has_triton, pieces
 from offload.codecs.int4 import GROUP, IS_HALF
 from offload.errors import CodecError
 from offload.tensors import Tensor
@@ -28,7 +26,7 @@ def encode(values: Tensor, parts: Sequence[Tensor]) -> None:
         raise _unfit(f"weights of {tuple(values.shape)} are not in groups of {GROUP} of a row")
     flat, codes, scales, notes = values.reshape(-1), parts[0], parts[1].view(torch.int16), parts[2]
     kinds = [False, True]  # whether a scale is fp16: what most groups of the last piece had first
-    for piece in pieces(flat.numel(), flat.device):
+    for piece in pieces(flat.numel(), flat.device, most=HOST_PIECE):
         groups = blocks_of(piece, GROUP)
         own = codes[blocks_of(piece, 2)], scales[groups], notes[groups]
         weights = flat[piece].view(-1, GROUP)
@@ -122,7 +120,7 @@ def decode(parts: Sequence[Tensor], values: Tensor) -> None:
             unpack(codes, scales, notes, values.view(torch.int32))
         return
     flat = values.view(-1)
-    for piece in pieces(flat.numel(), flat.device):
+    for piece in pieces(flat.numel(), flat.device, most=HOST_PIECE):
         groups = blocks_of(piece, GROUP)
         own = codes[blocks_of(piece, 2)], scales[groups], notes[groups]
         flat[piece].view(-1, GROUP).copy_(_decoded(*own))
@@ -139,9 +137,3 @@ def _decoded(codes: Tensor, scales: Tensor, notes: Tensor) -> Tensor:
     scale = torch.where(is_half, scales.view(torch.float16).float(), scales.view(torch.bfloat16))
     found.sub_((notes & _MOST)[:, None]).mul_(scale[:, None])
     return torch.where(is_half[:, None], found.half().bfloat16(), found.bfloat16())
-
-
-@cache
-def has_triton() -> bool:
-    """Return whether kernels can be compiled."""
-    return find_spec("triton") is not None

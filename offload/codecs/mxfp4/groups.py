@@ -1,14 +1,15 @@
 """Encoding and decoding groups of MXFP4 (see the package for the format)."""
 
 from collections.abc import Iterator, Sequence
-from functools import cache
-from importlib.util import find_spec
 
-from offload.codecs._pieces import HOST_PIECE
+from offload.codecs._pieces import HOST_PIECE, has_triton
 from offload.codecs.mxfp4 import GROUP, HALF
 from offload.errors import CodecError
 from offload.tensors import Tensor
 
+_POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1 = (*_POSITIVE, *(-number for number in _POSITIVE))
+"""The 16 numbers of FP4 (OCP Microscaling Formats 1.0, 5.3.3)."""
 _MAGNITUDE = 0x7FFF  # of the bits of a bf16 number
 _STEP, _ONE = 64, 128  # half a binade, and a binade, in these bits
 _MOST = 252  # exponents with which 6 is finite
@@ -55,13 +56,13 @@ def decode(parts: Sequence[Tensor], values: Tensor) -> None:
     import torch
 
     codes, exponents = shaped(parts, values)
-    if values.is_cuda and _has_triton():
+    if values.is_cuda and has_triton():
         from offload.codecs.mxfp4.kernel import unpack
 
         with torch.cuda.device(values.device):
             unpack(codes, exponents, values.view(torch.int16))
         return
-    numbers = torch.tensor(_NUMBERS, dtype=values.dtype, device=values.device)
+    numbers = torch.tensor(E2M1, dtype=values.dtype, device=values.device)
     tables = numbers.repeat(16), numbers.repeat_interleave(16)  # by the low, the high nibble
     out = values.view(-1, 2, HALF, values.shape[2])
     for some in _pieces(values):
@@ -70,15 +71,6 @@ def decode(parts: Sequence[Tensor], values: Tensor) -> None:
         for half, table in enumerate(tables):
             found = table.index_select(0, index).view(codes[some].shape)
             torch.mul(found, scale, out=out[some, half])
-
-
-_POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_NUMBERS = (*_POSITIVE, *(-number for number in _POSITIVE))
-
-
-@cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
 
 
 def shaped(parts: Sequence[Tensor], values: Tensor) -> tuple[Tensor, Tensor]:

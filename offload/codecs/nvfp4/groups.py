@@ -2,17 +2,15 @@
 
 from collections.abc import Sequence
 from functools import cache
-from importlib.util import find_spec
 
-from offload.codecs._pieces import blocks_of, pieces
+from offload.codecs._pieces import HOST_PIECE, blocks_of, has_triton, pieces
+from offload.codecs.mxfp4.groups import E2M1
 from offload.codecs.nvfp4 import FRACTION_BITS, GROUP, LOWEST
 from offload.errors import CodecError
 from offload.tensors import Tensor, device
 
 _MAGNITUDE = 0x7FFF  # of the bits of a bf16 number
 _FRACTION, _BINADE = 0x7F, 7  # of these bits; what they are shifted by for an exponent
-_POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_NUMBERS = (*_POSITIVE, *(-number for number in _POSITIVE))
 
 
 def encode(values: Tensor, parts: Sequence[Tensor]) -> None:
@@ -27,7 +25,7 @@ def encode(values: Tensor, parts: Sequence[Tensor]) -> None:
         raise _unfit(f"weights of {tuple(values.shape)} are not in groups of {GROUP} of a row")
     flat, codes, scales = values.reshape(-1), parts[0], parts[1].view(torch.int16)
     num_unfit = 0
-    for piece in pieces(flat.numel(), flat.device):
+    for piece in pieces(flat.numel(), flat.device, most=HOST_PIECE):
         bits = flat[piece].view(torch.int16).view(-1, GROUP)
         own = codes[blocks_of(piece, 2)], scales[blocks_of(piece, GROUP)]
         _encode_groups(bits, *own)
@@ -99,7 +97,7 @@ def decode(parts: Sequence[Tensor], values: Tensor) -> None:
             unpack(codes, scales, values.view(torch.int32))
         return
     flat = values.view(-1)
-    for piece in pieces(flat.numel(), flat.device):
+    for piece in pieces(flat.numel(), flat.device, most=HOST_PIECE):
         own = codes[blocks_of(piece, 2)], scales[blocks_of(piece, GROUP)]
         flat[piece].view(-1, GROUP).copy_(_decoded(*own))
 
@@ -108,14 +106,8 @@ def _decoded(codes: Tensor, scales: Tensor) -> Tensor:
     """Return the weights of groups, bf16 (G, 16)."""
     import torch
 
-    numbers = torch.tensor(_NUMBERS, device=codes.device)
+    numbers = torch.tensor(E2M1, device=codes.device)
     pairs = torch.stack((numbers.repeat(16), numbers.repeat_interleave(16)), dim=1)
     found = pairs.index_select(0, codes.int()).view(-1, GROUP)
     bits = ((scales.int() & 0xFFFF) << (23 - FRACTION_BITS)) + (LOWEST << 23)
     return found.mul_(bits.view(torch.float32)[:, None]).bfloat16()
-
-
-@cache
-def has_triton() -> bool:
-    """Return whether kernels can be compiled."""
-    return find_spec("triton") is not None

@@ -310,7 +310,17 @@ def test_a_config_says_what_a_codec_keeps(
         assert kept == {name.split(".")[3] for name in names if name.startswith(f"layers.{number}")}
 
 
-def test_experts_are_kept_by_the_names_of_each(tmp_path: Path) -> None:
+def test_random_weights_are_planned_whatever_form_a_config_names(tmp_path: Path) -> None:
+    config = json.loads(AutoConfig.for_model("llama", **SHAPE).to_json_string())
+    file = tmp_path / "config.json"
+    for fields in ({"quant_method": "hqq"}, {"quant_method": "compressed-tensors"}, NVFP4):
+        file.write_text(json.dumps(config | {"quantization_config": fields}))
+        facts = facts_of(ModelSection(config=str(file), init="random"))
+        assert facts.published == ""
+        assert not any(linear.is_kept for layer in facts.layers for linear in layer.linears)
+
+
+def test_experts_are_kept_by_the_names_of_each() -> None:
     config = AutoConfig.for_model("qwen3_moe", **SHAPE | EXPERTS)
     fields = NVFP4 | {"ignore": ["re:.*self_attn.*", "re:.*mlp.gate$"]}
     _, names = kept_parameters(empty_from(json.loads(config.to_json_string())), fields)
