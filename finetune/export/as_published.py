@@ -41,7 +41,8 @@ class AsPublished:
             self._written.add(name)
             return
         shape = self._published.specs[name].shape
-        whole, left = self._begun.pop(name, (torch.empty(shape), shape[0]))
+        whole, left = self._begun.pop(name, (torch.empty(0), shape[0]))
+        whole = whole if len(whole) else torch.empty(shape)
         whole[first_row : first_row + len(values)] = values
         if left > len(values):
             self._begun[name] = whole, left - len(values)

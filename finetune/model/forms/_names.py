@@ -16,7 +16,7 @@ _EXPRESSION = "re:"
 
 
 def is_named(name: str, listed: Iterable[str]) -> bool:
-    """Return whether a list names a linear layer.
+    """Return whether a list names a linear layer, or a module that it is in.
 
     Args:
         name: From its layer on, such as `layers.3.self_attn.q_proj`.
@@ -25,7 +25,7 @@ def is_named(name: str, listed: Iterable[str]) -> bool:
     return any(
         any(re.match(one.removeprefix(_EXPRESSION), start + name) for start in _BEGINNINGS)
         if one.startswith(_EXPRESSION)
-        else fnmatchcase(name, one[max(0, one.find("layers.")) :])
+        else any(fnmatchcase(name, one[max(0, one.find("layers.")) :] + end) for end in ("", ".*"))
         for one in listed
     )
 

@@ -233,7 +233,7 @@ def _kept(fields: Mapping[str, Any]) -> Kept | None:
     groups = [group for group in fields["config_groups"].values() if group.get("weights")]
     if len(groups) > 1 and not all(group.get("targets") for group in groups):
         return None
-    kept = [_codec(str(group.get("format") or fields["format"]), group) for group in groups]
+    kept = [_codec(str(group.get("format") or fields.get("format")), group) for group in groups]
     targets = [group.get("targets") or [_ALL] for group in groups]
     codecs = {codec for codec in kept if codec}
     if len(codecs) != 1:

@@ -268,6 +268,14 @@ def named_groups(*targets: str) -> dict[str, Any]:
             "nvfp4",
             ALL - of_layers(0, names=ATTENTION),
         ),
+        (
+            {
+                **{"quant_method": "modelopt", "quant_algo": "NVFP4"},
+                "ignore": ["model.layers.1.mlp", "model.layers.0"],
+            },
+            "nvfp4",
+            of_layers(1, names=ATTENTION),
+        ),
         ({"quant_method": "modelopt", "quant_algo": "FP8"}, "modelopt", set()),
         (INTEGERS, "int4", ALL),
         (groups("pack-quantized", **INT4 | {"group_size": 16}), "compressed-tensors", set()),
