@@ -145,9 +145,9 @@ def facts_of(model: "PreTrainedModel", kept: Set[str] = frozenset()) -> ModelFac
     head_size = 0 if head is None or is_tied else head.weight.numel()
     norms = sum(p.numel() for m, p in outside.values() if is_norm(m) and m is not embedding)
     layers, proven = [], dict[LayerFacts, LayerFacts]()
-    for number, (layer, unread) in enumerate(zip(layered.layers, _unread(model), strict=True)):
-        own = {name.partition(f"layers.{number}.")[2] for name in kept}
-        facts = reader.layer(layer, number, unread=unread, kept=own, fused=())
+    unread_by_layer, num_features = _traced(model, config.hidden_size)
+    for number, (layer, unread) in enumerate(zip(layered.layers, unread_by_layer, strict=True)):
+        facts = reader.layer(layer, number, unread=unread, fused=())
         if facts not in proven:  # what is fused is proven once of layers that are alike
             fused = list(FusedLayers([layer]).parts())
             proven[facts] = reader.layer(layer, number, unread=unread, kept=own, fused=fused)
@@ -155,6 +155,7 @@ def facts_of(model: "PreTrainedModel", kept: Set[str] = frozenset()) -> ModelFac
     found = ModelFacts(
         model_type=config.model_type,
         hidden_size=config.hidden_size,
+        num_streams=num_features // config.hidden_size,
         vocab_size=embedding.weight.shape[0],
         max_position_embeddings=layered.max_positions,
         embedding_parameters=embedded,
@@ -169,7 +170,7 @@ def facts_of(model: "PreTrainedModel", kept: Set[str] = frozenset()) -> ModelFac
         is_memory_tested=config.model_type in MEMORY_TESTED,
         own_experts=_own_experts(layered),
     )
-    return found if layered.carried is None else layered.carried.with_shared(found)
+    return found if layered.carried is None else layered.carried.with_carried(found)
 
 
 def _own_experts(layered: LayeredModel) -> str:
@@ -184,8 +185,8 @@ def _own_experts(layered: LayeredModel) -> str:
     return next((f"{name} {why}" for name, why in whys if why), "")
 
 
-def _unread(model: "PreTrainedModel") -> tuple[frozenset[str], ...]:
-    """Return by layer the linears whose products nothing reads; none if a trace needs values.
+def _traced(model: "PreTrainedModel", hidden: int) -> tuple[tuple[frozenset[str], ...], int]:
+    """Return as `trace_unread`; no products, and `hidden` features, if a trace needs values.
 
     Raises:
         UnsupportedModelError: It cannot be computed layer by layer.
@@ -193,7 +194,7 @@ def _unread(model: "PreTrainedModel") -> tuple[frozenset[str], ...]:
     try:
         return trace_unread(model)
     except RuntimeError:  # torch's, for operations that need values
-        return (frozenset(),) * len(LayeredModel(model).layers)
+        return (frozenset(),) * len(LayeredModel(model).layers), hidden
 
 
 def _flat(config: Mapping[str, Any]) -> dict[str, Any]:

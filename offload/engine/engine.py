@@ -1005,12 +1005,8 @@ class Engine:
 
     def _input_bytes(self, batches: Sequence[LabelledBatch]) -> tuple[int, ...]:
         """Return the size of a layer's input for each micro-batch."""
-        config = self._layered.model.config.get_text_config()
-        element_bytes = self._layered.model.dtype.itemsize
-        return tuple(
-            batch.inputs["input_ids"].numel() * config.hidden_size * element_bytes
-            for batch in batches
-        )
+        token_bytes = self._layered.token_bytes
+        return tuple(batch.inputs["input_ids"].numel() * token_bytes for batch in batches)
 
     def _saved(self, parts: Sequence[Part]) -> Saved:
         """Return what each layer saves."""

@@ -25,6 +25,7 @@ from offload.plan.memory.memory import (
     SLOTS,
     VISIT,
     MemoryTerm,
+    carried_bytes,
     head_chunk_bytes,
     input_bytes,
     layer_weight_bytes,
@@ -147,8 +148,8 @@ class _Draft:
         widest = max(cut, key=lambda rows: len(rows) * lengths[rows[0]])
         num_padded = sum(len(rows) * lengths[rows[0]] for rows in cut)
         one = replace(request.workload, micro_batch_size=1, seq_len=max(lengths))
-        recorded = recorded_bytes(facts, one, is_padded=False) / one.num_tokens
-        hidden = (facts.hidden_size + facts.carried_features) * one.dtype_bytes + recorded
+        recorded = recorded_bytes(facts, one, is_padded=False)
+        held = input_bytes(facts, one) + recorded + carried_bytes(facts, one)
         return cls(
             facts=facts,
             machine=machine,
@@ -166,7 +167,7 @@ class _Draft:
                 seq_len=max(1, num_padded // len(lengths)),
                 label_tokens=max(1, request.num_labels // len(cut)),
             ),
-            token_bytes=request.num_adapters * hidden
+            token_bytes=request.num_adapters * held / one.num_tokens
             + SCORE_BYTES * request.num_adapters
             + LABEL_BYTES,
         )

@@ -103,13 +103,13 @@ def sharded_choice(facts: ModelFacts, machine: Machine, requests: Sequence[PlanR
     """Return the fastest of some sharded plans that fits; they differ in their micro-batches.
 
     Raises:
-        UnsupportedModelError: Layers share keys and values.
+        UnsupportedModelError: Layers read what others have computed.
         DoesNotFitError: None fits.
     """
-    if facts.carried_features:
+    if facts.carries:
         raise UnsupportedModelError(
-            f"the layers of a {facts.model_type} model share keys and values",
-            limit="a model that is cut among ranks has layers that read their own alone",
+            f"layers of a {facts.model_type} model read what others have computed",
+            limit="a model that is cut among ranks has layers that read their input alone",
             hint="`train.parallel: stream`",
         )
     plans = [sharded_plan(facts, machine, request) for request in requests]

@@ -1,4 +1,4 @@
-"""A model whose layers share keys and values, from a recipe to a merged model."""
+"""Models with layers that read what others have computed, from a recipe to a merged model."""
 
 import shutil
 from pathlib import Path
@@ -10,23 +10,27 @@ from transformers import AutoModelForCausalLM
 from tests.doubles import tiny_tokenizer
 from tests.e2e.conftest import RecipeWriter
 from tests.e2e.runs import adapter, losses, run
-from tests.parity.tiny_models import tiny_model
+from tests.parity.tiny_models import SHARED_INDICES, SHARED_KEYS, tiny_model
 
-NAME = "gemma4_text, layers that share keys and values (E2B, E4B)"
+NAMES = (f"gemma4_text, {SHARED_KEYS}", f"glm_moe_dsa, {SHARED_INDICES}", "zaya")
 
 
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.slow
 def test_a_run_is_packed_resumed_to_the_bit_merged_and_talked_to(
+    name: str,
     tmp_path: Path,
     write_recipe: RecipeWriter,
     machine_file: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    base, merged, run_dir = (tmp_path / name for name in ("base", "merged", "run"))
+    base, merged, run_dir = (tmp_path / part for part in ("base", "merged", "run"))
     tokenizer = tiny_tokenizer()
-    sizes = dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), len(tokenizer))
-    tiny_model(NAME, **sizes, max_position_embeddings=128).save_pretrained(base)
+    sizes = {"vocab_size": len(tokenizer)}
+    if SHARED_KEYS in name:
+        sizes["vocab_size_per_layer_input"] = len(tokenizer)
+    tiny_model(name, **sizes, max_position_embeddings=128).save_pretrained(base)
     tokenizer.save_pretrained(base)
     recipe = write_recipe(
         model={"path": str(base), "dtype": "float32"},
@@ -38,7 +42,7 @@ def test_a_run_is_packed_resumed_to_the_bit_merged_and_talked_to(
     )
     words = ("--machine", machine_file)
     assert run("plan", recipe, *words, "--verbose") == 0
-    assert "shared keys and values" in capsys.readouterr().out
+    assert "values that layers share" in capsys.readouterr().out
     assert run("finetune", recipe, *words) == 0
     whole, shown = adapter(run_dir), losses(run_dir)
     assert shown[-1] < shown[0]
@@ -47,7 +51,7 @@ def test_a_run_is_packed_resumed_to_the_bit_merged_and_talked_to(
     shutil.rmtree(run_dir / "adapter")
     assert run("finetune", recipe, *words, "--resume") == 0
     assert losses(run_dir) == shown
-    assert all(torch.equal(adapter(run_dir)[name], one) for name, one in whole.items())
+    assert all(torch.equal(adapter(run_dir)[key], one) for key, one in whole.items())
 
     assert run("generate", run_dir, "--prompt", "what follows 3", "--max-new-tokens", "2") == 0
     assert run("merge", run_dir, "--out", merged) == 0

@@ -1,7 +1,13 @@
-"""Keys and values that layers share (Gemma 4 E2B, E4B): the gradients of plain autograd."""
+"""Values that one layer computes and others read: the gradients of plain autograd.
+
+Keys and values (Gemma 4 E2B, E4B), chosen tokens (GLM-5), and states of routers (ZAYA).
+"""
 
 import copy
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cache
 from typing import Any
 from unittest import mock
 
@@ -13,7 +19,9 @@ from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
 from finetune.model.facts import facts_of
 from offload.engine.engine import Engine, EngineOptions
+from offload.engine.model.carried import FromBelow
 from offload.engine.model.layers import LayeredModel
+from offload.engine.tracing.visits import trace_visits
 from offload.errors import UnsupportedModelError
 from offload.plan.facts.trainable import prefix_spec
 from offload.plan.facts.workload import embedding_bytes, most_rows_bytes
@@ -24,7 +32,9 @@ from offload.plan.memory.memory import (
     HIDDEN,
     KEPT_INPUTS,
     RECORDED,
+    TracedBytes,
     device_needs,
+    input_bytes,
 )
 from offload.plan.schedule.op import Kind
 from offload.plan.schedule.schedule import Order
@@ -33,6 +43,7 @@ from offload.plan.sharded import sharded_choice
 from tests.builders import lora, request, workload
 from tests.parity.objectives import ByRow, against_scored, pairs, plain_step
 from tests.parity.steps import OPTIONS, second_step_bytes
+from tests.parity.tiny_models import SHARED_INDICES, tiny_model, with_adapters
 from tests.tiers import mostly_slow
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -40,6 +51,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 Gradients = dict[str, torch.Tensor]
 NUM_LAYERS, NUM_SHARED, VOCABULARY = 6, 3, 64
 SOURCES = {3: 1, 4: 2, 5: 1}  # by layer that reads keys and values, the one that made them
+GEMMA, GLM, ZAYA = "gemma4_text", f"glm_moe_dsa, {SHARED_INDICES}", "zaya"
+FAMILIES = {GEMMA: SOURCES, GLM: {1: 0, 2: 0}, ZAYA: {1: 0, 2: 1, 3: 2}}
 PADDED, PACKED = (12, 15), (11, 4, 16)  # tokens of the widest rows; of packed rows
 
 
@@ -67,15 +80,27 @@ def base_of(*, head_dim: int = 8) -> Any:
     return Gemma4ForCausalLM(config)
 
 
-def built(*, dtype: torch.dtype = torch.float32, head_dim: int = 8) -> Any:
+def bare(family: str, **changes: Any) -> Any:
+    return base_of(**changes) if family == GEMMA else tiny_model(family, **changes)
+
+
+def built(family: str = GEMMA, *, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     """Return the model with LoRA on all linears, all of it away from where it starts."""
-    base = base_of(head_dim=head_dim)
-    names = [n for n, m in base.named_modules() if type(m) is nn.Linear and ".layers." in n]
-    model = get_peft_model(base, LoraConfig(r=2, lora_alpha=4, target_modules=names))
+    base = bare(family, **changes)
+    base.set_experts_implementation("eager")  # no other computes in float64
+    linears = [n for n, m in base.named_modules() if type(m) is nn.Linear and ".layers." in n]
+    names = [name for name in linears if ".indexer." not in name]  # which has no gradient
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # peft's, about patterns that match nothing
+        model = get_peft_model(base, LoraConfig(r=2, lora_alpha=4, target_modules=names))
     for parameter in model.parameters():
         with torch.no_grad():
             parameter.add_(torch.randn_like(parameter), alpha=0.05)
     return model.to(dtype).train()
+
+
+def layers_of(model: Any) -> Any:
+    return model.get_base_model().model.layers
 
 
 def padded() -> list[dict[str, torch.Tensor]]:
@@ -149,41 +174,60 @@ def apart(found: Gradients, wanted: Gradients) -> float:
     ("dtype", "limit"), [(torch.float64, 1e-14), (torch.float32, 4e-6)], ids=["float64", "float32"]
 )
 @pytest.mark.parametrize("kind", ["padded", "packed"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_reorder_a_streamed_step_has_the_gradients_of_autograd(
-    kind: str, dtype: torch.dtype, limit: float
+    family: str, kind: str, dtype: torch.dtype, limit: float
 ) -> None:
-    model = built(dtype=dtype)
+    model = built(family, dtype=dtype)
     alone = [{"input_ids": row, "labels": row.clone()} for row in rows()]
     wanted = by_autograd(model, padded() if kind == "padded" else alone)
     found = step(model, padded() if kind == "padded" else packed())
     assert apart(found, wanted) <= limit
 
 
-def test_gradients_by_what_readers_read_are_in_those_of_the_producers_and_below() -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_layers_that_read_and_those_they_read_are_found(family: str) -> None:
+    carried = LayeredModel(built(family)).carried
+    assert carried is not None
+    assert carried.sources == FAMILIES[family]
+
+
+def _detached(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _detached(x) for name, x in value.items()}
+    return tuple(map(_detached, value)) if isinstance(value, tuple) else value.detach()
+
+
+@pytest.mark.parametrize("family", [GEMMA, ZAYA])
+def test_gradients_by_what_readers_read_are_in_those_of_the_producers_and_below(
+    family: str,
+) -> None:
     """What the other tests would show if a producer's visit left them out."""
-    model = built(dtype=torch.float64)
-    wanted, base = by_autograd(model, padded()), model.get_base_model()
+    model = built(family, dtype=torch.float64)
+    wanted, layers, sources = by_autograd(model, padded()), layers_of(model), FAMILIES[family]
 
     def cut(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        shared = kwargs["shared_kv_states"].items()
-        kwargs["shared_kv_states"] = {n: tuple(x.detach() for x in kv) for n, kv in shared}
-        return args, kwargs
+        read = {
+            name: kwargs[name] for name in ("shared_kv_states", "router_states") if name in kwargs
+        }
+        return args, kwargs | _detached(read)
 
-    for reader in base.model.layers[NUM_LAYERS - NUM_SHARED :]:
-        reader.self_attn.register_forward_pre_hook(cut, with_kwargs=True)
+    for reader in sources:
+        reads = layers[reader].self_attn if family == GEMMA else layers[reader].mlp.gate
+        reads.register_forward_pre_hook(cut, with_kwargs=True)
     without = by_autograd(model, padded())
-    for layer in range(NUM_LAYERS):
+    for layer in range(len(layers)):
         some = {n: x for n, x in wanted.items() if f".layers.{layer}." in n}
         error = apart({n: without[n] for n in some}, some)
-        assert error == 0.0 if layer > max(SOURCES.values()) else error > 1e-3
+        assert error == 0.0 if layer > max(sources.values()) else error > 1e-3
 
 
 WAYS: dict[str, tuple[EngineOptions, dict[str, Any]]] = {
     "all in slots": (replace(OPTIONS, num_slots=NUM_LAYERS), {}),
     "inputs in RAM": (replace(OPTIONS, stash="host"), {}),
     "kept graphs": (replace(OPTIONS, num_kept_graphs=4), {}),
-    "sent graphs": (replace(OPTIONS, num_sent_graphs=NUM_LAYERS), {}),
-    "kept outputs": (replace(OPTIONS, num_kept_outputs=NUM_LAYERS), {}),
+    "sent graphs": (replace(OPTIONS, num_sent_graphs=4), {}),
+    "kept outputs": (replace(OPTIONS, num_kept_outputs=4), {}),
     "sent outputs": (replace(OPTIONS, num_sent_outputs=3, stash="host"), {}),
     "tables in RAM": (replace(OPTIONS, embeddings="host", head="host"), {}),
     "micro-batches first": (OPTIONS, {"order": Order.MICRO_BATCH_MAJOR}),
@@ -192,16 +236,22 @@ WAYS: dict[str, tuple[EngineOptions, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("kind", ["padded", "packed"])
 @pytest.mark.parametrize("way", mostly_slow(list(WAYS), "sent graphs"))
-def test_move_a_step_is_the_same_however_it_is_streamed(way: str, kind: str) -> None:
-    model, batches = built(), padded() if kind == "padded" else packed()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_move_a_step_is_the_same_however_it_is_streamed(family: str, way: str, kind: str) -> None:
+    if family != GEMMA and way == "tables in RAM":
+        pytest.skip("the embedding alone is a table, as in any model")
+    model, batches = built(family), padded() if kind == "padded" else packed()
     options, arguments = WAYS[way]
     found, wanted = step(model, batches, options, **arguments), step(model, batches)
     assert all(torch.equal(found[name], one) for name, one in wanted.items())
 
 
-def test_reorder_preferences_have_the_gradients_of_autograd_over_all_rows_at_once() -> None:
-    """Rows that are only scored carry keys and values of their own, under the reference too."""
-    model = built(dtype=torch.float64)
+@pytest.mark.parametrize("family", mostly_slow(list(FAMILIES), GEMMA))
+def test_reorder_preferences_have_the_gradients_of_autograd_over_all_rows_at_once(
+    family: str,
+) -> None:
+    """Rows that are only scored carry values of their own, under the reference too."""
+    model = built(family, dtype=torch.float64)
     batches, scored = pairs(1, 2), pairs(1, seed=7)
     objective = ByRow(against_scored, num_trained=6)
     found = step(model, batches, objective=objective, scored=scored)
@@ -209,8 +259,9 @@ def test_reorder_preferences_have_the_gradients_of_autograd_over_all_rows_at_onc
     assert apart(found, wanted) <= 2e-6
 
 
-def test_move_weights_that_train_in_ram_have_the_gradients_of_autograd() -> None:
-    base = base_of().train()
+@pytest.mark.parametrize("family", [GEMMA, ZAYA])
+def test_move_weights_that_train_in_ram_have_the_gradients_of_autograd(family: str) -> None:
+    base = bare(family).train()
     base.requires_grad_(requires_grad=False)
     base.model.layers.requires_grad_(requires_grad=True)
     wanted = by_autograd(base, padded())
@@ -220,6 +271,62 @@ def test_move_weights_that_train_in_ram_have_the_gradients_of_autograd() -> None
     found = {n: p.grad for n, p in engine.trained_parameters.items() if p.grad is not None}
     engine.detach()
     assert apart(found, wanted) <= 4e-6
+
+
+@pytest.mark.parametrize(
+    ("model_type", "token_bytes"), [(ZAYA, 32 * 4), ("deepseek_v4", 4 * 32 * 2)]
+)
+def test_inputs_of_other_sizes_wait_in_ram_and_a_plan_counts_them(
+    model_type: str, token_bytes: int
+) -> None:
+    """In fp32 where weights are in bf16, and four hidden states of a token."""
+    base = tiny_model(model_type)
+    model: Any = with_adapters(base, base.model.layers).bfloat16()
+    facts = facts_of(tiny_model(model_type))
+    assert input_bytes(facts, workload(micro_batch_size=1, seq_len=10)) == 10 * token_bytes
+    batches, found = padded(), []
+    for options in (OPTIONS, replace(OPTIONS, stash="host")):
+        engine = Engine(model, device=torch.device("cpu"), options=options)
+        engine.forward_backward(batches, dropout_seed=0)
+        num_bytes = [b.nbytes for arena in engine.arenas for b in arena.blocks]
+        engine.detach()
+        found.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+        model.zero_grad()
+    assert all(torch.equal(found[1][name], one) for name, one in found[0].items())
+    num_tokens = sum(batch["input_ids"].numel() for batch in batches)
+    assert any(size and size % (num_tokens * token_bytes) == 0 for size in num_bytes)
+
+
+def test_readers_read_the_tokens_chosen_in_the_forward_visit_and_no_others() -> None:
+    """The first token alone, where those of the recompute, or of the forward visit, are others."""
+    model = built(GLM)
+    wanted, keep = by_autograd(model, padded()), FromBelow.keep
+
+    def apart_if(is_changed: Callable[[], bool]) -> float:
+        def kept(below: FromBelow, layer: int, new: Any) -> Any:
+            changed = {n: tuple(map(torch.zeros_like, x)) for n, x in new.items()}
+            return keep(below, layer, changed if is_changed() else new)
+
+        with mock.patch.object(FromBelow, "keep", kept):
+            return apart(step(model, padded()), wanted)
+
+    assert apart_if(torch.is_grad_enabled) == 0.0
+    assert apart_if(lambda: not torch.is_grad_enabled()) > 1e-2
+
+
+def test_an_indexer_gets_no_gradient_as_in_autograd() -> None:
+    model = built(GLM)
+    indexer = layers_of(model)[0].self_attn.indexer.requires_grad_(requires_grad=True)
+    batch = padded()[0]
+    model(**batch).loss.backward()
+    assert all(x.grad is None for x in indexer.parameters())
+    assert any(x.grad is not None for x in model.parameters())
+    model.zero_grad()
+    engine = Engine(model, device=torch.device("cpu"), options=OPTIONS)
+    engine.forward_backward([batch], dropout_seed=0)
+    engine.detach()
+    assert all(x.grad is None for x in indexer.parameters())
+    assert any(x.grad is not None for x in model.parameters())
 
 
 def rows_together(model: nn.Module, batches: list[dict[str, torch.Tensor]]) -> frozenset[int]:
@@ -298,7 +405,9 @@ def test_a_plan_counts_both_tables_where_they_are() -> None:
 
 def test_what_nobody_asked_for_is_refused_by_the_facts() -> None:
     facts = facts_of(base_of())
-    with pytest.raises(UnsupportedModelError, match="share keys and values; a model that is cut"):
+    with pytest.raises(
+        UnsupportedModelError, match="what others have computed; a model that is cut"
+    ):
         sharded_choice(facts, named_machine("rtx4090"), [request()])
     with pytest.raises(UnsupportedModelError, match="prefix for a gemma4_text model"):
         prefix_spec(facts, num_past=4, has_encoder=False)
@@ -322,56 +431,76 @@ WIDE, NUM_TOKENS, NUM_KV_HEADS = 64, 24, 2
 IDS = torch.randint(1, VOCABULARY, (1, NUM_TOKENS), generator=torch.Generator().manual_seed(3))
 
 
-def planned(num_micro_batches: int) -> dict[str, int]:
+WIDER: dict[str, dict[str, Any]] = {
+    GEMMA: {"head_dim": WIDE},
+    GLM: {"index_topk": 16},
+    ZAYA: {"router_hidden_size": WIDE},
+}
+TOKEN_BYTES = {GEMMA: 2 * 2 * NUM_KV_HEADS * WIDE * 4, GLM: 16 * 4, ZAYA: 3 * WIDE * 4}
+GRADIENT_BYTES = {GEMMA: TOKEN_BYTES[GEMMA], GLM: 0, ZAYA: WIDE * 4}  # at one time
+
+
+@cache
+def traced(family: str) -> TracedBytes:
+    """Return the bytes of what a model passes to all layers, which formulas know of some alone."""
+    model = built(family, **WIDER[family])
+    sizes = {"batch_size": 1, "seq_len": NUM_TOKENS, "head_chunk_tokens": OPTIONS.head_chunk_tokens}
+    return trace_visits(model, **sizes, is_padded=False, capability=None)
+
+
+def planned(num_micro_batches: int, family: str = GEMMA) -> dict[str, int]:
     """Return the terms of each row of a plan, at whatever instant."""
     micro_batch = workload(
         micro_batch_size=1,
         seq_len=NUM_TOKENS,
         label_tokens=NUM_TOKENS - 1,
         head_chunk_tokens=OPTIONS.head_chunk_tokens,
-        adapter=lora(rank=2),
+        adapter=lora(targets=("o_proj",), rank=2),
         dtype_bytes=4,
     )
     needs = device_needs(
-        facts_of(base_of(head_dim=WIDE)),
+        facts_of(bare(family, **WIDER[family])),
         replace(named_machine("rtx4090"), device="cpu"),
         micro_batch,
         num_micro_batches=num_micro_batches,
         is_reduced=False,
         is_padded=False,
         is_stashed=False,
-        traced=None,
+        traced=None if family == GEMMA else traced(family),
     )
     return {row.name: row.num_bytes for row in needs.rows}
 
 
-def test_a_plan_counts_what_a_step_carries_and_its_gradients() -> None:
-    """Two names of keys and values, counted where each micro-batch lets go of them."""
-    model, held = built(head_dim=WIDE), dict[tuple[int, int], tuple[int, int]]()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_plan_counts_what_a_step_carries_and_its_gradients(family: str) -> None:
+    """Counted where each micro-batch lets go of what one layer has made."""
+    model, values, gradients = built(family, **WIDER[family]), dict[Any, int](), dict[int, int]()
     engine = Engine(model, device=torch.device("cpu"), options=OPTIONS)
     carried = engine._layered.carried
     assert carried is not None
     own = carried.gradients
 
     def counted(layer: int, call: Any) -> Any:
-        values = [
-            x for one in call.kwargs["shared_kv_states"].made.get(layer, {}).values() for x in one
-        ]
-        found = own(layer, call)
-        held[layer, len(held)] = (
-            sum(x.untyped_storage().nbytes() for x in values),
-            sum(x.untyped_storage().nbytes() for x in found if x is not None),
-        )
-        return found
+        (below,) = (x for x in call.kwargs.values() if isinstance(x, FromBelow))
+        made = {i: [x for one in of.values() for x in one] for i, of in below.made.items()}
+        for x in made.get(layer, ()):
+            values[layer, x.data_ptr()] = x.untyped_storage().nbytes()
+        there = [x.grad for some in made.values() for x in some if x.grad is not None]
+        size = sum(x.untyped_storage().nbytes() for x in there)
+        gradients[id(below.made)] = max(size, gradients.get(id(below.made), 0))
+        return own(layer, call)
 
     with mock.patch.object(carried, "gradients", counted):
         engine.forward_backward([{"input_ids": IDS, "labels": IDS}] * 3)
     engine.detach()
-    assert {layer for layer, _ in held if any(held[layer, _])} == {*SOURCES.values()}
-    plan = planned(3)
-    of_values, of_gradients = map(sum, zip(*held.values(), strict=True))
-    assert (of_values, of_gradients) == (plan[CARRIED], plan[CARRIED_GRADIENTS])
-    assert plan[CARRIED] == 3 * NUM_TOKENS * 2 * 2 * NUM_KV_HEADS * WIDE * 4
+    assert {layer for layer, _ in values} == {*FAMILIES[family].values()}
+    plan = planned(3, family)
+    assert sum(values.values()) == plan[CARRIED] == 3 * NUM_TOKENS * TOKEN_BYTES[family]
+    assert sum(gradients.values()) == 3 * NUM_TOKENS * GRADIENT_BYTES[family]
+    twice = (
+        2 if family == ZAYA else 1
+    )  # a router's is let go of when that of the one below is there
+    assert plan[CARRIED_GRADIENTS] == twice * sum(gradients.values())
 
 
 def test_a_plan_of_scores_counts_what_its_passes_carry() -> None:
@@ -394,18 +523,20 @@ def test_a_plan_of_scores_counts_what_its_passes_carry() -> None:
     assert carried == 2 * 4 * NUM_TOKENS * facts.carried_features * 2  # of adapters, rows, bf16
 
 
-def peak_bytes(num_micro_batches: int) -> int:
-    engine = Engine(built(head_dim=WIDE), device=torch.device("cpu"), options=OPTIONS)
+def peak_bytes(num_micro_batches: int, family: str) -> int:
+    model = built(family, **WIDER[family])
+    engine = Engine(model, device=torch.device("cpu"), options=OPTIONS)
     return second_step_bytes(engine, [{"input_ids": IDS, "labels": IDS}] * num_micro_batches)
 
 
-def test_a_step_takes_no_more_for_each_micro_batch_than_a_plan_counts() -> None:
+@pytest.mark.parametrize("family", [GEMMA, ZAYA])
+def test_a_step_takes_no_more_for_each_micro_batch_than_a_plan_counts(family: str) -> None:
     """And little less: the inputs of the two highest layers are gone when all gradients are there.
 
     Nothing else of a reader's visit lives on.
     """
-    found = (peak_bytes(5) - peak_bytes(2)) / 3
+    found = (peak_bytes(5, family) - peak_bytes(2, family)) / 3
     names = (KEPT_INPUTS, HIDDEN, RECORDED, CARRIED, CARRIED_GRADIENTS)
-    counted = sum(planned(5)[name] - planned(2)[name] for name in names) / 3
+    counted = sum(planned(5, family)[name] - planned(2, family)[name] for name in names) / 3
     assert found <= counted
-    assert found == pytest.approx(counted, rel=0.1)
+    assert found == pytest.approx(counted, rel=0.25 if family == ZAYA else 0.1)

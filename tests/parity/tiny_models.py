@@ -239,12 +239,16 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
     },
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
 }
+_SHARES = {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2}
+_CHOOSES = {
+    "indexer_types": ["full", "shared", "shared", "full"],
+    **{"index_topk": 5, "index_n_heads": 2, "index_head_dim": 8},
+}
+SHARED_KEYS = "layers that share keys and values (E2B, E4B)"
+SHARED_INDICES = "layers that read the tokens that others choose"
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
-    f"{name}, layers that share keys and values (E2B, E4B)": {
-        "num_kv_shared_layers": 2,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-    }
-    for name in ("gemma4", "gemma4_text")
+    **{f"{name}, {SHARED_KEYS}": _SHARES for name in ("gemma4", "gemma4_text")},
+    **{f"{name}, {SHARED_INDICES}": _CHOOSES for name in ("glm_moe_dsa", "hy_v4")},
 }
 """Settings of published models that change the verdict of their type, which is before a comma."""
 

@@ -1,28 +1,34 @@
-"""Keys and values that one layer computes and later layers read, from visit to visit.
+"""Values that one layer computes and later layers read, from visit to visit.
 
-Problem. In Gemma 4 E2B and E4B most layers have no keys and values of their own: they read those of
-the last layer of their type that has. The model passes a mapping to all layers, one writes to it,
-and others read. Visited alone, a reader would find nothing, and the gradient by what it read would
-end there.
+Problem. Some layers do not compute all that they need. Most layers of Gemma 4 E2B and E4B read the
+keys and values of the last layer of their type that has its own. In GLM-5 a layer reads which
+tokens one below has chosen to attend to. A router of ZAYA adds the state of the router below to its
+own. Visited alone, a reader would find nothing, and the gradient by what it read would end there.
 
 Idea. Each micro-batch has its values by name, made in the forward visit of their producer and kept
 until its backward visit: they are leaves, so that the visits of their readers read the same bits
 however often, and add to their `.grad`. The producer's backward visit then starts from the
 gradients of its output and of the values. Readers are visited from the highest layer down, so the
 gradients are added up in autograd's own order, to the bit. What is recomputed is used for its graph
-alone, and the values of the forward visit stay.
+alone, and the values of the forward visit stay. Integers have no gradient, and are kept all the
+same: in a recompute a tie may be broken otherwise.
 
-A layer is passed a mapping of its own, with what the layers below it wrote. So it sees in each
-visit what it saw in the first, and what it writes is collected.
+A model passes values in one of two ways. It passes one mapping to all layers: then a layer is
+passed one of its own, with what the layers below it wrote, and what it writes is collected. Or a
+layer returns a value after the hidden state, which the model passes to the next: then a stand-in
+returns a `FromBelow`, which can be passed on alone, and a layer that reads nothing is passed a
+tensor that cannot be read. Either way a layer sees in each visit what it saw in the first.
 
-Packed rows have values of their own, which a layer that computes all rows at once is passed end to
-end, and which are cut where it writes them. In the trial of that (`offload.engine.safety`) a token
-whose hidden state is NaN has such values too, so no other row may read them.
+Packed rows have values of their own. Keys and values are passed end to end to a layer that computes
+all rows at once, and are cut where it writes them. In the trial of that (`offload.engine.safety`) a
+token whose hidden state is NaN has such values too, so no other row may read them. Layers that
+return values take one row after the other: an indexer compares all tokens that it is given.
 """
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn, cast
 
 import torch
@@ -30,14 +36,25 @@ from torch import nn
 
 from offload.engine.host.layer_table import layer_table
 from offload.engine.model.packed_rows import PackedCall
-from offload.engine.model.recorders import Call, Note
+from offload.engine.model.recorders import Call, Form, Note, between
 from offload.engine.visit_cache import patched
 from offload.errors import UnsupportedModelError
 from offload.plan.facts.facts import ModelFacts
 from offload.plan.facts.linears import SoftmaxAttention
 
-_ARGUMENT = "shared_kv_states"
-_STORES, _READS, _NAME = "store_full_length_kv", "is_kv_shared_layer", "layer_type"
+_MAPPING = "shared_kv_states"
+_INDICES = "prev_topk_indices"
+_NAME = "layer_type"  # of a value in a mapping, by the attribute of the module that stores it
+_STATES = "prev_router_hidden_states"
+_ROLES: Mapping[str, tuple[str, Sequence[bool], str, Sequence[bool]]] = {
+    _MAPPING: ("is_kv_shared_layer", (True,), "store_full_length_kv", (True,)),
+    _INDICES: ("skip_topk", (True,), "skip_topk", (False,)),
+    _STATES: ("use_eda", (True,), "use_eda", (True, False)),
+}
+"""By argument of a layer: an attribute of a module inside it, with its values in layers that read;
+and the same in layers that make what is read."""
+_SIZES = {_INDICES: "index_topk", _STATES: "router_hidden_size"}
+"""Attributes that say how many numbers of a token a layer returns."""
 _FIRST_READER = "first_kv_shared_layer_idx"
 _TOKENS_DIM, _NUM_DIMS = 2, 4  # of keys and values (B, H, T, K)
 Values = tuple[torch.Tensor, ...]
@@ -50,11 +67,11 @@ class FromBelow(Mapping[str, Values]):
 
     def __init__(self, made: Made, layer: int) -> None:
         """Look at all values from a layer."""
-        self.made, self._layer = made, layer
+        self.made, self.layer = made, layer
 
     @property
     def _visible(self) -> dict[str, Values]:
-        below = sorted(producer for producer in self.made if producer < self._layer)
+        below = sorted(producer for producer in self.made if producer < self.layer)
         return {name: x for producer in below for name, x in self.made[producer].items()}
 
     def __getitem__(self, name: str) -> Values:
@@ -67,12 +84,17 @@ class FromBelow(Mapping[str, Values]):
         return len(self._visible)
 
     def keep(self, layer: int, new: Mapping[str, Values]) -> list[torch.Tensor]:
-        """Keep what a layer wrote, unless it is there from its first visit; return its tensors."""
+        """Keep what a layer made, unless it is there from its first visit.
+
+        Returns:
+            Those of its tensors that have a gradient.
+        """
         leaves = {
-            name: tuple(x.detach().requires_grad_() for x in values) for name, values in new.items()
+            name: tuple(x.detach().requires_grad_(x.is_floating_point()) for x in values)
+            for name, values in new.items()
         }
         self.made.setdefault(layer, leaves)
-        return [x for values in new.values() for x in values]
+        return [x for values in new.values() for x in values if x.is_floating_point()]
 
 
 class RowsBelow(Mapping[str, Values]):
@@ -117,52 +139,92 @@ class ForProducer(FromBelow):
     """The same of a layer that makes values: no layer is like it."""
 
 
+class _Passed(dict[str, Values]):
+    """A mapping of a layer's own, which may write to it."""
+
+    def __init__(self, before: Mapping[str, Values]) -> None:
+        super().__init__(before)
+        self.before = before
+
+    @property
+    def new(self) -> dict[str, Values] | None:
+        """What was written; None if anything was taken out."""
+        if not self.before.keys() <= self.keys():
+            return None
+        return {name: x for name, x in self.items() if self.before.get(name) is not x}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Handing(Form):
+    """How a stand-in returns the hidden state and, if the next layer reads one, a value."""
+
+    layer: int
+    is_read: bool
+
+    def wrap(self, hidden: torch.Tensor) -> object:
+        if self.extras is None:
+            return hidden
+        first = (FromBelow({}, self.layer) if self.is_read else None,)
+        return (hidden, *first[: len(self.extras)], *(None for _ in self.extras[1:]))
+
+
+_UNREAD = between(torch.empty(0), "what a layer made for others, in one that has its own")
+
+
 class Carried:
-    """The keys and values that a model's layers share, through a mapping that all are passed.
+    """The values that a model's layers share.
 
     Attributes:
-        sources: The layer whose keys and values each reader reads.
+        sources: The layer whose values each reader reads.
+        producers: The layers that make values which others read.
     """
 
     def __init__(self, name: str, owner: nn.Module, layers: Sequence[nn.Module]) -> None:
-        """Find the layers that write to it, and those that read.
+        """Find the layers that make values, and those that read.
 
         Args:
             name: The name of the model, for errors.
             owner: The module that calls the layers.
             layers: The layers, without a loss by their routers.
         """
-        self._name, self._owner = name, owner
-        stored, self.sources = dict[str, int](), dict[int, int]()
-        storing = set()
-        for index, layer in enumerate(layers):
-            for own in map(vars, layer.modules()):
-                if own.get(_READS) and own[_NAME] in stored:
-                    self.sources[index] = stored[own[_NAME]]
-                if own.get(_STORES):
-                    stored[own[_NAME]] = index
-                    storing.add(index)
+        self._name, self._owner, self._layers = name, owner, layers
+        found = {argument: _roles(layers, argument) for argument in _ROLES}
+        self._argument = next((one for one, (_, makes) in found.items() if makes), _MAPPING)
+        self._is_returned = self._argument != _MAPPING
+        self._order = [*inspect.signature(type(layers[0]).forward).parameters][2:]
+        self.sources, makes = found[self._argument]
         self.producers = frozenset(self.sources.values())
         # some versions of transformers store what no layer reads
-        self._unread = frozenset(storing) - self.producers
+        self._unread = makes - self.producers
         self._heard: list[torch.Tensor] = []
+
+    def handing(self, form: Form, layer: int) -> Form:
+        """Return how a stand-in for a layer returns what the layer does."""
+        if not self._is_returned or form.extras is None:
+            return form
+        return _Handing(extras=form.extras, layer=layer, is_read=layer + 1 in self.sources)
 
     def given(self, notes: Sequence[Note]) -> list[Note]:
         """Return the notes of one pass before the layers, each with a view of the pass's values.
 
         Raises:
-            UnsupportedModelError: The model does not pass one empty mapping to all layers.
+            UnsupportedModelError: The model does not pass one empty mapping to all layers, or to
+                each layer what the one below returned.
         """
-        if not self.producers:
+        if not (self.producers or self._is_returned):
             return list(notes)
-        passed = [note.call.kwargs.get(_ARGUMENT) for note in notes]
+        calls = [self._by_name(note.call) for note in notes]
+        passed = [call.kwargs.get(self._argument) for call in calls]
+        if self._is_returned and any(map(self._is_other, passed, notes)):
+            self._refuse(f"passes its layers another `{self._argument}` than the last one's")
         is_one = all(x is passed[0] for x in passed)
-        if not (is_one and isinstance(passed[0], Mapping) and not passed[0]):
-            self._refuse(f"does not pass one empty `{_ARGUMENT}` to all of its layers")
+        is_empty = isinstance(passed[0], Mapping) and not passed[0]
+        if not (self._is_returned or (is_one and is_empty)):
+            self._refuse(f"does not pass one empty `{self._argument}` to all of its layers")
         made: Made = {}
         return [
-            replace(note, call=note.call.with_more({_ARGUMENT: view(made, note.layer)}))
-            for note in notes
+            replace(note, call=call.with_more({self._argument: view(made, note.layer)}))
+            for note, call in zip(notes, calls, strict=True)
             for view in [ForProducer if note.layer in self.producers else FromBelow]
         ]
 
@@ -173,49 +235,68 @@ class Carried:
 
     def joined(self, calls: Sequence[PackedCall]) -> tuple[PackedCall, ...]:
         """Return calls that pass the values of all rows to a layer that computes them at once."""
+        if self._is_returned:
+            return tuple(replace(call, together=None) for call in calls)
         if not self.producers:
             return tuple(calls)
         return tuple(
-            replace(call, together=call.together and call.together.with_more({_ARGUMENT: below}))
+            replace(call, together=call.together and call.together.with_more({_MAPPING: below}))
             for call in calls
-            for below in [RowsBelow([row.kwargs[_ARGUMENT] for row in call.rows], call.lens)]
+            for below in [RowsBelow([row.kwargs[_MAPPING] for row in call.rows], call.lens)]
         )
 
-    @contextmanager
-    def passing(self, layer: int, call: Call, tried_BTD: torch.Tensor | None) -> Iterator[Call]:
-        """Yield a call with a mapping of its own, and keep what a producer writes to it.
+    def passed(self, layer: int, call: Call, tried_BTD: torch.Tensor | None) -> Call:
+        """Return a call with what a layer reads, and room for what it writes.
 
         Args:
-            layer: The layer, which is called meanwhile.
+            layer: The layer.
             call: Its arguments.
             tried_BTD: Its input, if it is not known to keep packed rows apart.
-
-        Raises:
-            UnsupportedModelError: Another layer writes, or a producer writes something else.
         """
-        given = call.kwargs.get(_ARGUMENT)
+        given = call.kwargs.get(self._argument)
         if given is None:
-            yield call
-            return
+            return call
         before = dict(given)
+        if self._is_returned:
+            is_own = layer not in self.sources
+            own = (_UNREAD if layer else None) if is_own else before[self._argument][0]
+            return call.with_more({self._argument: own})
         if tried_BTD is not None and not isinstance(given, FromBelow):
             before = {name: _as_lost(values, tried_BTD) for name, values in before.items()}
-        left = dict(before)
-        yield call.with_more({_ARGUMENT: left})
-        new = {name: values for name, values in left.items() if before.get(name) is not values}
-        if layer in self._unread:
+        return call.with_more({self._argument: _Passed(before)})
+
+    def keep(self, layer: int, call: Call, passed: Call, output: object) -> None:
+        """Keep what a producer has made.
+
+        Args:
+            layer: The layer, which was called.
+            call: Its arguments.
+            passed: The same, as `passed` returned them.
+            output: What it returned.
+
+        Raises:
+            UnsupportedModelError: Another layer makes values, or a producer makes something else.
+        """
+        given, own = (one.kwargs.get(self._argument) for one in (call, passed))
+        if given is None or layer in self._unread:
             return
-        if not before.keys() <= left.keys() or bool(new) is not (layer in self.producers):
+        if isinstance(own, _Passed):
+            new = own.new
+        else:
+            _, value, *_ = (*output, None) if isinstance(output, tuple | list) else (output, None)
+            is_new = value is not None and value is not own
+            new = {self._argument: (cast("torch.Tensor", value),)} if is_new else {}
+        if new is None or bool(new) is not (layer in self.producers):
             self._refuse(f"has a layer {layer} that changes its arguments")
         tensors = [x for values in new.values() for x in values]
-        if not all(isinstance(x, torch.Tensor) and x.is_floating_point() for x in tensors):
-            self._refuse(f"has a layer {layer} that writes more than keys and values")
+        if not all(isinstance(x, torch.Tensor) for x in tensors):
+            self._refuse(f"has a layer {layer} that hands on more than tensors")
         if new and isinstance(given, FromBelow | RowsBelow):  # not in a trial of a wider type
             self._heard += given.keep(layer, new)
 
     @contextmanager
     def listen(self, _layer: int) -> Iterator[list[torch.Tensor]]:
-        """Collect the values that a layer writes in one visit, with their graph."""
+        """Collect the values with a gradient that a layer makes in one visit, with their graph."""
         self._heard = heard = list[torch.Tensor]()
         try:
             yield heard
@@ -232,15 +313,26 @@ class Carried:
         if layer not in self.producers:
             return []
         rows: Sequence[Any] = call.rows if isinstance(call, PackedCall) else (call,)
-        made = [row.kwargs[_ARGUMENT].made.pop(layer) for row in rows]
-        return [leaf.grad for one in made for values in one.values() for leaf in values]
+        made = [row.kwargs[self._argument].made.pop(layer) for row in rows]
+        leaves = [leaf for one in made for values in one.values() for leaf in values]
+        return [leaf.grad for leaf in leaves if leaf.requires_grad]
 
-    def with_shared(self, facts: ModelFacts) -> ModelFacts:
-        """Return facts whose readers have the keys and values that they read, and of the table.
+    def with_carried(self, facts: ModelFacts) -> ModelFacts:
+        """Return facts with what is carried, whose readers have the keys and values they read.
 
         Args:
             facts: Facts read off the layers alone, in which readers have no keys and values.
         """
+        made = [_size(self._layers[source], self._argument) for source in self.producers]
+        if self._argument == _INDICES:
+            return replace(facts, num_carried_indices=len(made), index_top_k=max(made, default=0))
+        if self._argument == _STATES:
+            return replace(
+                facts,
+                has_fp32_inputs=True,
+                carried_features=sum(made),
+                carried_gradient_features=sum(made[:2]),  # one is let go of when the next is there
+            )
         kinds = [cast("SoftmaxAttention", layer.attention) for layer in facts.layers]
         layers = list(facts.layers)
         for reader, source in self.sources.items():
@@ -254,22 +346,57 @@ class Carried:
                     reads_shared=True,
                 ),
             )
-        made = [kinds[source] for source in self.producers]
-        features = sum(one.num_kv_heads * (one.qk_dim + one.v_dim) for one in made)
+        made = [
+            x.num_kv_heads * (x.qk_dim + x.v_dim) for x in map(kinds.__getitem__, self.producers)
+        ]
         table = layer_table(self._owner)
         return replace(
             facts,
             layers=tuple(layers),
-            carried_features=features,
+            carried_features=sum(made),
+            carried_gradient_features=sum(made),
             layer_table_parameters=0 if table is None else table.weight.numel(),
         )
+
+    def _by_name(self, call: Call) -> Call:
+        """Return a call without arguments by position, where a value may be one of them."""
+        if not (self._is_returned and call.args):
+            return call
+        by_place = dict(zip(self._order, call.args, strict=False))
+        return replace(call, args=(), kwargs={**by_place, **call.kwargs})
+
+    def _is_other(self, passed: object, note: Note) -> bool:
+        """Return whether a layer is passed another value than the one below returned for it."""
+        if note.layer not in self.sources:
+            return passed is not None
+        return not (isinstance(passed, FromBelow) and passed.layer == note.layer - 1)
 
     def _refuse(self, what: str) -> NoReturn:
         raise UnsupportedModelError(
             f"{self._name} {what}",
-            limit="layers may share keys and values, which one of them writes and later ones read",
+            limit="layers may share values, which one of them makes and later ones read",
             hint="train this model resident, with another tool",
         )
+
+
+def _roles(layers: Sequence[nn.Module], argument: str) -> tuple[dict[int, int], frozenset[int]]:
+    """Return the layer whose values each reader of them reads, and all layers that make some."""
+    reads, in_readers, makes, in_producers = _ROLES[argument]
+    newest, sources, made = dict[object, int](), dict[int, int](), set[int]()
+    for index, layer in enumerate(layers):
+        for own in map(vars, layer.modules()):
+            name = own.get(_NAME) if argument == _MAPPING else argument
+            if own.get(reads) in in_readers and name in newest:
+                sources[index] = newest[name]
+            if own.get(makes) in in_producers:
+                newest[name] = index
+                made.add(index)
+    return sources, frozenset(made)
+
+
+def _size(layer: nn.Module, argument: str) -> int:
+    sizes = (vars(module).get(_SIZES.get(argument, "")) for module in layer.modules())
+    return next((size for size in sizes if isinstance(size, int)), 0)
 
 
 def _as_lost(values: Values, hidden_BTD: torch.Tensor) -> Values:

@@ -289,6 +289,8 @@ Forms = tuple[Form, ...]
 FRONT_INPUTS = ("input_ids", "attention_mask", "position_ids")
 LayerCall = Call | PackedCall
 LOGITS_DIM = 3  # (B, T, V), also of a model with several hidden states a token
+CARRYING = ("num_kv_shared_layers", "indexer_types", "router_hidden_size")
+"""Config fields of models whose layers share values."""
 COLLECTED = ("output_hidden_states", "output_attentions", "output_router_logits")
 """Config options that make a model collect outputs of its layers."""
 
@@ -349,6 +351,8 @@ class LayeredModel:
         self.unread_head: Callable[[], AbstractContextManager[None]] = nullcontext
         self._forms: Forms | None = None
         self._returned: dict[int, Form] = {}
+        self.token_bytes = 0
+        """Of a layer's input, once the layers were visited."""
         has_router_loss = getattr(text_config, "output_router_logits", False)
         self._owner, self._name = find_layers(self.model, text_config)
         self.layers = cast("nn.ModuleList", getattr(self._owner, self._name))
@@ -366,8 +370,8 @@ class LayeredModel:
             [m for m in layer.modules() if list(m.buffers(recurse=False))] for layer in self.layers
         ]
         self.carried: Carried | None = None
-        """The keys and values that layers share; None in models that have no such setting."""
-        if hasattr(text_config, "num_kv_shared_layers") and not has_router_loss:
+        """The values that layers share; None in models that have no such setting."""
+        if any(hasattr(text_config, x) for x in CARRYING) and not has_router_loss:
             from offload.engine.model import carried
 
             self.carried = carried.Carried(self.name, self._owner, list(self.layers))
@@ -509,18 +513,17 @@ class LayeredModel:
         """
         module = self.layers[layer]
         before = self._state_of(layer, hidden_BTD, call)
-        with (
-            nullcontext() if self.fused is None else self.fused.visited(layer),
-            nullcontext(call)
-            if self.carried is None
-            else self.carried.passing(
-                layer, call, None if layer in self.verdict.together else hidden_BTD
-            ) as own,
-        ):
+        carried, own = self.carried, call
+        if carried is not None:
+            tried_BTD = None if layer in self.verdict.together else hidden_BTD
+            own = carried.passed(layer, call, tried_BTD)
+        with nullcontext() if self.fused is None else self.fused.visited(layer):
             if call.is_hidden_keyword:
                 output = module(*call.args, hidden_states=hidden_BTD, **own.kwargs)
             else:
                 output = module(hidden_BTD, *call.args, **own.kwargs)
+        if carried is not None:
+            carried.keep(layer, call, own, output)
         after = self._state_of(layer, hidden_BTD, call)
         changed = [name for name in before if before[name] != after[name]]
         if changed:
@@ -532,7 +535,7 @@ class LayeredModel:
         return cast("torch.Tensor", output[0] if isinstance(output, tuple | list) else output)
 
     def listening(self, layer: int) -> AbstractContextManager[list[torch.Tensor]]:
-        """Collect router logits that have a loss, or keys and values to share, in one visit."""
+        """Collect router logits that have a loss, or values to share, in one visit."""
         heard = self.carried or self.router_loss
         return nullcontext([]) if heard is None else heard.listen(layer)
 
@@ -695,8 +698,9 @@ class LayeredModel:
                     furthest = len(notes)
                     reason = str(error) if is_ours else f"fails without its layers: {error}"
                 continue
-            shape = notes[0].hidden.shape
+            hidden, shape = notes[0].hidden, notes[0].hidden.shape
             if shape[:2] == self._few["input_ids"].shape:
+                self.token_bytes = hidden.element_size() * shape[2:].numel()
                 return forms
             reason = f"has hidden states of shape {tuple(shape)} for one row of three tokens"
             break
@@ -748,8 +752,9 @@ class LayeredModel:
 
     def stand_ins(self, kind: type[StandIn], forms: Forms, *, notes: list[Note]) -> list[StandIn]:
         """Return a stand-in for each layer."""
+        handing = (lambda form, _: form) if self.carried is None else self.carried.handing
         return [
-            kind(layer, i, notes=notes, form=form)
+            kind(layer, i, notes=notes, form=handing(form, i))
             for i, (layer, form) in enumerate(zip(self.layers, forms, strict=True))
         ]
 

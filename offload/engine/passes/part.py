@@ -139,7 +139,7 @@ class Transfers:
         if input_BTD.nbytes != place.nbytes:
             raise UnsupportedModelError(
                 f"layer {layer} is given {tuple(input_BTD.shape)} of {input_BTD.dtype}",
-                limit="inputs that wait on the host are (B, T, hidden_size) of the model's type",
+                limit="inputs that wait on the host are as large as those of the first tokens",
                 hint='`stash="device"`',
             )
         self._device.copy(place, _bytes(input_BTD))

@@ -126,8 +126,10 @@ def _grouped(left: torch.Tensor, right: torch.Tensor, end_E: torch.Tensor) -> to
 _ROWS, _TOKENS = 2, 5
 
 
-def trace_unread(model: Any) -> tuple[frozenset[str], ...]:
+def trace_unread(model: Any) -> tuple[tuple[frozenset[str], ...], int]:
     """Return by layer the names of frozen linears, and of experts, whose products nothing reads.
+
+    And how many features a hidden state has.
 
     An engine finds them again, with values, before its first step: only that decides what is left
     out.
@@ -154,7 +156,7 @@ def trace_unread(model: Any) -> tuple[frozenset[str], ...]:
             if kind not in kinds:
                 kinds[kind] = _unread(layered, index, front)
             found.append(kinds[kind])
-    return tuple(found)
+    return tuple(found), front.hidden_BTD.shape[2:].numel()
 
 
 def _unread(layered: LayeredModel, index: int, front: Front) -> frozenset[str]:

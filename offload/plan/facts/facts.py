@@ -287,6 +287,8 @@ class ModelFacts(HashedOnce):
     Attributes:
         model_type: The type that its config names.
         hidden_size: Features of a hidden state.
+        num_streams: Hidden states of a token that pass from layer to layer.
+        has_fp32_inputs: Whether they are in fp32, whatever the weights are in.
         vocab_size: Size of the vocabulary.
         max_position_embeddings: Tokens of the longest supported sequence.
         embedding_parameters: Weights of the token embedding.
@@ -297,7 +299,10 @@ class ModelFacts(HashedOnce):
         layer_table_parameters: Weights, of these, of a table of such features by token.
         layer_input_features: Features that each layer gets in addition to the hidden state.
         carried_features: Features of a token that layers compute for later ones to read, and that
-            are kept from a forward to a backward visit: shared keys and values.
+            are kept from a forward to a backward visit: shared keys and values, states of routers.
+        carried_gradient_features: The most of them that have a gradient at one time.
+        num_carried_indices: Layers that choose tokens for later ones to attend to.
+        index_top_k: The most tokens that one of these chooses for a token.
         layers: The layers in forward order.
         num_classes: Outputs of a head that does not predict tokens: 1 of a reward model, of a
             classifier one for each class; 0 if the head predicts tokens.
@@ -317,8 +322,13 @@ class ModelFacts(HashedOnce):
     tie_word_embeddings: bool
     final_norm_parameters: int
     num_others: int = 0
+    num_streams: int = 1
+    has_fp32_inputs: bool = False
     layer_input_features: int = 0
     carried_features: int = 0
+    carried_gradient_features: int = 0
+    num_carried_indices: int = 0
+    index_top_k: int = 0
     layer_table_parameters: int = 0
     layers: tuple[LayerFacts, ...]
     num_classes: int = 0
@@ -357,6 +367,11 @@ class ModelFacts(HashedOnce):
     def num_outputs(self) -> int:
         """Outputs of the head for a token."""
         return self.num_classes or self.vocab_size
+
+    @property
+    def carries(self) -> bool:
+        """Whether layers compute values for later ones to read."""
+        return bool(self.carried_features or self.num_carried_indices)
 
     @property
     def has_experts(self) -> bool:

@@ -120,7 +120,8 @@ ADAPTERS, TRAINED_MODULES, GRADIENTS = "adapters", "trained modules", "gradients
 STATES, KEPT_INPUTS = "optimizer states", "kept layer inputs"
 HIDDEN = "hidden states and their gradients"
 SCORED_ROWS, SCORES_OF_LABELS = "rows that are only scored", "log-probabilities"
-CARRIED, CARRIED_GRADIENTS = "shared keys and values", "gradients of shared keys and values"
+INT32_BYTES = 4
+CARRIED, CARRIED_GRADIENTS = "values that layers share", "gradients of values that layers share"
 # Terms that a trace measures; they replace formulas.
 VISIT, HEAD_CHUNK, RECORDED = "one visit", "head chunk", "recorded arguments"
 
@@ -562,7 +563,7 @@ def _kept_rows(
         Row(CARRIED, int(num_micro_batches * carried_bytes(facts, workload)), IN_PASS),
         Row(
             CARRIED_GRADIENTS,
-            int(num_micro_batches * carried_bytes(facts, workload)),
+            int(num_micro_batches * _token_bytes(facts.carried_gradient_features, workload)),
             {Instant.RECOMPUTE, Instant.VISIT},
         ),
         Row(ROUTER_LOSS, int(router_loss_bytes(facts, workload)), IN_PASS),
@@ -571,12 +572,19 @@ def _kept_rows(
 
 def input_bytes(facts: ModelFacts, workload: Workload) -> int:
     """Return the size of a layer's input for one micro-batch."""
-    return workload.num_tokens * facts.hidden_size * workload.dtype_bytes
+    dtype_bytes = FP32_BYTES if facts.has_fp32_inputs else workload.dtype_bytes
+    return workload.num_tokens * facts.hidden_size * facts.num_streams * dtype_bytes
+
+
+def _token_bytes(num_features: int, workload: Workload) -> int:
+    return workload.num_tokens * num_features * workload.dtype_bytes
 
 
 def carried_bytes(facts: ModelFacts, workload: Workload) -> int:
     """Return the bytes of what layers compute for later ones, of one micro-batch."""
-    return workload.num_tokens * facts.carried_features * workload.dtype_bytes
+    num_indices = facts.num_carried_indices * min(facts.index_top_k, workload.seq_len)
+    index_bytes = INT32_BYTES * workload.num_tokens * num_indices
+    return _token_bytes(facts.carried_features, workload) + index_bytes
 
 
 def recorded_bytes(facts: ModelFacts, workload: Workload, *, is_padded: bool) -> int:

@@ -122,7 +122,7 @@ REFUSED = {
     "model_type",
     mostly_slow(
         sorted(REFUSED),
-        *("bart", "blt", "git", "hy_v4", "inkling2_text", "kosmos-2.5", "pix2struct", "xmod"),
+        *("bart", "blt", "git", "inkling2_text", "kosmos-2.5", "pix2struct", "xmod"),
     ),
 )
 def test_a_plan_refuses_a_type_in_the_words_of_a_run(model_type: str) -> None:
