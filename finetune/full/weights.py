@@ -47,6 +47,7 @@ def choose_weights(model: "PreTrainedModel", what: Literal["all"] | Sequence[str
 
     Raises:
         ConfigError: A group or a pattern matches nothing that computes text.
+        UnsupportedModelError: A layer changes one of them by itself.
     """
     named = _weights(model)
     patterns = ("*",) if isinstance(what, str) else tuple(what)
@@ -67,6 +68,8 @@ def choose_weights(model: "PreTrainedModel", what: Literal["all"] | Sequence[str
         parameter.requires_grad = False
     for name in chosen:
         named[name].requires_grad = True
+    if (carried := LayeredModel(model).carried) is not None:
+        carried.refuse_trained()
 
 
 def _group(

@@ -155,7 +155,7 @@ class CachedModel:
                 i,
                 notes=notes,
                 form=layered.forms[i],
-                hidden=hidden_BTD,
+                hidden=layered.outside(hidden_BTD),
                 on_call=cache.close,
             )
         more = {self._name: cache, "use_cache": True}

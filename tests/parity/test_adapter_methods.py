@@ -809,6 +809,8 @@ READ_DIRECTLY = {  # by type, the layers that no product of the model's output c
     "dots3_note": INDEXER,
     "dots3_note_text": INDEXER,
     "falcon_mamba": {"dt_proj"},
+    "gemma3n": {"correction_coefs"},  # a layer that trains reads the weight alone
+    "gemma3n_text": {"correction_coefs"},
     "glm_moe_dsa": INDEXER,
     "hy_v4": INDEXER,
     "jamba": {"dt_proj"},

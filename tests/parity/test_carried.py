@@ -1,6 +1,6 @@
 """Values that one layer computes and others read: the gradients of plain autograd.
 
-Keys and values (Gemma 4 E2B, E4B), chosen tokens (GLM-5), and states of routers (ZAYA).
+Keys and values (Gemma 4 and 3n, E2B and E4B), chosen tokens (GLM-5), states of routers (ZAYA).
 """
 
 import copy
@@ -17,7 +17,9 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
+from finetune.full.weights import choose_weights
 from finetune.model.facts import facts_of
+from finetune.training.compile import compile_layers
 from offload.engine.engine import Engine, EngineOptions
 from offload.engine.model.carried import FromBelow
 from offload.engine.model.layers import LayeredModel
@@ -43,7 +45,7 @@ from offload.plan.sharded import sharded_choice
 from tests.builders import lora, request, workload
 from tests.parity.objectives import ByRow, against_scored, pairs, plain_step
 from tests.parity.steps import OPTIONS, second_step_bytes
-from tests.parity.tiny_models import SHARED_INDICES, tiny_model, with_adapters
+from tests.parity.tiny_models import SHARED_INDICES, SHARED_KEYS, tiny_model, with_adapters
 from tests.tiers import mostly_slow
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -51,8 +53,15 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 Gradients = dict[str, torch.Tensor]
 NUM_LAYERS, NUM_SHARED, VOCABULARY = 6, 3, 64
 SOURCES = {3: 1, 4: 2, 5: 1}  # by layer that reads keys and values, the one that made them
-GEMMA, GLM, ZAYA = "gemma4_text", f"glm_moe_dsa, {SHARED_INDICES}", "zaya"
-FAMILIES = {GEMMA: SOURCES, GLM: {1: 0, 2: 0}, ZAYA: {1: 0, 2: 1, 3: 2}}
+GEMMA, GEMMA_3N = "gemma4_text", f"gemma3n_text, {SHARED_KEYS}"
+GLM, ZAYA = f"glm_moe_dsa, {SHARED_INDICES}", "zaya"
+FAMILIES = {
+    GEMMA: SOURCES,
+    GEMMA_3N: {2: 0, 3: 1},
+    GLM: {1: 0, 2: 0},
+    ZAYA: {1: 0, 2: 1, 3: 2},
+}
+WITHOUT_GRADIENT = (".indexer.", ".correction_coefs")  # the latter by a product of its own
 PADDED, PACKED = (12, 15), (11, 4, 16)  # tokens of the widest rows; of packed rows
 
 
@@ -89,7 +98,7 @@ def built(family: str = GEMMA, *, dtype: torch.dtype = torch.float32, **changes:
     base = bare(family, **changes)
     base.set_experts_implementation("eager")  # no other computes in float64
     linears = [n for n, m in base.named_modules() if type(m) is nn.Linear and ".layers." in n]
-    names = [name for name in linears if ".indexer." not in name]  # which has no gradient
+    names = [n for n in linears if not any(part in n for part in WITHOUT_GRADIENT)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # peft's, about patterns that match nothing
         model = get_peft_model(base, LoraConfig(r=2, lora_alpha=4, target_modules=names))
@@ -198,7 +207,7 @@ def _detached(value: Any) -> Any:
     return tuple(map(_detached, value)) if isinstance(value, tuple) else value.detach()
 
 
-@pytest.mark.parametrize("family", [GEMMA, ZAYA])
+@pytest.mark.parametrize("family", [GEMMA, GEMMA_3N, ZAYA])
 def test_gradients_by_what_readers_read_are_in_those_of_the_producers_and_below(
     family: str,
 ) -> None:
@@ -213,7 +222,7 @@ def test_gradients_by_what_readers_read_are_in_those_of_the_producers_and_below(
         return args, kwargs | _detached(read)
 
     for reader in sources:
-        reads = layers[reader].self_attn if family == GEMMA else layers[reader].mlp.gate
+        reads = layers[reader].mlp.gate if family == ZAYA else layers[reader].self_attn
         reads.register_forward_pre_hook(cut, with_kwargs=True)
     without = by_autograd(model, padded())
     for layer in range(len(layers)):
@@ -238,7 +247,7 @@ WAYS: dict[str, tuple[EngineOptions, dict[str, Any]]] = {
 @pytest.mark.parametrize("way", mostly_slow(list(WAYS), "sent graphs"))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_move_a_step_is_the_same_however_it_is_streamed(family: str, way: str, kind: str) -> None:
-    if family != GEMMA and way == "tables in RAM":
+    if family in (GLM, ZAYA) and way == "tables in RAM":
         pytest.skip("the embedding alone is a table, as in any model")
     model, batches = built(family), padded() if kind == "padded" else packed()
     options, arguments = WAYS[way]
@@ -274,7 +283,8 @@ def test_move_weights_that_train_in_ram_have_the_gradients_of_autograd(family: s
 
 
 @pytest.mark.parametrize(
-    ("model_type", "token_bytes"), [(ZAYA, 32 * 4), ("deepseek_v4", 4 * 32 * 2)]
+    ("model_type", "token_bytes"),
+    [(ZAYA, 32 * 4), ("deepseek_v4", 4 * 32 * 2), (GEMMA_3N, 4 * 32 * 2)],
 )
 def test_inputs_of_other_sizes_wait_in_ram_and_a_plan_counts_them(
     model_type: str, token_bytes: int
@@ -284,7 +294,7 @@ def test_inputs_of_other_sizes_wait_in_ram_and_a_plan_counts_them(
     model: Any = with_adapters(base, base.model.layers).bfloat16()
     facts = facts_of(tiny_model(model_type))
     assert input_bytes(facts, workload(micro_batch_size=1, seq_len=10)) == 10 * token_bytes
-    batches, found = padded(), []
+    batches, found, num_bytes = padded(), [], list[int]()
     for options in (OPTIONS, replace(OPTIONS, stash="host")):
         engine = Engine(model, device=torch.device("cpu"), options=options)
         engine.forward_backward(batches, dropout_seed=0)
@@ -295,6 +305,18 @@ def test_inputs_of_other_sizes_wait_in_ram_and_a_plan_counts_them(
     assert all(torch.equal(found[1][name], one) for name, one in found[0].items())
     num_tokens = sum(batch["input_ids"].numel() for batch in batches)
     assert any(size and size % (num_tokens * token_bytes) == 0 for size in num_bytes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [GEMMA, ZAYA])
+def test_reorder_compiled_layers_have_the_gradients_of_autograd(family: str) -> None:
+    model, batches = built(family), padded()[:1]
+    wanted = by_autograd(model, batches)
+    compile_layers(layers_of(model))  # a copy would not be compiled
+    engine = Engine(model, device=torch.device("cpu"), options=OPTIONS)
+    engine.forward_backward(batches, dropout_seed=0)
+    engine.detach()
+    assert apart(given(model), wanted) <= 2e-5
 
 
 def test_readers_read_the_tokens_chosen_in_the_forward_visit_and_no_others() -> None:
@@ -327,6 +349,25 @@ def test_an_indexer_gets_no_gradient_as_in_autograd() -> None:
     engine.detach()
     assert all(x.grad is None for x in indexer.parameters())
     assert any(x.grad is not None for x in model.parameters())
+
+
+CLAMPS = r"Gemma3nForCausalLM clamps `prediction_coefs` of layer 1 in place, "
+
+
+def test_weights_that_a_layer_clamps_are_within_the_bounds_and_do_not_train() -> None:
+    """Then a write changes none of them; else plain training would change them by itself."""
+    model = built(GEMMA_3N)
+    weight = layers_of(model)[1].altup.prediction_coefs.base_layer.weight
+    before = weight.detach().clone()
+    step(model, padded())
+    assert torch.equal(weight, before)
+    with pytest.raises(UnsupportedModelError, match=f"{CLAMPS}which trains"):
+        choose_weights(model.get_base_model(), ("*.layers.1.altup.*",))
+    with pytest.raises(UnsupportedModelError, match=f"{CLAMPS}which trains"):
+        step(model, padded())
+    weight.requires_grad_(requires_grad=False)[0, 0] = 121.0
+    with pytest.raises(UnsupportedModelError, match=f"{CLAMPS}to 120.0, and has larger ones"):
+        step(model, padded())
 
 
 def rows_together(model: nn.Module, batches: list[dict[str, torch.Tensor]]) -> frozenset[int]:
@@ -433,19 +474,27 @@ IDS = torch.randint(1, VOCABULARY, (1, NUM_TOKENS), generator=torch.Generator().
 
 WIDER: dict[str, dict[str, Any]] = {
     GEMMA: {"head_dim": WIDE},
+    GEMMA_3N: {"head_dim": WIDE},
     GLM: {"index_topk": 16},
     ZAYA: {"router_hidden_size": WIDE},
 }
-TOKEN_BYTES = {GEMMA: 2 * 2 * NUM_KV_HEADS * WIDE * 4, GLM: 16 * 4, ZAYA: 3 * WIDE * 4}
-GRADIENT_BYTES = {GEMMA: TOKEN_BYTES[GEMMA], GLM: 0, ZAYA: WIDE * 4}  # at one time
+OF_KEYS = 2 * 2 * NUM_KV_HEADS * WIDE * 4
+TOKEN_BYTES = {GEMMA: OF_KEYS, GEMMA_3N: OF_KEYS, GLM: 16 * 4, ZAYA: 3 * WIDE * 4}
+GRADIENT_BYTES = {GEMMA: OF_KEYS, GEMMA_3N: OF_KEYS, GLM: 0, ZAYA: WIDE * 4}  # at one time
 
 
 @cache
 def traced(family: str) -> TracedBytes:
     """Return the bytes of what a model passes to all layers, which formulas know of some alone."""
     model = built(family, **WIDER[family])
-    sizes = {"batch_size": 1, "seq_len": NUM_TOKENS, "head_chunk_tokens": OPTIONS.head_chunk_tokens}
-    return trace_visits(model, **sizes, is_padded=False, capability=None)
+    return trace_visits(
+        model,
+        batch_size=1,
+        seq_len=NUM_TOKENS,
+        is_padded=False,
+        head_chunk_tokens=OPTIONS.head_chunk_tokens,
+        capability=None,
+    )
 
 
 def planned(num_micro_batches: int, family: str = GEMMA) -> dict[str, int]:
@@ -529,7 +578,7 @@ def peak_bytes(num_micro_batches: int, family: str) -> int:
     return second_step_bytes(engine, [{"input_ids": IDS, "labels": IDS}] * num_micro_batches)
 
 
-@pytest.mark.parametrize("family", [GEMMA, ZAYA])
+@pytest.mark.parametrize("family", [GEMMA, GEMMA_3N, ZAYA])
 def test_a_step_takes_no_more_for_each_micro_batch_than_a_plan_counts(family: str) -> None:
     """And little less: the inputs of the two highest layers are gone when all gradients are there.
 
@@ -539,4 +588,4 @@ def test_a_step_takes_no_more_for_each_micro_batch_than_a_plan_counts(family: st
     names = (KEPT_INPUTS, HIDDEN, RECORDED, CARRIED, CARRIED_GRADIENTS)
     counted = sum(planned(5, family)[name] - planned(2, family)[name] for name in names) / 3
     assert found <= counted
-    assert found == pytest.approx(counted, rel=0.25 if family == ZAYA else 0.1)
+    assert found == pytest.approx(counted, rel=0.1 if family == GEMMA else 0.25)

@@ -247,7 +247,7 @@ _CHOOSES = {
 SHARED_KEYS = "layers that share keys and values (E2B, E4B)"
 SHARED_INDICES = "layers that read the tokens that others choose"
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
-    **{f"{name}, {SHARED_KEYS}": _SHARES for name in ("gemma4", "gemma4_text")},
+    **{f"{name}, {SHARED_KEYS}": _SHARES for name in ("gemma3n_text", "gemma4", "gemma4_text")},
     **{f"{name}, {SHARED_INDICES}": _CHOOSES for name in ("glm_moe_dsa", "hy_v4")},
 }
 """Settings of published models that change the verdict of their type, which is before a comma."""

@@ -23,9 +23,14 @@ Packed rows have values of their own. Keys and values are passed end to end to a
 all rows at once, and are cut where it writes them. In the trial of that (`offload.engine.safety`) a
 token whose hidden state is NaN has such values too, so no other row may read them. Layers that
 return values take one row after the other: an indexer compares all tokens that it is given.
+
+Gemma 3n has several hidden states of a token, (S, B, T, D), which are (B, T, S, D) here. Where it
+trains it clamps a weight of each layer in place. Of a frozen weight within the bounds that changes
+nothing, and any other is refused: plain training would change it for good.
 """
 
 import inspect
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -35,6 +40,7 @@ import torch
 from torch import nn
 
 from offload.engine.host.layer_table import layer_table
+from offload.engine.internals import FakeTensor
 from offload.engine.model.packed_rows import PackedCall
 from offload.engine.model.recorders import Call, Form, Note, between
 from offload.engine.visit_cache import patched
@@ -55,6 +61,9 @@ _ROLES: Mapping[str, tuple[str, Sequence[bool], str, Sequence[bool]]] = {
 and the same in layers that make what is read."""
 _SIZES = {_INDICES: "index_topk", _STATES: "router_hidden_size"}
 """Attributes that say how many numbers of a token a layer returns."""
+_SHARED = "layers may share values, which one of them makes and later ones read"
+_CLAMPED = "prediction_coefs"
+_UNCHANGED = "weights may be clamped where that changes none of them, so frozen ones within bounds"
 _FIRST_READER = "first_kv_shared_layer_idx"
 _TOKENS_DIM, _NUM_DIMS = 2, 4  # of keys and values (B, H, T, K)
 Values = tuple[torch.Tensor, ...]
@@ -177,6 +186,7 @@ class Carried:
     Attributes:
         sources: The layer whose values each reader reads.
         producers: The layers that make values which others read.
+        num_streams: Hidden states of a token, if the model has the first ones of all tokens first.
     """
 
     def __init__(self, name: str, owner: nn.Module, layers: Sequence[nn.Module]) -> None:
@@ -188,6 +198,7 @@ class Carried:
             layers: The layers, without a loss by their routers.
         """
         self._name, self._owner, self._layers = name, owner, layers
+        self.num_streams: int = getattr(owner.config, "altup_num_inputs", 1)
         found = {argument: _roles(layers, argument) for argument in _ROLES}
         self._argument = next((one for one, (_, makes) in found.items() if makes), _MAPPING)
         self._is_returned = self._argument != _MAPPING
@@ -197,6 +208,25 @@ class Carried:
         # some versions of transformers store what no layer reads
         self._unread = makes - self.producers
         self._heard: list[torch.Tensor] = []
+        self._bound: float = getattr(owner.config, "altup_coef_clip", None) or math.inf
+        self._within = set[int]()
+
+    def clamped(self, layer: int) -> list[torch.Tensor]:
+        """Return the weights of a layer that it clamps in place, where it trains."""
+        parts: Any = self._layers[layer].modules() if self._bound < math.inf else ()
+        return [part.prediction_coefs.weight for part in parts if _CLAMPED in part._modules]
+
+    def refuse_trained(self) -> None:
+        """Refuse weights that train and that a layer clamps.
+
+        Raises:
+            UnsupportedModelError: There are some.
+        """
+        for layer in range(len(self._layers)):
+            if any(weight.requires_grad for weight in self.clamped(layer)):
+                self._refuse(
+                    f"clamps `{_CLAMPED}` of layer {layer} in place, which trains", _UNCHANGED
+                )
 
     def handing(self, form: Form, layer: int) -> Form:
         """Return how a stand-in for a layer returns what the layer does."""
@@ -211,8 +241,9 @@ class Carried:
             UnsupportedModelError: The model does not pass one empty mapping to all layers, or to
                 each layer what the one below returned.
         """
+        notes = [replace(notes[0], hidden=self.inside(notes[0].hidden)), *notes[1:]]
         if not (self.producers or self._is_returned):
-            return list(notes)
+            return notes
         calls = [self._by_name(note.call) for note in notes]
         passed = [call.kwargs.get(self._argument) for call in calls]
         if self._is_returned and any(map(self._is_other, passed, notes)):
@@ -227,6 +258,14 @@ class Carried:
             for note, call in zip(notes, calls, strict=True)
             for view in [ForProducer if note.layer in self.producers else FromBelow]
         ]
+
+    def inside(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return hidden states of the model's as (B, T, ...)."""
+        return hidden if self.num_streams == 1 else hidden.movedim(0, 2)
+
+    def outside(self, hidden_BTD: torch.Tensor) -> torch.Tensor:
+        """Return hidden states as the model has them: several of a token are (S, B, T, D)."""
+        return hidden_BTD if self.num_streams == 1 else hidden_BTD.movedim(2, 0).contiguous()
 
     def whole_rows(self) -> AbstractContextManager[None]:
         """Have readers compute all tokens: where it generates, the model may leave some out."""
@@ -253,6 +292,8 @@ class Carried:
             call: Its arguments.
             tried_BTD: Its input, if it is not known to keep packed rows apart.
         """
+        if layer not in self._within:  # before its first call, which would clamp them
+            self._require_within(layer)
         given = call.kwargs.get(self._argument)
         if given is None:
             return call
@@ -358,6 +399,22 @@ class Carried:
             layer_table_parameters=0 if table is None else table.weight.numel(),
         )
 
+    def _require_within(self, layer: int) -> None:
+        """Check that no call of a layer changes a weight that it clamps, as it does not train.
+
+        The weights are in place, and torch is waited for.
+        """
+        self.refuse_trained()
+        weights = [weight.detach().abs() for weight in self.clamped(layer)]
+        known = [x for x in weights if not (isinstance(x, FakeTensor) or x.is_meta)]
+        if any(bool((x > self._bound).any()) for x in known):
+            self._refuse(
+                f"clamps `{_CLAMPED}` of layer {layer} in place, to {self._bound}, and has"
+                " larger ones",
+                _UNCHANGED,
+            )
+        self._within.add(layer)
+
     def _by_name(self, call: Call) -> Call:
         """Return a call without arguments by position, where a value may be one of them."""
         if not (self._is_returned and call.args):
@@ -371,10 +428,10 @@ class Carried:
             return passed is not None
         return not (isinstance(passed, FromBelow) and passed.layer == note.layer - 1)
 
-    def _refuse(self, what: str) -> NoReturn:
+    def _refuse(self, what: str, limit: str = _SHARED) -> NoReturn:
         raise UnsupportedModelError(
             f"{self._name} {what}",
-            limit="layers may share values, which one of them makes and later ones read",
+            limit=limit,
             hint="train this model resident, with another tool",
         )
 

@@ -519,9 +519,9 @@ class LayeredModel:
             own = carried.passed(layer, call, tried_BTD)
         with nullcontext() if self.fused is None else self.fused.visited(layer):
             if call.is_hidden_keyword:
-                output = module(*call.args, hidden_states=hidden_BTD, **own.kwargs)
+                output = module(*call.args, hidden_states=self.outside(hidden_BTD), **own.kwargs)
             else:
-                output = module(hidden_BTD, *call.args, **own.kwargs)
+                output = module(self.outside(hidden_BTD), *call.args, **own.kwargs)
         if carried is not None:
             carried.keep(layer, call, own, output)
         after = self._state_of(layer, hidden_BTD, call)
@@ -532,12 +532,20 @@ class LayeredModel:
                 limit="a layer may only read them: it is run again for its gradients",
             )
         self._note_form(layer, output)
-        return cast("torch.Tensor", output[0] if isinstance(output, tuple | list) else output)
+        return self.inside(output[0] if isinstance(output, tuple | list) else output)
 
     def listening(self, layer: int) -> AbstractContextManager[list[torch.Tensor]]:
         """Collect router logits that have a loss, or values to share, in one visit."""
         heard = self.carried or self.router_loss
         return nullcontext([]) if heard is None else heard.listen(layer)
+
+    def inside(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return a hidden state of the model's as (B, T, ...)."""
+        return hidden if self.carried is None else self.carried.inside(hidden)
+
+    def outside(self, hidden_BTD: torch.Tensor) -> torch.Tensor:
+        """Return a hidden state as the model has it."""
+        return hidden_BTD if self.carried is None else self.carried.outside(hidden_BTD)
 
     def hears(self, layer: int) -> bool:
         """Return whether a layer has routers that have a loss."""
@@ -626,7 +634,11 @@ class LayeredModel:
 
         def compute(hidden_BTD: torch.Tensor, **inputs: Any) -> Any:
             injector = Injector(
-                self.layers[last], last, notes=notes, form=forms[last], hidden=hidden_BTD
+                self.layers[last],
+                last,
+                notes=notes,
+                form=forms[last],
+                hidden=self.outside(hidden_BTD),
             )
             getattr(self._owner, self._name)[last] = injector
             any_ids = torch.zeros(hidden_BTD.shape[:2], dtype=torch.long, device=hidden_BTD.device)
@@ -698,7 +710,8 @@ class LayeredModel:
                     furthest = len(notes)
                     reason = str(error) if is_ours else f"fails without its layers: {error}"
                 continue
-            hidden, shape = notes[0].hidden, notes[0].hidden.shape
+            hidden = self.inside(notes[0].hidden)
+            shape = hidden.shape
             if shape[:2] == self._few["input_ids"].shape:
                 self.token_bytes = hidden.element_size() * shape[2:].numel()
                 return forms

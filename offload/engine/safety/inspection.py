@@ -360,7 +360,10 @@ class Inspection:
         self, layer: int, hidden_BTD: torch.Tensor, call: Call, which: str
     ) -> torch.Tensor:
         self._watch.begin(
-            f"{which}layer {layer}", layer=layer, given=[hidden_BTD, *self._calls[layer].tensors()]
+            f"{which}layer {layer}",
+            layer=layer,
+            given=[hidden_BTD, *self._calls[layer].tensors()],
+            clamped=() if self._model.carried is None else self._model.carried.clamped(layer),
         )
         with self._watch:
             output_BTD = self._call(layer, hidden_BTD, call)
@@ -391,7 +394,7 @@ class Inspection:
             last,
             notes=notes,
             form=model.forms[last],
-            hidden=hidden_BTD,
+            hidden=model.outside(hidden_BTD),
             on_call=lambda: watch.begin(
                 _AFTER,
                 layer=None,

@@ -7,7 +7,8 @@ that of another micro-batch, and its gradient would be lost.
 Idea. Every computation goes through torch's dispatcher. There a watch records which part allocated
 which memory. A part may read its arguments, tensors it made itself, and tensors that existed before
 all parts: constants and weights. Tensors it writes to must not outlive its call. Only memory that
-outlives a part is recorded, and only while it lives.
+outlives a part is recorded, and only while it lives. A weight may be clamped in place if it is
+known to be within the bounds: then nothing is written.
 """
 
 import dis
@@ -72,16 +73,24 @@ class Watch(FollowsMemory):
         self.problem = self.culprit = ""
         self.begin("", layer=None, given=())
 
-    def begin(self, part: str, *, layer: int | None, given: Iterable[torch.Tensor]) -> None:
+    def begin(
+        self,
+        part: str,
+        *,
+        layer: int | None,
+        given: Iterable[torch.Tensor],
+        clamped: Iterable[torch.Tensor] = (),
+    ) -> None:
         """Let another part begin.
 
         Args:
             part: Its description; two calls of one layer are two parts.
             layer: The layer whose weights it may read.
             given: Its arguments.
+            clamped: Its weights that it clamps, which are within the bounds.
         """
         self._part, self._layer = part, layer
-        self._given = set(_keys(given))
+        self._given, self._clamped = set(_keys(given)), set(_keys(clamped))
         self._written = {}
 
     def made_by(self, part: str, tensors: Iterable[torch.Tensor]) -> None:
@@ -116,7 +125,7 @@ class Watch(FollowsMemory):
         read = _tensors_in(args) + _tensors_in(kwargs)
         before = {self._read(tensor) for tensor in read}
         is_mutable = func._schema.is_mutable
-        if is_mutable:
+        if is_mutable and not self._is_within(func, args, kwargs):
             for tensor in _written_by(func, args, kwargs):
                 key, storage = _storage(tensor)
                 if self._known.get(key) != self._part:
@@ -130,6 +139,14 @@ class Watch(FollowsMemory):
             if _storage(tensor)[0] not in before:
                 self._know(tensor, self._part)
         return out
+
+    def _is_within(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Return whether an operation clamps a weight that is within the bounds."""
+        return (
+            func is torch.ops.aten.clamp_.default
+            and _storage(args[0])[0] in self._clamped
+            and torch.equal(args[0], torch.ops.aten.clamp.default(*args, **kwargs))
+        )
 
     def _read(self, tensor: torch.Tensor) -> _Key:
         home = self._homes.get(id(tensor), self._layer)
