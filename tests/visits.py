@@ -27,7 +27,7 @@ from offload.engine.model.visits import attempt, visit_with_graph, visit_without
 from offload.engine.recompute import Unread
 from offload.engine.safety.parts import candidates, unheld_products
 from offload.engine.tracing.cuda_kernels import Capability, CudaKernels
-from offload.engine.tracing.tracer import fake_copy, num_experts, rows_are_whole
+from offload.engine.tracing.tracer import fake_copy, num_experts, values_are_unasked
 from offload.engine.tracing.visits import SilentLauncher, traced_experts
 from offload.engine.visit_cache import VISIT_CACHE
 from offload.plan.facts.facts import AdapterSpec, adapted_linears
@@ -170,7 +170,7 @@ def counted_visit(shape: Shape, levers: Levers, *, num_tokens: int = NUM_TOKENS)
             self._kernels = kernels
 
     with ExitStack() as stack:
-        stack.enter_context(rows_are_whole())
+        stack.enter_context(values_are_unasked())
         stack.enter_context(CudaKernels(CAPABILITY))
         stack.enter_context(mode)
         stack.enter_context(traced_experts(num_experts(layered), CAPABILITY))

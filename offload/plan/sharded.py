@@ -106,7 +106,7 @@ def sharded_choice(facts: ModelFacts, machine: Machine, requests: Sequence[PlanR
         UnsupportedModelError: Layers read what others have computed.
         DoesNotFitError: None fits.
     """
-    if facts.carries:
+    if facts.carried_features or facts.num_carried_indices:
         raise UnsupportedModelError(
             f"layers of a {facts.model_type} model read what others have computed",
             limit="a model that is cut among ranks has layers that read their input alone",

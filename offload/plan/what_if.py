@@ -545,7 +545,8 @@ def _is_offered(facts: ModelFacts, request: PlanRequest) -> bool:
     typical, spec = request.typical, request.typical.adapter
     is_lora = not (spec.experts or spec.is_dora or spec.modules or spec.method)
     may_cut = OPTIMIZERS[typical.optimizer].moments is not None
-    return is_lora and may_cut and not (typical.has_router_loss or facts.carries)
+    carries = facts.carried_features or facts.num_carried_indices
+    return is_lora and may_cut and not (typical.has_router_loss or carries)
 
 
 def _split(cards: _Cards) -> Option:

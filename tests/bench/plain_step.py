@@ -23,7 +23,7 @@ from offload.engine.tracing.cuda_kernels import (
     Capability,
     CudaKernels,
 )
-from offload.engine.tracing.tracer import Tracer, fake_copy, rows_are_whole
+from offload.engine.tracing.tracer import Tracer, fake_copy, values_are_unasked
 from tests.bench.caching_allocator import CachingAllocator
 
 NF4_BLOCK, NF4_BLOCK_OF_BLOCKS = 64, 256
@@ -91,7 +91,7 @@ def trace_plain_run(run: PlainRun) -> Peaks:
         if run.attention == "efficient":
             stack.enter_context(_repeated_keys())
         stack.enter_context(_cuda_kernels(run))
-        stack.enter_context(rows_are_whole())
+        stack.enter_context(values_are_unasked())
         stack.enter_context(mode)
         stack.enter_context(tracer)
         optimizer = (

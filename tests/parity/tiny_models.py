@@ -151,6 +151,7 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
         | {"num_groups": (2,) * 4}
     },
     "falcon_h1": {"mamba_d_ssm": 64},
+    "gemma3n": {"activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0]},
     "gemma4_assistant": _ASSISTANT,
     "gemma4_unified_assistant": _ASSISTANT,
     "glm46v": _TEXT_MROPE,

@@ -1,6 +1,6 @@
 """A table of inputs of each layer by token, in host memory next to the input embedding.
 
-Gemma 4 E2B and E4B look each token up twice: in the input embedding, and in a table whose row has
+Gemma 3n and 4 look each token up twice: in the input embedding, and in a table whose row has
 an input for each layer, which is the larger one. Both are read before the layers alone, by the same
 tokens, so the rows of both are brought in one op, each table's in buffers of its own.
 """
@@ -76,8 +76,15 @@ class _Tables(HostEmbedding):
             table.let_go()
 
     def prepare(self, tokens: Mapping[int, torch.Tensor]) -> tuple[int, ...]:
-        """Make room for the rows of a step, and return their bytes, by pass."""
-        return tuple(map(sum, zip(*(one.prepare(tokens) for one in self._tables), strict=True)))
+        """Make room for the rows of a step, and return their bytes, by pass.
+
+        A token that a table has no row for is looked up as token 0, as in Gemma 3n.
+        """
+        sizes = [
+            one.prepare({number: x.where(x < len(one.weight), 0) for number, x in tokens.items()})
+            for one in self._tables
+        ]
+        return tuple(map(sum, zip(*sizes, strict=True)))
 
     def look_up(self, op: Op) -> None:
         """Gather the rows of a pass into page-locked buffers, on the running thread."""

@@ -289,8 +289,8 @@ Forms = tuple[Form, ...]
 FRONT_INPUTS = ("input_ids", "attention_mask", "position_ids")
 LayerCall = Call | PackedCall
 LOGITS_DIM = 3  # (B, T, V), also of a model with several hidden states a token
+# config fields of models whose layers share values
 CARRYING = ("num_kv_shared_layers", "indexer_types", "router_hidden_size")
-"""Config fields of models whose layers share values."""
 COLLECTED = ("output_hidden_states", "output_attentions", "output_router_logits")
 """Config options that make a model collect outputs of its layers."""
 
@@ -351,8 +351,7 @@ class LayeredModel:
         self.unread_head: Callable[[], AbstractContextManager[None]] = nullcontext
         self._forms: Forms | None = None
         self._returned: dict[int, Form] = {}
-        self.token_bytes = 0
-        """Of a layer's input, once the layers were visited."""
+        self.token_bytes = 0  # of a layer's input, once the layers were visited
         has_router_loss = getattr(text_config, "output_router_logits", False)
         self._owner, self._name = find_layers(self.model, text_config)
         self.layers = cast("nn.ModuleList", getattr(self._owner, self._name))

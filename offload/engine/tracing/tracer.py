@@ -90,13 +90,15 @@ def num_experts(layered: LayeredModel) -> int:
 
 
 @contextmanager
-def rows_are_whole() -> Iterator[None]:
-    """Let transformers take each row for one sequence.
+def values_are_unasked() -> Iterator[None]:
+    """Let transformers take each row for one sequence, and torch parameters of distributions.
 
-    It looks at the values of the positions for the ends of packed sequences. Fake ones have none:
-    it would then write out a mask, which it does not for rows without padding.
+    The former looks at the values of the positions for the ends of packed sequences. Fake ones have
+    none: it would then write out a mask, which it does not for rows without padding. The latter
+    checks, e.g., the normal distribution by which Gemma 3n finds its largest activations.
     """
-    with mock.patch("transformers.masking_utils.find_packed_sequence_indices", _find_none):
+    whole = mock.patch("transformers.masking_utils.find_packed_sequence_indices", _find_none)
+    with whole, mock.patch.object(torch.distributions.Distribution, "_validate_args", new=False):
         yield
 
 

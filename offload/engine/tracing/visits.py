@@ -30,7 +30,13 @@ from offload.engine.model.visits import Graph, visit_with_graph
 from offload.engine.recompute import TiledMlp, Unread
 from offload.engine.safety.parts import candidates, find_mlps, is_hooked, unheld_products
 from offload.engine.tracing.cuda_kernels import CUDA_WORKSPACES, Capability, CudaKernels
-from offload.engine.tracing.tracer import LiveBytes, Tracer, fake_copy, num_experts, rows_are_whole
+from offload.engine.tracing.tracer import (
+    LiveBytes,
+    Tracer,
+    fake_copy,
+    num_experts,
+    values_are_unasked,
+)
 from offload.plan.facts.workload import FusedPart
 from offload.plan.memory.memory import TracedBytes
 
@@ -147,7 +153,7 @@ def trace_unread(model: Any) -> tuple[tuple[frozenset[str], ...], int]:
     kinds: dict[object, frozenset[str]] = {}
     found = []
     with ExitStack() as stack:
-        stack.enter_context(rows_are_whole())
+        stack.enter_context(values_are_unasked())
         stack.enter_context(mode)
         stack.enter_context(traced_experts(num_experts(layered), None))
         front = layered.front({"input_ids": torch.zeros(_ROWS, _TOKENS, dtype=torch.long)})
@@ -203,7 +209,7 @@ def trace_visits(
         if goes_through_interface(module):
             gate_of(module)  # found by values, which fake tensors do not have
     with ExitStack() as stack:
-        stack.enter_context(rows_are_whole())
+        stack.enter_context(values_are_unasked())
         if capability is not None:
             stack.enter_context(CudaKernels(capability))
         stack.enter_context(mode)

@@ -369,11 +369,6 @@ class ModelFacts(HashedOnce):
         return self.num_classes or self.vocab_size
 
     @property
-    def carries(self) -> bool:
-        """Whether layers compute values for later ones to read."""
-        return bool(self.carried_features or self.num_carried_indices)
-
-    @property
     def has_experts(self) -> bool:
         """Whether any layer is a mixture of experts."""
         return any(layer.num_experts for layer in self.layers)

@@ -312,7 +312,7 @@ def prefix_spec(facts: ModelFacts, *, num_past: int, has_encoder: bool) -> Adapt
         for kind in (layer.attention for layer in facts.layers)
     }
     heads = found.pop()
-    if found or heads is None or facts.carries:  # readers have none of their own
+    if found or heads is None or facts.carried_features:  # readers have none of their own
         raise UnsupportedModelError(
             f"adapter.method: {'prefix_mlp' if has_encoder else 'prefix'} for a"
             f" {facts.model_type} model",

@@ -120,7 +120,6 @@ ADAPTERS, TRAINED_MODULES, GRADIENTS = "adapters", "trained modules", "gradients
 STATES, KEPT_INPUTS = "optimizer states", "kept layer inputs"
 HIDDEN = "hidden states and their gradients"
 SCORED_ROWS, SCORES_OF_LABELS = "rows that are only scored", "log-probabilities"
-INT32_BYTES = 4
 CARRIED, CARRIED_GRADIENTS = "values that layers share", "gradients of values that layers share"
 # Terms that a trace measures; they replace formulas.
 VISIT, HEAD_CHUNK, RECORDED = "one visit", "head chunk", "recorded arguments"
@@ -563,7 +562,8 @@ def _kept_rows(
         Row(CARRIED, int(num_micro_batches * carried_bytes(facts, workload)), IN_PASS),
         Row(
             CARRIED_GRADIENTS,
-            int(num_micro_batches * _token_bytes(facts.carried_gradient_features, workload)),
+            int(num_micro_batches * workload.num_tokens * workload.dtype_bytes)
+            * facts.carried_gradient_features,
             {Instant.RECOMPUTE, Instant.VISIT},
         ),
         Row(ROUTER_LOSS, int(router_loss_bytes(facts, workload)), IN_PASS),
@@ -576,15 +576,10 @@ def input_bytes(facts: ModelFacts, workload: Workload) -> int:
     return workload.num_tokens * facts.hidden_size * facts.num_streams * dtype_bytes
 
 
-def _token_bytes(num_features: int, workload: Workload) -> int:
-    return workload.num_tokens * num_features * workload.dtype_bytes
-
-
 def carried_bytes(facts: ModelFacts, workload: Workload) -> int:
     """Return the bytes of what layers compute for later ones, of one micro-batch."""
-    num_indices = facts.num_carried_indices * min(facts.index_top_k, workload.seq_len)
-    index_bytes = INT32_BYTES * workload.num_tokens * num_indices
-    return _token_bytes(facts.carried_features, workload) + index_bytes
+    index_bytes = 4 * facts.num_carried_indices * min(facts.index_top_k, workload.seq_len)  # int32
+    return workload.num_tokens * (facts.carried_features * workload.dtype_bytes + index_bytes)
 
 
 def recorded_bytes(facts: ModelFacts, workload: Workload, *, is_padded: bool) -> int:
