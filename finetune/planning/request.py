@@ -19,6 +19,7 @@ from finetune.recipe.capabilities import (
     PLACED,
     PROCESSES,
     PUBLISHED,
+    READ,
     WEIGHTS,
     require,
     setting,
@@ -417,6 +418,10 @@ def _require_model(
         PUBLISHED: facts.published or "plain",
         MLPS: "dense" if has_tiles else "a mixture of experts",
         WEIGHTS: 1 if facts.tie_word_embeddings else 2,
+        READ: "more than keys and values"
+        if facts.num_carried_indices
+        or (facts.carried_features and (facts.has_fp32_inputs or facts.num_streams > 1))
+        else "keys and values",
         **{
             name: why and f"for the device alone: {why}"
             for name, why in zip(PLACED.values(), whys, strict=True)

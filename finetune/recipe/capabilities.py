@@ -1154,6 +1154,7 @@ def broken_length_rules(recipe: Settings, *, num_steps: int) -> Iterator[Breach]
 
 DEVICE, MODEL, PROCESSES = "the device", "the model", "the number of processes"
 MLPS, WEIGHTS = "each MLP", "the number of weights of embedding and head"
+READ = "what layers read of others"
 PUBLISHED = "the form of the published weights"
 PLACED = {"offload.embeddings": "the embedding", "offload.head": "the head"}
 """What may have to be on the device, by the setting of its place."""
@@ -1181,6 +1182,11 @@ OF_MODEL = (
             "routed experts are not computed in chunks of tokens",
             "auto",
         ),
+    ),
+    *_with(
+        READ,
+        only("more than keys and values"),
+        Row("train.compile", ON, "of models that share values only Gemma 4 was compiled", "false"),
     ),
     *(
         Row(

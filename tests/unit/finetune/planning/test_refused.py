@@ -17,6 +17,7 @@ PLACES = ("offload.embeddings", "offload.head")
 BOTH = "`offload.embeddings: device` with `offload.head: device`"
 STEP = "train.seq_len=64 train.tokens_per_step=192"
 
+CHOOSING = ", with layers that choose tokens for others"
 # A model, settings, GPUs of a card (0: a CPU), what is wrong, and what to write instead.
 CASES = (
     (
@@ -165,6 +166,13 @@ CASES = (
         )
     ),
     (
+        f"qwen3-8b{CHOOSING}",
+        "train.compile=true",
+        1,
+        "train.compile is true and what layers read of others is more than keys and values",
+        "`train.compile: false`",
+    ),
+    (
         "qwen3-8b",
         STEP,
         4,
@@ -183,7 +191,9 @@ CASES = (
 
 def plan_for(model: str, words: str, num_gpus: int) -> None:
     """Go as far as the requests of a plan."""
-    subject = subject_of(model, words.split())
+    subject = subject_of(model.removesuffix(CHOOSING), words.split())
+    if model.endswith(CHOOSING):
+        subject = replace(subject, facts=replace(subject.facts, num_carried_indices=1))
     card = named_machine("rtx4090", dtype=subject.recipe.model.dtype)
     machine = card if num_gpus else replace(card, device="cpu")
     num = max(1, num_gpus)
