@@ -27,7 +27,7 @@ def require_comparable(rows: "Rows", objective: ObjectiveSection) -> None:
     Raises:
         DataError: Answers are all desired or all not, or log-probabilities are missing.
     """
-    groups = Groups.of(rows.train)
+    groups = rows.train.groups
     if groups is None:
         return
     objective.require_values(groups.values)
@@ -169,7 +169,7 @@ class Comparison:
             seq_len: Most tokens of a row.
             has_classes: Whether labels are the classes of words.
         """
-        groups = Groups.of(rows)
+        groups = rows.groups
         if groups is None:
             return None
         return cls(

@@ -266,6 +266,15 @@ class ExampleSet:
     notes: tuple[str, ...] = ()  # what a user should know about them
 
     @property
+    def groups(self) -> "Groups | None":
+        """The groups of examples that are compared; None where none are.
+
+        Raises:
+            DataError: Some rows have log-probabilities, and others do not.
+        """
+        return Groups.of(self)
+
+    @property
     def input_ids(self) -> "NDArray[np.int32]":
         """The tokens of all examples, end to end."""
         return self._flat("input_ids")
@@ -354,7 +363,7 @@ class ExampleSet:
                 for block in part.blocks(name):
                     digest.update(np.ascontiguousarray(block).data)
         digest.update(self.offsets.tobytes())
-        groups = Groups.of(self)
+        groups = self.groups
         for array in () if groups is None else (groups.offsets, groups.values, groups.references):
             digest.update(array.tobytes())
         for part in self.parts:

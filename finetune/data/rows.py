@@ -562,6 +562,8 @@ class RowForm:
 
     def _unused(self, row: Mapping[str, object]) -> tuple[str, ...]:
         """Return the keys of a row and its turns that are not read, if that loses nothing."""
+        if self.format.keeps_others:
+            return ()
         ignored = self.ignored
         columns = self._shown(self.data_format)
         read = columns + self._optional()

@@ -3,8 +3,8 @@
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from multiprocessing import resource_tracker
 from types import TracebackType
 from typing import Self
@@ -354,6 +354,7 @@ class StepBatch:
     step: int
     share: StepShare
     wait_s: float
+    metrics: Mapping[str, float] = field(default_factory=dict)  # what is known of its rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

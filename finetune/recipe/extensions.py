@@ -30,10 +30,14 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from finetune.data.dataset import Rows
     from finetune.data.rows import Row, RowForm
     from finetune.data.step_rows import Exchange, StepRows
+    from finetune.recipe.sections import TrainSection
+    from finetune.report.rows import Row as Line
     from finetune.run.run_files import Evaluation
     from offload.engine.objective import Objective as StepObjective
+    from offload.plan.plan import Plan
 
 Contradiction = tuple[bool, str, str, str, str]
 """Whether it is one, a setting, the other, the limit, and the hint."""
@@ -153,6 +157,38 @@ class ObjectiveSection(Choice):
     def read_formats(self) -> tuple[str, ...]:
         """The formats that it reads with these settings."""
         return formats_like(self.formats)
+
+    @property
+    def samples_answers(self) -> bool:
+        """Whether rows are prompts, which the model answers in training."""
+        return False
+
+    def require_ready(self) -> None:
+        """Check what a run needs besides its recipe.
+
+        Raises:
+            ConfigError: It is not there, or is no such thing.
+        """
+
+    def planned(self, rows: "Rows", *, seq_len: int) -> "Rows":
+        """Return rows as steps are planned for them; the same where they are learned as they are.
+
+        Args:
+            rows: Those that are trained on, and held out.
+            seq_len: Most tokens of a row.
+
+        Raises:
+            DataError: Some leave no room for what is sampled.
+        """
+        return rows
+
+    def more_rows(self, plan: "Plan", train: "TrainSection") -> "list[Line]":
+        """Return what a plan says of what is done between its steps.
+
+        Raises:
+            DoesNotFitError: It does not fit.
+        """
+        return []
 
     @property
     def computes_reference(self) -> bool:
@@ -315,6 +351,7 @@ class DataFormat:
     recast: "Recast | None" = None
     turns: Turns | None = None  # what the turns of a chat are; None elsewhere
     is_document: bool = False  # whether rows are texts, which are joined and cut, and learned whole
+    keeps_others: bool = False  # whether all other columns are read, by something else
     # The section `objective` for such rows; None where they say too little for it.
     suggests: Mapping[str, object] | None = None
     # Settings that it does not go with; with some, it is read only where it is named.

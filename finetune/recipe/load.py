@@ -279,6 +279,7 @@ PATH_FIELDS = (
     "adapter.init_from",
     "data.path",
     "data.eval_path",
+    "objective.rewards",
 )
 RUN_RECIPE, RUN_CHECKPOINTS, RUN_METRICS = "recipe.yaml", "checkpoints", "metrics.jsonl"
 MAX_RECIPE_BYTES = 100_000  # thirty times the longest shipped one
@@ -422,20 +423,23 @@ def _resolve_paths(draft: Draft, recipe_dir: Path, *, check_files: bool) -> None
         if not isinstance(section, dict) or not isinstance(value, str) or not value:
             continue
         _resolve(draft, section, key, path_field, recipe_dir, check_files=check_files)
-    section = draft.values.get("data")
-    entries = section.get("mix") if isinstance(section, dict) else None
-    for number, entry in enumerate(entries if isinstance(entries, list) else ()):
-        value = entry.get("path") if isinstance(entry, dict) else None
-        if isinstance(value, str) and value:
-            where = f"data.mix[{number}].path"
-            _resolve(draft, entry, "path", where, recipe_dir, check_files=check_files)
+    for of_list, key in (("data.mix", "path"), ("objective.rewards", "function")):
+        section_name, _, name = of_list.partition(".")
+        section = draft.values.get(section_name)
+        entries = section.get(name) if isinstance(section, dict) else None
+        for number, entry in enumerate(entries if isinstance(entries, list) else ()):
+            holder, at = (entry, key) if isinstance(entry, dict) else (entries, number)
+            value = entry.get(key) if isinstance(entry, dict) else entry
+            if isinstance(value, str) and value:
+                where = f"{of_list}[{number}].{key}"
+                _resolve(draft, holder, at, where, recipe_dir, check_files=check_files)
     _resolve_config(draft, recipe_dir)
 
 
 def _resolve(
     draft: Draft,
-    holder: dict[str, Any],
-    key: str,
+    holder: Any,  # a mapping, or a list
+    key: str | int,
     where: str,
     recipe_dir: Path,
     *,

@@ -95,7 +95,8 @@ def _rate(rate: Rate | None) -> str:
 def plan_rows(choice: Choice, recipe: Recipe, *, num_steps: int | None = None) -> list[Row]:
     """Return all that the chosen plan says, for so many steps or those that the recipe names."""
     steps = num_steps or recipe.train.steps
-    return rows_of(choice.plan, faster=faster_rows(choice), prices=recipe.report, num_steps=steps)
+    rows = rows_of(choice.plan, faster=faster_rows(choice), prices=recipe.report, num_steps=steps)
+    return rows + recipe.objective.more_rows(choice.plan, recipe.train)
 
 
 def plan_figures(choice: Choice, recipe: Recipe) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from finetune.report.format import shown_time
 from finetune.run.run_files import EVAL_LOSS, shown_evaluation
 from offload.plan.machine.machine import GIB
 
-Unit = Literal["bytes", "rows"]
+Unit = Literal["bytes", "rows", "answers"]
 Memory = Callable[[], Mapping[str, int]]
 """Bytes by name: gpu_used, gpu_total, ram_held, ram_free; only what there is."""
 Work = Callable[[int, int | None], None]
@@ -137,7 +137,9 @@ class StepLines:
 
 def shown_step(row: Mapping[str, Any], recent: Recent, *, eta_s: float) -> str:
     """Return a step's loss, the rate of the last few, and the time that is left."""
-    return f"loss {row['loss']:.4f}, {recent.tokens_per_s:,.0f} tokens/s, ETA {eta_s:,.0f} s"
+    reward = f"reward {row['reward']:.3f}, " if "reward" in row else ""
+    rate = f"{recent.tokens_per_s:,.0f} tokens/s"
+    return f"loss {row['loss']:.4f}, {reward}{rate}, ETA {eta_s:,.0f} s"
 
 
 def evaluation_line(row: Mapping[str, Any]) -> str:
@@ -185,12 +187,12 @@ def shown_work(done: int, total: int | None, unit: Unit, *, seconds: float) -> s
     numbers = [
         f"{n / GIB:.2f}" if is_in_bytes else f"{n:,}" for n in (done, total) if n is not None
     ]
-    amount = f"{' of '.join(numbers)} {'GiB' if is_in_bytes else 'rows'}"
+    amount = f"{' of '.join(numbers)} {'GiB' if is_in_bytes else unit}"
     if seconds < RATE_AFTER_S or not done:
         return amount
     rate = done / seconds
     of_rows = f"{rate:,.0f}" if rate >= _FEW else f"{rate:.2g}"
-    shown_rate = f"{rate / 1e6:,.0f} MB/s" if is_in_bytes else f"{of_rows} rows/s"
+    shown_rate = f"{rate / 1e6:,.0f} MB/s" if is_in_bytes else f"{of_rows} {unit}/s"
     if total is None:
         return f"{amount}, {shown_rate}"
     eta_s = (total - done) / rate

@@ -60,6 +60,7 @@ _WRITTEN = (
     ),
     *("report.json", "report.html", "trace.json", "gantt.svg", "shared.json"),
     *("samples_before.json", "samples_after.json"),
+    *("rounds/open.json", "rounds/[0-9]*.jsonl"),
     *(EVALUATION_BEFORE, REFERENCES),
     *(
         f"{folder}/{name}"

@@ -369,6 +369,7 @@ def _checksum(text: str) -> str:
 EVAL_LOSS = "eval_loss"
 EVAL_PREFIX = "eval_"
 _SHOWN = (
+    "reward",
     "accuracy",
     "f1",
     "rewards/accuracies",

@@ -269,9 +269,11 @@ def require_trainable(recipe: Recipe) -> None:
 
     Raises:
         UnsupportedModelError: It asks for a router loss of another kind than is known.
-        ConfigError: It asks for a prefix, and layers keep anything but plain keys and values.
+        ConfigError: It asks for a prefix, and layers keep anything but plain keys and values; or
+            what the objective needs is not there.
     """
     _require_router_loss(recipe)
+    recipe.objective.require_ready()
     if recipe.adapter.stated.kind == "prefix":
         from finetune.adapter.virtual_tokens import require_plain_cache
         from finetune.model.empty import empty_of

@@ -351,6 +351,7 @@ def load_data(run: Run, facts: ModelFacts) -> Data:
         run.screen.note(note)
     num = recipe.adapter.num_in_rows
     rows = with_virtual_tokens(rows, first_id=facts.vocab_size, num=num)
+    rows = recipe.objective.planned(rows, seq_len=recipe.train.seq_len)
     return Data(tokenizer=tokenizer, rows=rows)
 
 

@@ -5,7 +5,8 @@ model on an engine, update what trains, save it, and describe the memory that it
 are loaded by name, so a run imports the code of its own kind alone.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
 _KINDS = {
     ("adapter", "stream"): "finetune.training.kinds.adapter:AdapterRun",
+    ("online", "stream"): "finetune.online.run:OnlineRun",
     ("virtual", "stream"): "finetune.training.kinds.virtual:VirtualRun",
     ("probed", "stream"): "finetune.training.kinds.head:ProbedRun",
     ("head", "stream"): "finetune.training.kinds.head:HeadRun",
@@ -88,6 +90,7 @@ class Session:
     objectives: "Comparing | None" = None
     # The steps of a head that trains alone, once its features are taken; None in other runs.
     head: "OwnSteps | None" = None
+    rounds: "OwnRows | None" = None  # what gives steps their rows, where the model samples them
     first_step: int = 0  # steps that were done before
     seal: str = ""  # the seal of the file that the plan was written to
 
@@ -101,8 +104,9 @@ class Session:
 
     def evaluation(self) -> Evaluation:
         """Return what held-out rows say, shared by the ranks."""
-        if self.head is not None:
-            return self.head.evaluation()
+        own = self.head or self.rounds
+        if own is not None:
+            return own.evaluation()
         with self.run.screen.working("Evaluating", "rows") as progress:
             if self.held_out is not None:
                 assert self.objectives is not None
@@ -149,6 +153,16 @@ class OwnSteps(Protocol):
         """Return what held-out rows say."""
 
 
+class OwnRows(AbstractContextManager["OwnRows"], Protocol):
+    """Rows that are made between steps: answers that the model samples."""
+
+    def __iter__(self) -> Iterator[StepBatch]:
+        """Give the rows of each step that is left."""
+
+    def evaluation(self) -> Evaluation:
+        """Return what held-out rows say."""
+
+
 class Kind(Protocol):
     """What the main path asks of what trains."""
 
@@ -187,7 +201,9 @@ def kind_of(recipe: Recipe) -> Kind:
     """Return what trains in a run, by its recipe."""
     train = recipe.train
     what = "full" if train.is_full else "virtual" if recipe.adapter.stated.is_virtual else "adapter"
-    if train.takes_features:
+    if recipe.objective.samples_answers:
+        what = "online"
+    elif train.takes_features:
         what = "head" if train.is_head_alone else "probed"
     return cast("Kind", _loaded(_KINDS[what, "fsdp2" if train.is_sharded else "stream"])())
 

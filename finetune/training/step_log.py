@@ -1,6 +1,6 @@
 """What follows each step of a run: its figures, its evaluation, its checkpoint, and its end."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -33,7 +33,8 @@ def step_log(session: Session, plan: Plan) -> Iterator["StepLog"]:
         log = StepLog(session, plan)
         if log.outcome is None:
             log.loader = held.enter_context(
-                StepLoader(
+                session.rounds
+                or StepLoader(
                     session.steps,
                     first_step=session.first_step,
                     num_workers=recipe.data.num_workers,
@@ -64,7 +65,7 @@ class StepLog:
         loss: The loss on held-out rows after the newest step; None where it was not evaluated.
     """
 
-    loader: StepLoader
+    loader: Iterable[StepBatch]
     writer: MetricsWriter
     meter: Meter
     bar: Steps
@@ -115,6 +116,7 @@ class StepLog:
         report.note_if_skipped(record, step=done, note=run.screen.note)
         report.note_unlearned(record, note=run.screen.note)
         row = report.metrics_row(record, step=done, data_wait_s=batch.wait_s, seal=session.seal)
+        row |= batch.metrics
         self.loss = None
         if is_due(done, run.recipe.output.eval_every):
             row |= report.evaluation_row(session.evaluation())

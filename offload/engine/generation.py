@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -335,6 +335,22 @@ class Generation:
     def drop(self, group: int) -> None:
         """Let go of the cache of one group."""
         self._groups.pop(group, None)
+
+    def repeat(self, group: int, num: int) -> None:
+        """Continue each row of a group several times, next to each other, from what is kept.
+
+        So rows that begin alike are computed once up to where they differ.
+
+        Args:
+            group: It has a cache.
+            num: How often.
+        """
+        one = self._groups[group]
+        rows = torch.arange(len(one.input_ids_BT), device=self._torch_device)
+        rows = rows.repeat_interleave(num)
+        one.cache.reorder_cache(cast("torch.LongTensor", rows))
+        before = tuple(tokens_BT[rows] for tokens_BT in one.before)
+        self._groups[group] = replace(one, input_ids_BT=one.input_ids_BT[rows], before=before)
 
     @property
     def cache_bytes(self) -> int:

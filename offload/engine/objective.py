@@ -73,6 +73,15 @@ class Objective(Protocol):
 
 
 @runtime_checkable
+class TemperedObjective(Objective, Protocol):
+    """A loss of log-probabilities by the model's logits over a temperature."""
+
+    @property
+    def temperature(self) -> float:
+        """What logits are divided by, of the policy and of the reference; above 0."""
+
+
+@runtime_checkable
 class TopObjective(Objective, Protocol):
     """A loss that also reads, at each label, the log-probabilities of tokens that it names."""
 

@@ -1,18 +1,32 @@
-"""Group-relative policy optimisation: sampled answers with rewards."""
+"""Group-relative policy optimisation: answers with rewards, sampled before or in training."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from importlib import import_module
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from finetune.errors import DataError
-from finetune.recipe.extensions import Contradiction, Objective, ObjectiveSection, StepData, chosen
+from finetune.recipe.extensions import (
+    Contradiction,
+    Objective,
+    ObjectiveSection,
+    Section,
+    StepData,
+    chosen,
+    formats_like,
+)
 
 if TYPE_CHECKING:
+    from finetune.data.dataset import Rows
     from finetune.data.step_rows import StepRows
+    from finetune.recipe.sections import TrainSection
+    from finetune.report.rows import Row
     from finetune.run.run_files import Evaluation
     from offload.engine.objective import Objective as StepObjective
+    from offload.plan.plan import Plan
 
 _OF_ANSWERS = ("reward", "reward_std", "frac_reward_zero_std")
 _OF_TOKENS = ("clip_ratio/", "kl", "sampling/")
@@ -20,6 +34,41 @@ _OF_TOKENS = ("clip_ratio/", "kl", "sampling/")
 SamplingMode = Literal[
     "none", "ratio", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
 ]
+
+
+class Reward(Section):
+    """A function that gives an answer a reward."""
+
+    function: str = Field(
+        min_length=1,
+        description="A file with a function `reward`, `rewards.py`; another function of it,"
+        " `rewards.py:length`; or `exact_match`, `format`, `unit_tests`.",
+        examples=["rewards.py"],
+    )
+    weight: float = Field(default=1.0, description="What its value counts for in the sum.")
+    timeout_s: float = Field(
+        default=10.0, gt=0, description="Seconds that it may take for an answer."
+    )
+    memory_gib: float = Field(
+        default=2.0, gt=0, description="Memory that its process may use, in GiB."
+    )
+    options: dict[str, Any] = Field(
+        default={},
+        description="Further arguments of the function, by name.",
+        examples=[{"pattern": "<think>.*</think>.+"}],
+    )
+
+    @property
+    def label(self) -> str:
+        """What metrics call it: the function's name, of `reward` the file's."""
+        _, colon, name = self.function.rpartition(".py:")
+        return name if colon else PurePath(self.function).name.removesuffix(".py")
+
+
+def _listed(value: object) -> object:
+    """Return rewards as a list of sections: one, or several, each perhaps by its name alone."""
+    listed = value if isinstance(value, (list, tuple)) else [value]
+    return tuple({"function": one} if isinstance(one, str) else one for one in listed)
 
 
 class Grpo(ObjectiveSection):
@@ -63,6 +112,39 @@ class Grpo(ObjectiveSection):
         " correct for the sampler, truncated at `objective.importance_sampling_cap` or left out"
         " above it.",
     )
+    rewards: Annotated[tuple[Reward, ...], BeforeValidator(_listed)] = Field(
+        default=(),
+        description="Functions that give an answer its reward, the sum of their weighted values."
+        " With them rows are prompts, and the model samples answers as it learns.",
+        examples=["rewards.py", [{"function": "rewards.py:length", "weight": 0.5}, "exact_match"]],
+    )
+    num_answers: int | None = Field(
+        default=None,
+        ge=2,
+        description="Answers that are sampled for a prompt; left out, 8. A step has those of"
+        " `train.micro_batch_size` x `train.grad_accum_steps` / this many prompts.",
+        examples=[8],
+    )
+    max_new_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="Tokens after which an answer is cut off; left out, 256.",
+        examples=[256],
+    )
+    temperature: float | None = Field(
+        default=None,
+        gt=0,
+        description="Divisor of the logits, where answers are sampled and where they are learned;"
+        " left out, 1.",
+        examples=[1.0],
+    )
+    sampling: Literal["exact", "fast"] | None = Field(
+        default=None,
+        description="Whether the answers to each prompt are computed by themselves, `exact`, or"
+        " with those to all prompts of as many tokens, `fast`: then rounding depends on which"
+        " prompts share a round. Left out, exact.",
+        examples=["fast"],
+    )
     importance_sampling_cap: float | None = Field(
         default=None,
         gt=0,
@@ -83,12 +165,28 @@ class Grpo(ObjectiveSection):
             "beta": beta,
             "reference": "base" if beta != 0 else None,
             "importance_sampling_cap": 3.0 if _is_capped(mode) else None,
+            **(_OF_SAMPLING if values.get("rewards") else {}),
         }
         return values | {name: v for name, v in defaults.items() if values.get(name) is None}
 
     def contradictions(self) -> Iterable[Contradiction]:
         """Yield what the loss or the mode of sampling does not read."""
         mode, is_per_token = self.importance_sampling_mode, self.loss != "rloo"
+        for name in _OF_SAMPLING:
+            yield (
+                not self.rewards and dict(self)[name] is not None,
+                name,
+                "rewards",
+                "it says how answers are sampled, and the rows bring theirs",
+                f"leave out `objective.{name}`, or `objective.rewards: rewards.py`",
+            )
+        yield (
+            bool(self.rewards) and self.precomputes_reference,
+            "reference",
+            "rewards",
+            "answers that are sampled in training are not known before step 1",
+            "`objective.reference: base`",
+        )
         yield (
             self.reference is not None and not self.beta,
             "reference",
@@ -118,6 +216,50 @@ class Grpo(ObjectiveSection):
             "leave out `objective.importance_sampling_cap`, or"
             " `objective.importance_sampling_mode: sequence_truncate`",
         )
+
+    @property
+    def read_formats(self) -> tuple[str, ...]:
+        """Prompts where answers are sampled in training, otherwise sampled answers."""
+        return formats_like(("prompt",) if self.rewards else self.formats)
+
+    @property
+    def samples_answers(self) -> bool:
+        """Whether there are functions to give them rewards."""
+        return bool(self.rewards)
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """What metrics call the rewards; those of one name are numbered."""
+        names = [reward.label for reward in self.rewards]
+        return tuple(
+            name if names.count(name) == 1 else f"{name}_{number}"
+            for number, name in enumerate(names, 1)
+        )
+
+    def require_ready(self) -> None:
+        """Check that the functions are there, in a process of their own."""
+        if self.rewards:
+            import_module("finetune.online.rewards").require_functions(self.rewards)
+
+    def planned(self, rows: "Rows", *, seq_len: int) -> "Rows":
+        """Return each prompt as often as it is answered, with the longest answers."""
+        if not self.rewards:
+            return rows
+        from finetune.objectives.grpo.prompts import with_longest_answers
+
+        return with_longest_answers(rows, self, seq_len=seq_len)
+
+    def more_rows(self, plan: "Plan", train: "TrainSection") -> "list[Row]":
+        """Return what a plan says of sampling.
+
+        Raises:
+            DoesNotFitError: The caches of the answers to one prompt do not fit.
+        """
+        if not self.rewards:
+            return []
+        from finetune.objectives.grpo.prompts import rows_of_sampling
+
+        return rows_of_sampling(self, plan, train)
 
     @property
     def without_reference(self) -> str:
@@ -174,6 +316,15 @@ class Grpo(ObjectiveSection):
         return super().objective(step)
 
 
+_OF_SAMPLING: Mapping[str, Any] = {
+    "num_answers": 8,
+    "max_new_tokens": 256,
+    "temperature": 1.0,
+    "sampling": "exact",
+}
+"""How answers are sampled in training, by default."""
+
+
 def _is_capped(mode: object) -> bool:
     """Return whether the sampler's log-probabilities make weights that have a largest value."""
     return isinstance(mode, str) and mode.endswith(("_truncate", "_mask"))
@@ -183,6 +334,9 @@ EXTENSION = Objective(
     settings=Grpo,
     summary="learns from sampled answers with rewards",
     words={
+        "num_generations": "num_answers",
+        "max_completion_length": "max_new_tokens",
+        "reward_funcs": "rewards",
         "kl_coef": "beta",
         "clip_ratio_low": "clip_epsilon",
         "clip_ratio_high": "clip_epsilon_high",

@@ -39,6 +39,11 @@ class GrpoObjective(SectionObjective):
 
     section: Grpo
 
+    @property
+    def temperature(self) -> float:
+        """What logits are divided by, where answers are sampled in training."""
+        return self.section.temperature or 1.0
+
     def loss(self, scores: Scores) -> StepLoss:
         """Return the loss of a step.
 

@@ -38,6 +38,7 @@ from offload.engine.objective import (
     Reference,
     Scores,
     StepLoss,
+    TemperedObjective,
     TopObjective,
 )
 from offload.engine.pointwise.ops import cross_entropy
@@ -390,6 +391,7 @@ class Scoring:
     # Whether the loss reads the head's outputs, and no log-probabilities.
     reads_outputs: bool = False
     output_index: int | None = None  # which of them it then reads; None if it reads all
+    temperature: float = 1.0  # what logits are divided by
 
     @classmethod
     def of(
@@ -433,6 +435,7 @@ class Scoring:
             top_ids=top_ids,
             reads_outputs=isinstance(objective, OutputObjective),
             output_index=objective.output_index if isinstance(objective, OutputObjective) else None,
+            temperature=objective.temperature if isinstance(objective, TemperedObjective) else 1.0,
         )
 
     def batch(self, number: int) -> LabelledBatch:
@@ -561,11 +564,17 @@ class ScoredTail:
     ) -> torch.Tensor:
         if self._scoring.reads_outputs:
             return self._outputs_of(chunk_1ND)
-        logits_NV = self._model.tail_logits(chunk_1ND).flatten(0, 1)
+        logits_NV = self._logits_of(chunk_1ND)
         if ids_NK is not None:
             return top_scores(logits_NV, next_N, ids_NK)
         is_fused = has_fused_loss(self._model, chunk_1ND)
         return log_probabilities(logits_NV, next_N, is_fused=is_fused)
+
+    def _logits_of(self, chunk_1ND: torch.Tensor) -> torch.Tensor:
+        """Return logits (N, V), over the loss's temperature."""
+        logits_NV = self._model.tail_logits(chunk_1ND).flatten(0, 1)
+        temperature = self._scoring.temperature
+        return logits_NV if temperature == 1 else logits_NV / temperature
 
     def _outputs_of(self, chunk_1ND: torch.Tensor) -> torch.Tensor:
         index = self._scoring.output_index
@@ -582,7 +591,7 @@ class ScoredTail:
         if self._scoring.reads_outputs:
             self._outputs_of(chunk_1ND).backward(gradient_N)
             return
-        logits_NV = self._model.tail_logits(chunk_1ND).flatten(0, 1)
+        logits_NV = self._logits_of(chunk_1ND)
         if ids_NK is not None:
             logits_NV.backward(logits_gradient(logits_NV, next_N, ids_NK, gradient_N))
             return
