@@ -1,0 +1,1 @@
+"""Rounds that sample answers, reward them and learn from them."""
