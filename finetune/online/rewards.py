@@ -33,9 +33,11 @@ from types import TracebackType
 from typing import Any, Self
 
 from finetune.errors import ConfigError
+from finetune.objectives.grpo import Reward
 from finetune.online import process_tree
 from finetune.online.functions import SHIPPED
 from finetune.report.format import shown_gib
+from offload.plan.machine.machine import GIB
 
 _START_S = 120.0  # for the import of a file, which may import torch
 _LOOK_S, _LOOK_FRAC = 0.05, 0.1  # between looks at memory; the time that they may take
@@ -335,6 +337,34 @@ class Rewards:
                 worker.has_ended = process_tree.has_ended(worker.pid)
         end = time.monotonic()
         self._next_look = end + max(_LOOK_S, (end - begin) / _LOOK_FRAC)
+
+
+def rewards_of(sections: Sequence[Reward], *, num_workers: int = 1) -> Rewards:
+    """Return the rewards of a recipe, in processes that run in the current directory.
+
+    Raises:
+        ConfigError: A file cannot be read, or no function has such a name.
+    """
+    specs = [
+        RewardSpec(
+            function=one.function,
+            weight=one.weight,
+            timeout_s=one.timeout_s,
+            memory_bytes=int(one.memory_gib * GIB),
+            options=one.options,
+        )
+        for one in sections
+    ]
+    return Rewards(specs, folder=Path.cwd(), num_workers=num_workers)
+
+
+def require_functions(sections: Sequence[Reward]) -> None:
+    """Check that the rewards of a recipe can be computed; waits for their imports.
+
+    Raises:
+        ConfigError: One cannot.
+    """
+    rewards_of(sections).check()
 
 
 def _request(one: Answered) -> tuple[bytes | None, str | None]:

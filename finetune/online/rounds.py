@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from statistics import fmean, pstdev
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast
@@ -26,7 +25,7 @@ from finetune.errors import DataError
 from finetune.files.atomic import write_atomically
 from finetune.objectives.grpo.prompts import LongestAnswers, answered, planned_sampling
 from finetune.online.draw import Choose, Draw, greedy
-from finetune.online.rewards import Answered, Given, Rewards, specs
+from finetune.online.rewards import Answered, Given, rewards_of
 from finetune.online.sample import Answer, Sampler, batches_of
 from finetune.run.run_files import Evaluation
 from finetune.training.loop import digest_of
@@ -86,9 +85,7 @@ class Rounds:
         self._session, self._plan, self._engine = session, plan, session.engine
         self._section = cast("Grpo", recipe.objective)
         self._folder = run.dir.path / FOLDER
-        self._rewards = Rewards(
-            specs(self._section), folder=Path.cwd(), num_workers=max(1, num_cores() - 1)
-        )
+        self._rewards = rewards_of(self._section.rewards, num_workers=max(1, num_cores() - 1))
         lengths = [len(one.input_ids) for one in _prompts(session.rows.train).prompts()]
         self._request, self._sampling = planned_sampling(
             self._section,
