@@ -29,6 +29,7 @@ from finetune.online.rewards import Answered, Given, rewards_of
 from finetune.online.sample import Answer, Sampler, batches_of
 from finetune.run.run_files import Evaluation
 from finetune.training.loop import digest_of
+from finetune.training.samples import pad_id
 from finetune.training.session import Session
 from offload.engine.engine import Engine
 from offload.engine.randomness import seed_of
@@ -180,6 +181,7 @@ class Rounds:
             engine=self._engine,
             max_new_tokens=_given(self._section.max_new_tokens),
             stop_ids=frozenset(self._session.stops.ids),
+            pad_id=pad_id(self._session.tokenizer),
         )
 
     def _predicted_s(self, sampler: Sampler) -> float:

@@ -34,23 +34,12 @@ def batches_of(
     Args:
         prompts: Token ids of each.
         most: Prompts of a batch, whose caches fit together.
-        are_joined: Whether those of one length are a group; otherwise each is its own.
+        are_joined: Whether those of a batch are one group, which has prompts of like length;
+            otherwise each is its own.
     """
-    groups: dict[int, list[int]] = {}
-    for number, prompt in enumerate(prompts):
-        groups.setdefault(len(prompt) if are_joined else number, []).append(number)
-    batches: list[list[list[int]]] = []
-    room = 0
-    for group in groups.values():
-        for number in group:
-            if not room:
-                batches.append([])
-                room = most
-            if number == group[0] or room == most:
-                batches[-1].append([])
-            batches[-1][-1].append(number)
-            room -= 1
-    return batches
+    order = sorted(range(len(prompts)), key=lambda number: -len(prompts[number]))
+    batches = [order[at : at + most] for at in range(0, len(order), most)]
+    return [[batch] if are_joined else [[number] for number in batch] for batch in batches]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -60,6 +49,7 @@ class Sampler:
     engine: "Engine"  # an attached model
     max_new_tokens: int  # tokens after which an answer is cut off
     stop_ids: frozenset[int]  # tokens that end an answer
+    pad_id: int  # token that fills up shorter prompts of a group
     num_batches: int = 0  # batches, each of which began with a pass over its prompts
     num_passes: int = 0  # passes over the layers
     num_groups: int = 0  # groups of all passes
@@ -78,7 +68,7 @@ class Sampler:
 
         Args:
             prompts: Token ids of each, those of other batches too.
-            groups: Numbers of prompts of one length, which are computed together.
+            groups: Numbers of prompts that are computed together, shorter ones padded.
             answers: As many of each prompt, empty.
             choose: Chooses tokens; answers are numbered prompt by prompt.
             told: Called with the number of answers that have ended since.
@@ -96,14 +86,19 @@ class Sampler:
             ]
             for group in groups
         ]
-        given = {
-            number: torch.tensor([prompts[prompt] for prompt in group])
-            for number, group in enumerate(groups)
-        }
+        given, padding = dict[int, torch.Tensor](), dict[int, torch.Tensor]()
+        for number, group in enumerate(groups):
+            longest = max(len(prompts[prompt]) for prompt in group)
+            missing = [longest - len(prompts[prompt]) for prompt in group]
+            given[number] = torch.tensor(
+                [[self.pad_id] * num + [*prompts[p]] for p, num in zip(group, missing, strict=True)]
+            )
+            if any(missing):
+                padding[number] = torch.tensor(missing)
         is_first, self.num_batches = True, self.num_batches + 1
         with self.engine.generation() as generation:
             while given:
-                logits = generation.next_logits(given)
+                logits = generation.next_logits(given, padding=padding if is_first else {})
                 self.num_passes += 1
                 self.num_groups += len(given)
                 self.num_rows += 0 if is_first else sum(map(len, given.values()))

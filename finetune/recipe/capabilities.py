@@ -646,6 +646,17 @@ PAIRS: tuple[Row, ...] = (
     *_with("train.what", FULL, _COMPARED_WITH_BASE, instead="`train.what: adapter`"),
     *_with("adapter.init_from", SET, _COMPARED_WITH_BASE, instead="`adapter.init_from: null`"),
     *_with(
+        "objective.rewards",
+        SET,
+        Row(
+            "train.what",
+            but("adapter"),
+            "an adapter learns from the answers that it samples",
+            "adapter",
+        ),
+        instead="leave `objective.rewards` out",
+    ),
+    *_with(
         "train.what",
         only("head"),
         Row(
@@ -1321,6 +1332,7 @@ OF_RUNS = (
                 "runs share their steps with LoRA adapters",
                 "lora",
             ),
+            Row("objective.rewards", SET, "each run samples between its steps, in its own time"),
             Row(
                 "train.compile",
                 ON,

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from finetune.data.steps import StepBatch, StepLoader
+from finetune.errors import FinetuneError
 from finetune.report.screen import Steps
 from finetune.run.run_files import EVAL_LOSS
 from finetune.training import report
@@ -84,6 +85,7 @@ class StepLog:
             rows = ranks.from_main(lambda: run.dir.read_metrics()[-1:])
         self.loss: float | None = rows[0].get(EVAL_LOSS) if rows else None
         self._taken: Sequence[Taken] = ()
+        self._unsaved: StepRecord | None = None  # of the newest step, without a checkpoint
 
     @property
     def _is_complete(self) -> bool:
@@ -97,11 +99,15 @@ class StepLog:
 
     def batches(self) -> Iterator[StepBatch]:
         """Yield the rows of each step that is left; none after `close_step` has ended the run."""
-        if self.outcome is None:
-            for batch in self.loader:
+        try:
+            for batch in () if self.outcome is not None else self.loader:
                 yield batch
                 if self.outcome is not None:
                     return
+        except FinetuneError:  # of what makes the rows; what was learned so far is kept
+            if self._unsaved is not None:
+                self._save(self._unsaved, best=None, is_left=True)
+            raise
 
     def watching(self, batch: StepBatch) -> AbstractContextManager[object]:
         """Record a step with torch's profiler, if the recipe asks for it."""
@@ -150,16 +156,22 @@ class StepLog:
         elif stopped or signal:
             self.stop(stopped, signal, tuple(rank for rank, number in enumerate(signals) if number))
         is_left = self.outcome is not None
+        self._unsaved = record
         if is_due(done, output.checkpoint_every) or done == best or is_left:
-            save(
-                session,
-                self._plan,
-                record,
-                step=done,
-                best=best,
-                taken=self._taken,
-                is_left=is_left,
-            )
+            self._save(record, best=best, is_left=is_left)
+
+    def _save(self, record: StepRecord, *, best: int | None, is_left: bool) -> None:
+        """Write the checkpoint after the newest step."""
+        save(
+            self.session,
+            self._plan,
+            record,
+            step=self.num_steps,
+            best=best,
+            taken=self._taken,
+            is_left=is_left,
+        )
+        self._unsaved = None
 
     def stop(
         self, why: str | None, signal: int | None = None, signalled: tuple[int, ...] = ()

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -91,27 +92,52 @@ class CachedModel:
                 self._takes_positions = False
         self._require_unused_outside(input_ids_BT, plain.hidden_BTD)
 
-    def front(self, input_ids_BT: torch.Tensor, cache: "DynamicCache", *, num_past: int) -> Front:
+    def front(
+        self,
+        input_ids_BT: torch.Tensor,
+        cache: "DynamicCache",
+        *,
+        num_past: int,
+        padding_B: torch.Tensor | None = None,
+    ) -> Front:
         """Run the part of the model before the layers.
 
         Args:
             input_ids_BT: Tokens that follow those in the cache, on the compute device.
             cache: Of these rows; the layers write to it in their visits.
             num_past: Tokens that are in the cache.
+            padding_B: Tokens of each row, its first ones, that are none of its own; None if all
+                are.
 
         Raises:
-            UnsupportedModelError: As for `LayeredModel.front`; or no layer is passed the cache.
+            UnsupportedModelError: As for `LayeredModel.front`; or no layer is passed the cache, or
+                the model takes no positions of rows that are padded.
         """
-        return self._front(input_ids_BT, cache, num_past if self._takes_positions else None)
+        if not self._takes_positions and padding_B is not None:
+            self._layered.refuse(
+                "takes no positions of rows that are padded at their left",
+                limit="rows of unequal length are computed together with positions of their own",
+            )
+        return self._front(
+            input_ids_BT, cache, num_past if self._takes_positions else None, padding_B
+        )
 
     def _front(
-        self, input_ids_BT: torch.Tensor, cache: "DynamicCache", num_past: int | None
+        self,
+        input_ids_BT: torch.Tensor,
+        cache: "DynamicCache",
+        num_past: int | None,
+        padding_B: torch.Tensor | None = None,
     ) -> Front:
         batch = {"input_ids": input_ids_BT}
         if num_past is not None:
             num_rows, num_tokens = input_ids_BT.shape
-            positions_T = torch.arange(num_tokens, device=input_ids_BT.device) + num_past
-            batch[_POSITIONS] = positions_T.expand(num_rows, -1)
+            places_K = torch.arange(num_past + num_tokens, device=input_ids_BT.device)
+            positions_BT = places_K[num_past:].expand(num_rows, -1)
+            if padding_B is not None:
+                positions_BT = (positions_BT - padding_B[:, None]).clamp_min(0)
+                batch["attention_mask"] = (places_K >= padding_B[:, None]).long()
+            batch[_POSITIONS] = positions_BT
         more = {self._name: cache, "use_cache": True}
         try:
             notes = self._layered.notes(batch, shared=cache, **more)
@@ -281,6 +307,8 @@ class _Rows:
     # They themselves, as long as they are still needed: until a pass over a whole row was compared
     # with one that continues it, or while LongRoPE may still change frequencies.
     before: tuple[torch.Tensor, ...] = ()
+    # Tokens of each row, its first ones, that are none of its own; None if all are.
+    padding_B: torch.Tensor | None = None
 
     def passed(self, *, is_kept: bool) -> "_Rows":
         """Return the rows after a pass over their tokens."""
@@ -349,8 +377,12 @@ class Generation:
         rows = torch.arange(len(one.input_ids_BT), device=self._torch_device)
         rows = rows.repeat_interleave(num)
         one.cache.reorder_cache(cast("torch.LongTensor", rows))
-        before = tuple(tokens_BT[rows] for tokens_BT in one.before)
-        self._groups[group] = replace(one, input_ids_BT=one.input_ids_BT[rows], before=before)
+        self._groups[group] = replace(
+            one,
+            input_ids_BT=one.input_ids_BT[rows],
+            before=tuple(tokens_BT[rows] for tokens_BT in one.before),
+            padding_B=None if one.padding_B is None else one.padding_B[rows],
+        )
 
     @property
     def cache_bytes(self) -> int:
@@ -358,13 +390,21 @@ class Generation:
         storages = [x.untyped_storage() for one in self._groups.values() for x in _tensors(one)]
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
-    def next_logits(self, tokens: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    def next_logits(
+        self,
+        tokens: Mapping[int, torch.Tensor],
+        *,
+        padding: Mapping[int, torch.Tensor] = MappingProxyType({}),
+    ) -> dict[int, torch.Tensor]:
         """Run one pass over the layers, and return the logits of the token that comes next.
 
         Args:
             tokens: By group, the tokens that continue its rows, (B, T): of a new group its prompts,
                 all of one length; of a group that has a cache mostly one token of each row. Groups
                 that are not named wait.
+            padding: Of new groups whose prompts were made as long by tokens at their left, how many
+                these are, (B,): no other token sees them. What a row computes is then that of it
+                alone within rounding.
 
         Returns:
             Logits (B, V) by group, on the compute device.
@@ -376,6 +416,8 @@ class Generation:
         """
         self._require_same_model()
         rows = {group: self._grown(group, tokens[group]) for group in tokens}
+        for group, padding_B in padding.items():
+            rows[group] = replace(rows[group], padding_B=padding_B.to(self._torch_device))
         tried = [n for n, one in enumerate(rows.values()) if one.before and not self._is_continued]
         again = [self._from_start(list(rows.values())[n]) for n in tried[:1]]
         passed = [*rows.values(), *again]
@@ -389,7 +431,9 @@ class Generation:
             if not (self._is_tried or held):
                 self._cached.begin(one.input_ids_BT[:1])
                 held.append(self._cached.held())
-            found = self._cached.front(one.input_ids_BT, one.cache, num_past=one.num_past)
+            found = self._cached.front(
+                one.input_ids_BT, one.cache, num_past=one.num_past, padding_B=one.padding_B
+            )
             if again:
                 fronts[number] = found
             return found
@@ -452,7 +496,9 @@ class Generation:
     def _from_start(self, one: "_Rows") -> "_Rows":
         """Return the same rows with all of their tokens to pass, and an empty cache."""
         all_ids_BT = torch.cat([*one.before, one.input_ids_BT], dim=1)
-        return _Rows(input_ids_BT=all_ids_BT, cache=self._cached.new_cache())
+        return _Rows(
+            input_ids_BT=all_ids_BT, cache=self._cached.new_cache(), padding_B=one.padding_B
+        )
 
     def _require_continued(self, cached: Front, whole: Front) -> None:
         if not are_same_ends(cached, whole):

@@ -173,6 +173,16 @@ def make_preferences(rows: str, *, num: int) -> str:
     return "".join(lines)
 
 
+def make_prompts(rows: str) -> str:
+    """Make prompts of the rows that ask for a first letter, each with its answer for rewards."""
+    lines: list[str] = []
+    for line in rows.splitlines():
+        question, answer = (turn["content"] for turn in json.loads(line)["messages"])
+        if "first" in question or "begin" in question:
+            lines.append(json.dumps({"prompt": question, "answer": answer}) + "\n")
+    return "".join(lines)
+
+
 # ---------------------------------------------------------------------------------------------
 # Tokenizer
 
@@ -403,6 +413,8 @@ def main() -> None:
     for name, rows, num in (("preferences", train, 600), ("preferences_heldout", heldout, 120)):
         pairs = make_preferences(rows, num=num)
         (args.out / f"{name}.jsonl").write_text(pairs, encoding="ascii")
+    for name, rows in (("prompts", train), ("prompts_heldout", heldout)):
+        (args.out / f"{name}.jsonl").write_text(make_prompts(rows), encoding="ascii")
     if args.steps == 0:
         return
 

@@ -301,7 +301,7 @@ def test_equal_rewards_teach_nothing_and_are_named(
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        (("train.seq_len=16",), "leave less than objective.max_new_tokens 6 of train.seq_len 16"),
+        (("train.seq_len=40",), "leave less than objective.max_new_tokens 6 of train.seq_len 40"),
         (("objective.rewards=nowhere.py",), "no such file"),
         (("objective.rewards=right",), "right is no reward function"),
         (("objective.reference=precomputed", "objective.beta=0.1"), "not known before step 1"),

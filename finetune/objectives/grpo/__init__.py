@@ -141,7 +141,7 @@ class Grpo(ObjectiveSection):
     sampling: Literal["exact", "fast"] | None = Field(
         default=None,
         description="Whether the answers to each prompt are computed by themselves, `exact`, or"
-        " with those to all prompts of as many tokens, `fast`: then rounding depends on which"
+        " with those to all prompts, shorter ones padded, `fast`: then rounding depends on which"
         " prompts share a round. Left out, exact.",
         examples=["fast"],
     )

@@ -12,7 +12,7 @@ import numpy as np
 
 from finetune.data.dataset import ExampleSet, Groups, Rows
 from finetune.data.tokenize import Example
-from finetune.errors import DataError
+from finetune.errors import ConfigError, DataError
 from finetune.report.format import shown_time
 from finetune.report.rows import BRIEF, Row
 from offload.plan.plan import Plan
@@ -154,8 +154,28 @@ def planned_sampling(
     return request, plan_sampling(plan, request)
 
 
+_LIMITS = {
+    "link": "copies from RAM",
+    "disk": "reads from disk",
+    "memory": "the device's memory",
+    "compute": "computing",
+    "launches": "launches of kernels",
+}
+
+
 def rows_of_sampling(section: "Grpo", plan: Plan, train: "TrainSection") -> list[Row]:
-    """Return what a plan says of a round, where all prompts and answers are as long as may be."""
+    """Return what a plan says of a round, where all prompts and answers are as long as may be.
+
+    Raises:
+        ConfigError: Several processes share a step.
+        DoesNotFitError: The caches of the answers to one prompt do not fit.
+    """
+    if plan.request.has_other_ranks:
+        raise ConfigError(
+            f"objective.rewards with {plan.request.num_ranks} processes",
+            limit="one process samples answers and learns from them",
+            hint="one process: `sluice finetune`, without a launcher; `--gpus 1` in a plan",
+        )
     assert section.max_new_tokens is not None, "of rewards"
     prompt_tokens = max(1, train.seq_len - section.max_new_tokens)
     request, found = planned_sampling(
@@ -167,7 +187,8 @@ def rows_of_sampling(section: "Grpo", plan: Plan, train: "TrainSection") -> list
     )
     words = (
         f"{shown_time(found.sample_s)} for {request.num_prompts} x {request.num_answers} answers"
-        f" of {request.new_tokens:,} tokens, {found.tokens_per_s:,.0f} tokens/s, before each step"
+        f" of {request.new_tokens:,} tokens, {found.tokens_per_s:,.0f} tokens/s, before each step;"
+        f" limited by {_LIMITS[found.limited_by]}"
     )
     figures = {
         "sample_s": found.sample_s,
