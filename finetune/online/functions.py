@@ -148,10 +148,11 @@ def unit_tests(
         return len({line for line in passed.read().splitlines() if line}) / len(tests)
 
 
-# What the new Python runs. It keeps its output for itself, so that nothing that the code prints
-# counts, and neither does an exit code: code that calls `os._exit(0)` has passed no test.
+# What the new Python runs. The code is run by its fork, so that there is one to whom what the code
+# has started is left, and who can be killed with it: it stops when the fork has ended. The fork
+# keeps its output for itself: nothing that the code prints counts, and neither does an exit code.
 _TESTER = """\
-import json, os, random, sys, types
+import ctypes, json, os, random, signal, sys, types
 
 def main():
     code, tests = json.load(sys.stdin)
@@ -172,17 +173,25 @@ def main():
         if os.getpid() == me:
             os.write(passed, f"{number}\\n".encode())
 
-main()
-os._exit(0)
+ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+tester = os.fork()
+if tester:
+    os.waitpid(tester, 0)
+    os.kill(os.getpid(), signal.SIGSTOP)
+os.setpgid(0, 0)
+try:
+    main()
+finally:
+    os._exit(0)
 """
 
 
 def _wait(pid: int, *, timeout_s: float, memory_bytes: int) -> None:
-    """Wait until a child has ended or reached a limit."""
+    """Wait until a child has stopped, has ended or has reached a limit."""
     pause_s = 0.001
     end = time.monotonic() + timeout_s
     look = time.monotonic() + _LOOK_S
-    while not process_tree.has_ended(pid) and time.monotonic() < end:
+    while not process_tree.has_stopped(pid) and time.monotonic() < end:
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _LOOK_S / 5)
         if time.monotonic() >= look:

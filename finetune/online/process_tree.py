@@ -88,6 +88,12 @@ def has_ended(pid: int) -> bool:
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
+def has_stopped(pid: int) -> bool:
+    """Return whether a child has stopped or ended, and leave it to be waited for."""
+    kinds = os.WEXITED | os.WSTOPPED
+    return os.waitid(os.P_PID, pid, kinds | os.WNOHANG | os.WNOWAIT) is not None
+
+
 def end(root: int) -> None:
     """Kill the members of a process, then itself if it is another; waits for them, 2 s at most.
 
