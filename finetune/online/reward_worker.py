@@ -1,7 +1,8 @@
 """The process of a reward function: reads answers as lines of JSON, and writes what each one gets.
 
-`python -m finetune.online.reward_worker REQUESTS REPLIES`, with the numbers of two pipes. What the
-function prints, reads or closes does not touch them: its three standard streams are null.
+`python -m finetune.online.reward_worker REQUESTS REPLIES FOLDER`, with the numbers of two pipes and
+the folder for temporary files. What the function prints, reads or closes does not touch the pipes:
+its three standard streams are null.
 
 The process that is started, the guard, forks the worker and does nothing but watch. When the worker
 has ended, it writes how. When the other end of REQUESTS is closed, as it is when the run ends or is
@@ -44,10 +45,9 @@ _Outcome = dict[str, object]
 
 def main() -> NoReturn:
     """Be the guard of a worker, and in its fork the worker."""
-    requests, replies = map(int, sys.argv[1:])
+    requests, replies, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     for pipe in (requests, replies):
         os.set_inheritable(pipe, False)  # noqa: FBT003 - by its place
-    folder = tempfile.mkdtemp(prefix="sluice-reward-")
     _control(_SET_CHILD_SUBREAPER, 1)
     guard = os.getpid()
     worker = os.fork()

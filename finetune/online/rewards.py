@@ -19,9 +19,11 @@ import json
 import math
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -276,8 +278,8 @@ class Rewards:
         """Act on what a worker has written."""
         worker, (_, spec) = self._workers[key], key
         if "refused" in reply:
-            raise ConfigError(**reply["refused"])
-        if "ended" in reply:
+            self._lose(key, "", note, ConfigError(**reply["refused"]))
+        elif "ended" in reply:
             self._lose(key, _shown_end(reply["ended"]), note)
         elif "loaded" in reply:
             if self._digests.setdefault(spec, reply["loaded"]) != reply["loaded"]:
@@ -296,19 +298,27 @@ class Rewards:
             task, worker.task = worker.task, None
             note(task, reply.get("value"), reply.get("failure"))
 
-    def _lose(self, key: tuple[int, int], why: str, note: "_Note") -> None:
-        """End a worker that does not answer any more; its answer has failed."""
-        worker = self._workers.pop(key)
+    def _lose(
+        self, key: tuple[int, int], why: str, note: "_Note", refusal: ConfigError | None = None
+    ) -> None:
+        """End a worker that does not answer any more; its answer has failed.
+
+        A function that was imported before may fail to be when its process begins anew, as where
+        memory is short: that is no reason to end a run.
+        """
+        worker, name = self._workers.pop(key), self._both[key[1]][1].name
         worker.end()
-        task = worker.task
         if not worker.is_loaded:
-            raise ConfigError(
-                f"objective.rewards: {self._both[key[1]][1].name} {why} as it was imported",
+            error = refusal or ConfigError(
+                f"objective.rewards: {name} {why} as it was imported",
                 hint="correct the file: what it does outside of functions is done at each start;"
                 " or raise the limit",
             )
-        if task is not None:
-            note(task, None, why)
+            if key[1] not in self._digests or worker.task is None or worker.task.line is None:
+                raise error
+            why = f"could not be imported again: {error.what}"
+        if worker.task is not None:
+            note(worker.task, None, why)
 
     def _enforce(self, note: "_Note") -> None:
         """End workers that are at a limit."""
@@ -483,10 +493,12 @@ class _Worker:
         theirs, self.input = os.pipe()
         self.output, reply = os.pipe()
         os.set_blocking(self.input, False)
+        self._folder = tempfile.mkdtemp(prefix="sluice-reward-")
+        words = (theirs, reply, self._folder)
         try:
             self._process = subprocess.Popen(
                 # `env` adds to the environment, which only finetune/env.py may read
-                ["env", "PYTHONHASHSEED=0", sys.executable, "-m", _MODULE, str(theirs), str(reply)],
+                ["env", "PYTHONHASHSEED=0", sys.executable, "-m", _MODULE, *map(str, words)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -538,6 +550,7 @@ class _Worker:
         while not process_tree.has_ended(self.pid) and time.monotonic() < end:
             time.sleep(_PAUSE_S)
         process_tree.end(self.pid)  # nothing is left, unless the guard was killed
+        shutil.rmtree(self._folder, ignore_errors=True)
         self._process.wait()
 
 
