@@ -54,9 +54,10 @@ def made(
     *,
     num_slots: int | None = 2,
     codec: str = "native",
+    head: str = "device",
     **changes: Any,
 ) -> Plan:
-    one = workload(codec=codec, adapter=lora(targets=("o_proj",)))
+    one = workload(codec=codec, adapter=lora(targets=("o_proj",)), head=head)
     asked = request(one, num_slots=num_slots, **changes)
     return plan(facts, machine or card(), asked)
 
@@ -102,6 +103,15 @@ def test_a_pass_that_waits_for_the_link_takes_its_loads() -> None:
     found = plan_sampling(made(machine=slow), asked(num_prompts=2))
     assert found.pass_s == pytest.approx(LAYERS * LAYER_BYTES / 1e9, rel=0.02)
     assert found.limited_by == "link"
+
+
+def test_a_head_in_host_memory_is_copied_in_each_pass_over_slots_that_are_loaded_again() -> None:
+    slow = card(h2d_bytes_per_s=1e9, h2d_duplex_bytes_per_s=1e9, launch_s=1e-12)
+    planned = made(machine=slow, num_slots=LAYERS, head="host")
+    found = plan_sampling(planned, asked(num_prompts=1))
+    assert found.loads_per_pass == -(-HEAD_BYTES // LAYER_BYTES) == 4
+    moved = found.loads_per_pass * LAYER_BYTES + HEAD_BYTES
+    assert found.pass_s == pytest.approx(moved / 1e9, rel=0.05)
 
 
 def test_a_measured_link_takes_the_place_of_the_priced_one() -> None:
