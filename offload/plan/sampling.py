@@ -137,16 +137,17 @@ def plan_sampling(plan: Plan, request: SamplingRequest) -> SamplingPlan:
     together, full_bytes = _admitted(plan, request)
     num_batches = math.ceil(request.num_prompts / together)
     last = request.num_prompts - (num_batches - 1) * together
-    batches = [together] * (num_batches - 1) + [last]
-    of_batch = {num: _batch_s(plan, request, num) for num in {together, last}}
-    sample_s = sum(of_batch[num] for num in batches)
+    prefill, one = _batch(plan, request, together)
+    last_prefill, last_one = _batch(plan, request, last)
+    prefills_s = (num_batches - 1) * prefill.seconds + last_prefill.seconds
+    passes_s = (num_batches - 1) * one.seconds + last_one.seconds
+    sample_s = prefills_s + (request.new_tokens - 1) * passes_s
     num_tokens = request.num_prompts * request.num_answers * request.new_tokens
-    one = _decoding(plan, request, together)
     return SamplingPlan(
         groups_per_batch=together,
         num_batches=num_batches,
         cache_bytes=full_bytes,
-        prefill_s=_prefill(plan, request, together).seconds,
+        prefill_s=prefill.seconds,
         pass_s=one.seconds,
         sample_s=sample_s,
         tokens_per_s=num_tokens / sample_s,
@@ -182,33 +183,23 @@ def reached_experts(num_experts: int, *, active: int, num_tokens: int) -> float:
     return num_experts * (1 - (1 - active / num_experts) ** num_tokens)
 
 
-def _batch_s(plan: Plan, request: SamplingRequest, num_prompts: int) -> float:
-    decoding = _decoding(plan, request, num_prompts)
-    prefill_s = _prefill(plan, request, num_prompts).seconds
-    return prefill_s + (request.new_tokens - 1) * decoding.seconds
+def _batch(plan: Plan, request: SamplingRequest, num_prompts: int) -> tuple["_Pass", "_Pass"]:
+    """Return a batch's pass over its prompts, and the one in the middle of its answers.
 
-
-def _prefill(plan: Plan, request: SamplingRequest, num_prompts: int) -> "_Pass":
-    """Return the pass over prompts, each of one row: its cache is repeated for its answers."""
-    return _Pass(
+    A prompt is one row, whose cache is repeated for its answers.
+    """
+    num_groups = 1 if request.groups_share else num_prompts
+    num_rows = num_prompts // num_groups
+    prefill = _Pass(
         plan=plan,
-        num_groups=1 if request.groups_share else num_prompts,
-        num_rows=num_prompts if request.groups_share else 1,
+        num_groups=num_groups,
+        num_rows=num_rows,
         num_past=0,
         num_tokens=request.prompt_tokens,
     )
-
-
-def _decoding(plan: Plan, request: SamplingRequest, num_prompts: int) -> "_Pass":
-    """Return the pass for one token of each answer, in the middle of the answers."""
-    num_rows = num_prompts * request.num_answers
-    return _Pass(
-        plan=plan,
-        num_groups=1 if request.groups_share else num_prompts,
-        num_rows=num_rows if request.groups_share else request.num_answers,
-        num_past=request.prompt_tokens + request.new_tokens // 2,
-        num_tokens=1,
-    )
+    num_past = request.prompt_tokens + request.new_tokens // 2
+    rows = num_rows * request.num_answers
+    return prefill, replace(prefill, num_rows=rows, num_past=num_past, num_tokens=1)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -257,20 +248,21 @@ def _too_small(plan: Plan, request: SamplingRequest, prompt_bytes: int) -> DoesN
         f" {prompt_bytes / GIB:.2f} GiB",
         limit=f"{free / GIB:.2f} GiB of device memory is free next to {plan.num_slots} slots on"
         f" {plan.machine.name}",
-        hint=_nearest_fit(plan, request, prompt_bytes, free),
+        hint=_nearest_fit(plan, request, prompt_bytes),
     )
 
 
-def _nearest_fit(plan: Plan, request: SamplingRequest, prompt_bytes: int, free: int) -> str:
+def _nearest_fit(plan: Plan, request: SamplingRequest, prompt_bytes: int) -> str:
     """Name the nearest change that fits: slots first, which leave the training as it is."""
     for num_slots in range(plan.num_slots - 1, MIN_SLOTS - 1, -1):
         if prompt_bytes <= _free_with(plan, num_slots):
             return f"`offload.num_slots: {num_slots}`"
+    fewest = min(plan.num_slots, MIN_SLOTS)
+    free = _free_with(plan, fewest)
+    slots = f" with `offload.num_slots: {fewest}`" if fewest < plan.num_slots else ""
     num_answers = free // (prompt_bytes // request.num_answers)
     if num_answers > 1:
-        return f"`objective.num_answers: {num_answers}`"
-    fewest = min(plan.num_slots, MIN_SLOTS)
-    free, slots = _free_with(plan, fewest), f" with `offload.num_slots: {fewest}`"
+        return f"`objective.num_answers: {num_answers}`{slots}"
     low, high = 0, request.new_tokens
     while high - low > 1:
         middle = (low + high) // 2
@@ -278,7 +270,7 @@ def _nearest_fit(plan: Plan, request: SamplingRequest, prompt_bytes: int, free: 
         assert shorter is not None
         low, high = (middle, high) if request.num_answers * shorter <= free else (low, middle)
     if low:
-        return f"`objective.max_new_tokens: {low}`" + (slots if fewest < plan.num_slots else "")
+        return f"`objective.max_new_tokens: {low}`{slots}"
     return "shorter prompts, or a machine with more memory"
 
 

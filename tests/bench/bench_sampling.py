@@ -1,12 +1,13 @@
 """Passes of sampling as planned against passes that ran, and what rounds take on named cards.
 
-    python -m tests.bench.bench_sampling passes [--rounds 9] [--probe-s 5]
+    python -m tests.bench.bench_sampling passes [--rounds 9] [--machine FILE]
     python -m tests.bench.bench_sampling cards
 
 `passes` runs on a CPU with one thread: a model of random weights whose layers are streamed, through
-copies as fast as they are and slowed down to a link. The machine is probed before each model. Of
-the passes after the second the fastest counts, as others may use the machine. Where loads set the
-time of a pass its seconds are compared, else those of the computing thread.
+copies as fast as they are and slowed down to a link. The machine is probed first, or read from a
+file of `sluice probe --dtype float32 --save FILE`. Of the passes after the second the fastest
+counts, as others may use the machine. Where loads set the time of a pass its seconds are compared,
+else those of the computing thread.
 
 `cards` has no measurement. A row is a plan of a training step with as many slots as it chooses, or
 with all layers in slots, and what a round takes with it: 16 prompts of 256 tokens with 8 answers of
@@ -19,6 +20,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,7 +39,7 @@ from offload.plan.plan import Plan, plan, with_costs
 from offload.plan.sampling import SamplingRequest, pass_seconds, plan_sampling
 from offload.plan.schedule.op import Route
 from offload.plan.time.costs import Speed
-from offload.probe.machine import probe
+from offload.probe.machine import PROBE_S, probe
 from tests.bench.bench_engine import SlowLink
 from tests.builders import lora, model_facts, request, workload
 
@@ -142,11 +144,10 @@ def passes_s(
     return min(wall_s), min(cpu_s), num_loads
 
 
-def measured(*, num_rounds: int, probe_s: float) -> Iterator[tuple[str, ...]]:
+def measured(machine: Machine, *, num_rounds: int) -> Iterator[tuple[str, ...]]:
     """Yield a row for each shape, number of slots, and size of groups."""
     for shape in SHAPES:
         for num_slots in shape.slots:
-            machine = probe(device="cpu", dtype="float32", seconds=probe_s)
             engine, one = attached(shape, num_slots), planned(shape, machine, num_slots)
             for num_groups in GROUPS:
                 for num_rows in ROWS:
@@ -183,15 +184,19 @@ def measured(*, num_rounds: int, probe_s: float) -> Iterator[tuple[str, ...]]:
             engine.close()
 
 
-def show_passes(*, num_rounds: int, probe_s: float) -> None:
+def show_passes(file: Path | None, *, num_rounds: int) -> None:
     """Print predicted and measured passes."""
     torch.set_num_threads(1)  # the other core is for the copies
+    if file is None:
+        machine = probe(device="cpu", dtype="float32", seconds=PROBE_S)
+    else:
+        machine = Machine.from_json(file.read_text())
     table = Table(title=f"one pass, {NUM_LAYERS} layers, {PROMPT_TOKENS} tokens and more in caches")
     for column in ("model", "slots", "groups x rows", "loads, planned"):
         table.add_column(column)
     for column in ("predicted, ms", "measured, ms", "of its thread", "ratio", "limited by"):
         table.add_column(column, justify="right")
-    for row in measured(num_rounds=num_rounds, probe_s=probe_s):
+    for row in measured(machine, num_rounds=num_rounds):
         table.add_row(*row)
         sys.stderr.write(" ".join(row) + "\n")
     Console().print(table)
@@ -281,10 +286,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", choices=("passes", "cards"))
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--probe-s", type=float, default=5.0)
+    parser.add_argument("--machine", type=Path)
     given = parser.parse_args()
     if given.what == "passes":
-        show_passes(num_rounds=given.rounds, probe_s=given.probe_s)
+        show_passes(given.machine, num_rounds=given.rounds)
     else:
         show_rounds()
 

@@ -350,13 +350,17 @@ def test_with_the_fewest_slots_fewer_answers_are_named_and_then_shorter_ones() -
     assert plan_sampling(few, asked(num_answers=2, new_tokens=142)).groups_per_batch == 1
 
 
-def test_shorter_answers_may_also_need_fewer_slots() -> None:
-    # two slots fewer free room for 490 tokens of 64 rows: of 200 and 291
-    assert 2 * LAYER_BYTES // (64 * LAYERS * TOKEN_BYTES) == 490
-    text = refused(with_free(0), asked(num_answers=64, new_tokens=512))
-    assert text.endswith("`objective.max_new_tokens: 291` with `offload.num_slots: 2`")
-    long = asked(num_answers=64, longest_prompt=491)
-    assert refused(with_free(0), long).endswith("shorter prompts, or a machine with more memory")
+def test_fewer_or_shorter_answers_may_also_need_fewer_slots() -> None:
+    # two slots fewer free room for 31,404 tokens: of 44 rows of 711, or two of 200 and 15,503
+    slot_bytes = -(-(LAYER_BYTES + 2 * (2 * HIDDEN + 2 * 128)) // 4096) * 4096  # norms, in pages
+    assert 2 * slot_bytes // (LAYERS * TOKEN_BYTES) == 31_404
+    none, slots = with_free(0), " with `offload.num_slots: 2`"
+    text = refused(none, asked(num_answers=64, new_tokens=512))
+    assert text.endswith(f"`objective.num_answers: 44`{slots}")
+    text = refused(none, asked(num_answers=2, new_tokens=20_000))
+    assert text.endswith(f"`objective.max_new_tokens: 15503`{slots}")
+    text = refused(none, asked(num_answers=2, longest_prompt=32_000))
+    assert text.endswith("shorter prompts, or a machine with more memory")
 
 
 def test_what_layers_keep_of_a_token_may_not_be_known() -> None:
