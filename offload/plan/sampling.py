@@ -487,15 +487,14 @@ def _product(at: Pricer, linear: Linear, *, num_rows: int | None = None) -> Work
     machine, b = at.machine, at.workload.dtype_bytes
     tokens = at.workload.num_tokens if num_rows is None else num_rows
     num_matrices, rows = float(linear.active), tokens * linear.active
-    num_launches, filled, rate = num_matrices, 1.0, machine.gemm_flops_per_s.value
+    num_launches, rate = num_matrices, machine.gemm_flops_per_s
     if linear.group == "experts":
-        rate = machine.expert_gemm_flops_per_s.value
+        rate = machine.expert_gemm_flops_per_s
         num_matrices = reached_experts(linear.num_experts, active=linear.active, num_tokens=tokens)
         num_launches = num_matrices if machine.loops_over_experts else 1.0
-        filled = at.tiled(rows, num_matrices) / rows
     weights = num_matrices * linear.d_in * linear.d_out
     flops = 2.0 * rows * linear.d_in * linear.d_out
-    compute_s = filled * flops / rate
+    compute_s = flops / rate.value
     memory_s = weights * b / machine.memory_bytes_per_s.value
     if machine.device == "cuda":
         is_fp32 = b == FP32_BYTES

@@ -163,6 +163,12 @@ def test_a_state_of_fixed_size_takes_as_long_at_any_length() -> None:
     planned = resident(facts)
     more_s = one_pass(planned, past=700) - one_pass(planned)
     assert more_s == pytest.approx(3 * 400 * 4 * 2 * 2 * 256, rel=1e-6)
+    # of 8 more rows: a state of 32 heads in fp32 and 4 tokens of a convolution, read and written
+    state = 32 * 128 * 128 * 4 + 4 * (2 * 16 * 128 + 32 * 128) * 2
+    kept = 3 * 2 * state + 3 * 301 * 4 * 2 * 256 * 2
+    logits = facts.vocab_size * 4 * 4
+    more_s = one_pass(planned, rows=9) - one_pass(planned)
+    assert more_s == pytest.approx(8 * (kept + logits), rel=0.15)  # the rest are activations
 
 
 def test_an_encoded_layer_is_decoded_once_for_all_groups() -> None:
