@@ -150,7 +150,9 @@ def _loaded(load: Mapping[str, Any]) -> tuple[_Reward, str]:
         own = [
             one
             for one, value in vars(module).items()
-            if callable(value) and value.__module__ == module.__name__ and one[0] != "_"
+            if callable(value)
+            and one[0] != "_"
+            and getattr(value, "__module__", None) == module.__name__
         ]
         raise ConfigError(
             f"objective.rewards: {path.name} has no function `{load['function']}`",
@@ -245,7 +247,8 @@ def _raised(error: BaseException, path: str | Path | None) -> str:
         lines, words = [error.lineno], error.msg
     else:
         frames = traceback.walk_tb(error.__traceback__)
-        lines = [line for frame, line in frames if frame.f_code.co_filename == str(path)]
+        places = traceback.StackSummary.extract(frames, lookup_lines=False)
+        lines = [place.lineno for place in places if place.filename == str(path)]
         try:
             words = str(error)
         except Exception:  # noqa: BLE001 - its text is the user's too
