@@ -146,7 +146,7 @@ class StepLog:
             received: Signals so far.
             stopped: Why the run is to stop; None lets it go on.
         """
-        session, run, done = self.session, self.session.run, self.num_steps
+        run, done = self.session.run, self.num_steps
         output, evaluations = run.recipe.output, self._evaluations
         signals = run.ranks.exchange(received[0] if received else 0, is_step=True)
         signal = max(signals) or None

@@ -14,7 +14,7 @@ row.
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -292,6 +292,7 @@ Compute = Callable[
 ]
 """Runs a pass: its schedule, the front of each group, and what follows the last layer."""
 
+_CACHED, _PADDED = "with a cache than without one", "to a padded row than to it alone"
 _SLACK, _SLACK_16_BITS = 0.01, 0.25  # of the norm: an error of a cache is larger, rounding smaller
 _SIZES = ("_sliding_window_tensor",)  # of a cache, and no part of what it keeps
 _AS_WHOLE = "a token is computed as in a pass over its whole row"
@@ -415,12 +416,12 @@ class Generation:
                 parameters were written to since the first pass.
         """
         self._require_same_model()
-        rows = {group: self._grown(group, tokens[group]) for group in tokens}
-        for group, padding_B in padding.items():
-            rows[group] = replace(rows[group], padding_B=padding_B.to(self._torch_device))
+        rows = {group: self._grown(group, tokens[group], padding.get(group)) for group in tokens}
         tried = [n for n, one in enumerate(rows.values()) if one.before and not self._is_continued]
         again = [self._from_start(list(rows.values())[n]) for n in tried[:1]]
+        padded = [] if self._is_tried else _longest_padded(rows.values())
         passed = [*rows.values(), *again]
+        passed += [self._unpadded(passed[number], row) for number, row in padded]
         if not passed:
             return {}
         fronts: dict[int, Front] = {}
@@ -447,33 +448,40 @@ class Generation:
                 self._cached.require_held(before)
             if again:
                 self._require_continued(fronts[tried[0]], fronts[len(rows)])
-                self._require_near(logits[tried[0]], logits[len(rows)])
+                self._require_near(logits[tried[0]], logits[len(rows)], _CACHED)
                 self._is_continued = True
+            for number, row in padded:
+                self._require_near(logits[number][row : row + 1], logits[len(passed) - 1], _PADDED)
         except BaseException:
             self.close()  # some layers have written to the caches, and others not
             raise
         self._is_tried = True
-        for group, one in rows.items():
-            num_past = one.num_past + one.input_ids_BT.shape[1]
-            may_switch = self._layered.rotary.switches(num_past, sys.maxsize)
-            self._groups[group] = one.passed(is_kept=may_switch or not self._is_continued)
+        self._groups.update({group: self._passed(one) for group, one in rows.items()})
         self.num_loads += schedule.num_loads
         return {group: logits[number] for number, group in enumerate(rows)}
 
-    def _grown(self, group: int, tokens_BT: torch.Tensor) -> "_Rows":
+    def _passed(self, one: "_Rows") -> "_Rows":
+        """Return rows after a pass, with their tokens as long as they are still needed."""
+        num_past = one.num_past + one.input_ids_BT.shape[1]
+        may_switch = self._layered.rotary.switches(num_past, sys.maxsize)
+        return one.passed(is_kept=may_switch or not self._is_continued)
+
+    def _grown(
+        self, group: int, tokens_BT: torch.Tensor, padding_B: torch.Tensor | None
+    ) -> "_Rows":
         """Return a group's rows with the tokens of a pass, from the start where keys are stale.
 
         A cache keeps rotated keys: where a row grows past LongRoPE's original length, those of its
         first tokens are computed anew, as in the `generate` of the models published with it.
         """
-        one = self._rows(group, tokens_BT)
+        one = self._rows(group, tokens_BT, padding_B)
         num_after = one.num_past + tokens_BT.shape[1]
         if not (one.num_past and self._layered.rotary.switches(one.num_past, num_after)):
             return one
         self._groups.pop(group)  # or its cache would take memory next to the new one
         return self._from_start(one)
 
-    def _rows(self, group: int, tokens_BT: torch.Tensor) -> "_Rows":
+    def _rows(self, group: int, tokens_BT: torch.Tensor, padding_B: torch.Tensor | None) -> "_Rows":
         """Return a group's rows with the tokens of a pass.
 
         Raises:
@@ -483,7 +491,11 @@ class Generation:
         input_ids_BT = to_device(batch, self._torch_device)["input_ids"]
         known = self._groups.get(group)
         if known is None:
-            return _Rows(input_ids_BT=input_ids_BT, cache=self._cached.new_cache())
+            return _Rows(
+                input_ids_BT=input_ids_BT,
+                cache=self._cached.new_cache(),
+                padding_B=None if padding_B is None else padding_B.to(self._torch_device),
+            )
         if len(known.input_ids_BT) != len(input_ids_BT):
             raise OffloadError(
                 f"group {group} is given {len(input_ids_BT)} rows, and its cache has"
@@ -507,12 +519,16 @@ class Generation:
                 limit=_AS_WHOLE,
             )
 
-    def _require_near(self, cached_BV: torch.Tensor, whole_BV: torch.Tensor) -> None:
-        slack = _SLACK if cached_BV.dtype.itemsize > 2 else _SLACK_16_BITS
-        if not is_near(cached_BV.float(), whole_BV.float(), slack):
-            self._layered.refuse(
-                "gives other logits with a cache than without one", limit=_AS_WHOLE
-            )
+    def _unpadded(self, one: "_Rows", row: int) -> "_Rows":
+        """Return a row of a new group by itself."""
+        assert one.padding_B is not None
+        own_ids_1T = one.input_ids_BT[row : row + 1, int(one.padding_B[row]) :]
+        return _Rows(input_ids_BT=own_ids_1T, cache=self._cached.new_cache())
+
+    def _require_near(self, found_BV: torch.Tensor, expected_BV: torch.Tensor, than: str) -> None:
+        slack = _SLACK if found_BV.dtype.itemsize > 2 else _SLACK_16_BITS
+        if not is_near(found_BV.float(), expected_BV.float(), slack):
+            self._layered.refuse(f"gives other logits {than}", limit=_AS_WHOLE)
 
     def _require_same_model(self) -> None:
         """Check that the caches are of the model as it is now."""
@@ -534,6 +550,15 @@ class Generation:
                 limit="its caches were computed with those of before",
                 hint="`with engine.generation() as generation:` for another, after the step",
             )
+
+
+def _longest_padded(groups: Iterable[_Rows]) -> list[tuple[int, int]]:
+    """Return the number of the first new group with padded rows, and of the longest of these."""
+    for number, one in enumerate(groups):
+        if one.padding_B is not None and not one.num_past:
+            lens_B = one.input_ids_BT.shape[1] - one.padding_B
+            return [(number, int(torch.where(one.padding_B > 0, lens_B, 0).argmax()))]
+    return []
 
 
 def _tensors(rows: _Rows) -> Iterator[torch.Tensor]:

@@ -80,7 +80,7 @@ def test_a_run_samples_rewards_and_learns(
     assert "for 3 x 4 answers of 6 tokens" in shown
     assert "reward" in shown
     run_dir = tmp_path / "run"
-    rows = rows_of(run_dir)
+    rows: list[dict[str, Any]] = [*rows_of(run_dir)]
     for step, row in enumerate(rows, 1):
         answers = round_of(run_dir, step)
         assert len(answers) == 3 * NUM_ANSWERS
@@ -130,9 +130,10 @@ def test_a_round_is_that_of_plain_transformers_and_autograd(
     losses_of, num_tokens = [], sum(len(one["tokens"]) for one in answers)
     for number, (line, answer) in enumerate(zip(lines, answers, strict=True)):
         turns = [{"role": "user", "content": line["prompt"]}]
-        prompt = tokenizer.apply_chat_template(
-            turns, add_generation_prompt=True, enable_thinking=False
-        )["input_ids"]
+        text: Any = tokenizer.apply_chat_template(
+            turns, add_generation_prompt=True, enable_thinking=False, tokenize=False
+        )
+        prompt = tokenizer.encode(text, add_special_tokens=False)
         ids = torch.tensor([[*prompt, *answer["tokens"]]])
 
         def logps(ids: torch.Tensor = ids, num: int = len(prompt)) -> torch.Tensor:

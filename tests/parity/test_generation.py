@@ -9,6 +9,7 @@ from torch import nn
 
 import offload
 from offload.engine.model.layers import LayeredModel
+from offload.errors import UnsupportedModelError
 from tests.parity.architectures import exact_types
 from tests.parity.generations import NUM_TOKENS, Answers, attached, generated, plain, prompts
 from tests.parity.steps import MODELS, micro_batches, tiny
@@ -272,3 +273,49 @@ def test_a_step_after_a_generation_is_the_step_without_it() -> None:
             gradients = [p.grad for p in model.parameters() if p.grad is not None]
             losses.append(sum(float(g.double().square().sum()) for g in gradients))
     assert losses[:2] == losses[2:]
+
+
+# ---------------------------------------------------------- rows of unequal length, repeated
+
+RAGGED = ("llama", "gemma3_text", "qwen3_next", "gpt_oss")
+
+
+@pytest.mark.parametrize("model_type", tiered(RAGGED, default=("gemma3_text",), slow=RAGGED[2:]))
+def test_move_padded_and_repeated_rows_are_near_those_of_each_alone(model_type: str) -> None:
+    generator = torch.Generator().manual_seed(3)
+    rows = [torch.randint(3, 64, (1, num), generator=generator) for num in (5, 11, 3)]
+    model = tiny_model(model_type).eval()
+    padding = torch.tensor([6, 0, 8])
+    padded = [torch.full((1, num), 7) for num in padding.tolist()]
+    ids_BT = torch.cat([torch.cat(both, 1) for both in zip(padded, rows, strict=True)])
+    more = torch.randint(3, 64, (6, NUM_TOKENS), generator=generator)
+    with attached(model) as engine, engine.generation() as generation:
+        firsts = generation.next_logits({0: ids_BT}, padding={0: padding})[0]
+        generation.repeat(0, 2)
+        found = [firsts.repeat_interleave(2, 0)]
+        found += [generation.next_logits({0: more[:, i : i + 1]})[0] for i in range(NUM_TOKENS)]
+    for row in range(6):
+        with torch.no_grad():
+            ids = torch.cat([rows[row // 2], more[row : row + 1]], 1)
+            expected = model(input_ids=ids).logits[0, -NUM_TOKENS - 1 :]
+        ours = torch.stack([logits_BV[row] for logits_BV in found])
+        assert (ours - expected).abs().max() <= CLOSE * expected.abs().max()
+    assert not torch.equal(found[1][0], found[1][1])  # other tokens follow
+
+
+@pytest.mark.parametrize(
+    ("model_type", "what"),
+    [
+        ("bloom", "takes no positions of rows"),
+        ("deepseek_v4", "other logits to a padded row than to it alone"),
+    ],
+)
+def test_move_models_whose_rows_cannot_be_padded_are_refused(model_type: str, what: str) -> None:
+    model = tiny_model(model_type).eval()
+    ids_BT = torch.randint(3, 64, (2, 12), generator=torch.Generator().manual_seed(0))
+    with (
+        attached(model) as engine,
+        engine.generation() as generation,
+        pytest.raises(UnsupportedModelError, match=what),
+    ):
+        generation.next_logits({0: ids_BT}, padding={0: torch.tensor([3, 0])})
