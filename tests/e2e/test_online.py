@@ -77,7 +77,7 @@ def test_a_run_samples_rewards_and_learns(
     recipe = online(write_recipe, tmp_path, output={"eval_every": 3})
     assert run("finetune", recipe, "--machine", machine_file) == 0
     shown = capsys.readouterr().out
-    assert "for 3 x 4 answers of 6 tokens" in shown
+    assert "before each step: 3 x 4 answers of 6 tokens" in shown
     assert "reward" in shown
     run_dir = tmp_path / "run"
     rows: list[dict[str, Any]] = [*rows_of(run_dir)]
@@ -202,7 +202,7 @@ def test_a_run_killed_in_any_phase_of_a_round_resumes_to_the_bit(
         tmp_path,
         objective={"rewards": str(rewards), "max_new_tokens": 20},
         adapter={"dropout": 0.2},
-        train={"steps": 5},
+        train={"steps": 5, "seq_len": 96},
         output={"checkpoint_every": 2},
     )
     run_dir, whole = tmp_path / "run", tmp_path / "whole"
@@ -302,7 +302,7 @@ def test_equal_rewards_teach_nothing_and_are_named(
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        (("train.seq_len=40",), "leave less than objective.max_new_tokens 6 of train.seq_len 40"),
+        (("train.seq_len=62",), "leave less than objective.max_new_tokens 6 of train.seq_len 62"),
         (("objective.rewards=nowhere.py",), "no such file"),
         (("objective.rewards=right",), "right is no reward function"),
         (("objective.reference=precomputed", "objective.beta=0.1"), "not known before step 1"),

@@ -230,6 +230,9 @@ def test_the_script_reproduces_the_committed_rows_byte_for_byte(script: ModuleTy
     for name, rows, num in (("preferences", train, 600), ("preferences_heldout", heldout, 120)):
         pairs = script.make_preferences(rows, num=num)
         assert (QUICKSTART_DIR / f"{name}.jsonl").read_bytes() == pairs.encode()
+    for name, rows in (("prompts", train), ("prompts_heldout", heldout)):
+        prompts = script.make_prompts(rows)
+        assert (QUICKSTART_DIR / f"{name}.jsonl").read_bytes() == prompts.encode()
 
 
 def test_another_seed_gives_other_rows(script: ModuleType) -> None:

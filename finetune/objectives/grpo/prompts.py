@@ -186,9 +186,9 @@ def rows_of_sampling(section: "Grpo", plan: Plan, train: "TrainSection") -> list
         longest_prompt=prompt_tokens,
     )
     words = (
-        f"{shown_time(found.sample_s)} for {request.num_prompts} x {request.num_answers} answers"
-        f" of {request.new_tokens:,} tokens, {found.tokens_per_s:,.0f} tokens/s, before each step;"
-        f" limited by {_LIMITS[found.limited_by]}"
+        f"{shown_time(found.sample_s)} before each step: {request.num_prompts} x"
+        f" {request.num_answers} answers of {request.new_tokens:,} tokens,"
+        f" {found.tokens_per_s:,.0f} tokens/s"
     )
     figures = {
         "sample_s": found.sample_s,
@@ -197,4 +197,5 @@ def rows_of_sampling(section: "Grpo", plan: Plan, train: "TrainSection") -> list
         "cache_bytes": found.cache_bytes,
     }
     rows = [Row(f"sampling.{name}", "", figure) for name, figure in figures.items()]
-    return [Row("", "sampling", words, level=BRIEF), *rows]
+    limit = Row("sampling.limited_by", "  limited by", _LIMITS[found.limited_by])
+    return [Row("", "sampling", words, level=BRIEF), limit, *rows]
