@@ -341,7 +341,7 @@ def trl_grpo(
         loss_type=values["loss"],
         epsilon_low=values["clip_epsilon"],
         epsilon_high=high,
-        args=SimpleNamespace(delta=None, use_bias_correction_kl=False, steps_per_generation=1),
+        args=SimpleNamespace(delta=None, use_bias_correction_kl=True, steps_per_generation=1),
         use_vllm=True,
         vllm_importance_sampling_correction="importance_sampling_ratio" in inputs,
         max_completion_length=LONGEST,

@@ -144,11 +144,12 @@ def test_a_round_is_that_of_plain_transformers_and_autograd(
         assert drawn(all_TV.detach(), step=1, number=number) == answer["tokens"]
         policy = all_TV.gather(1, ids[0, len(prompt) :, None])[:, 0]
         assert torch.allclose(policy, torch.tensor(answer["logprobs"]).double(), atol=1e-5)
-        gain = (policy - policy.detach()).exp() * advantages.flatten()[number]
+        ratio = (policy - policy.detach()).exp()
         with model.disable_adapter(), torch.no_grad():
             reference = logps().gather(1, ids[0, len(prompt) :, None])[:, 0]
         apart = reference - policy
-        loss = -gain + settings.get("beta", 0.0) * (apart.exp() - apart - 1)
+        loss = -ratio * advantages.flatten()[number]
+        loss = loss + settings.get("beta", 0.0) * ratio * (apart.exp() - apart - 1)
         is_mean = settings.get("loss") == "grpo"
         losses_of.append(loss.mean() / len(answers) if is_mean else loss.sum() / num_tokens)
     total = torch.stack(losses_of).sum()

@@ -262,7 +262,8 @@ def grpo(
     def of_token(one: Answer, t: int, old: torch.Tensor, a: float) -> torch.Tensor:
         term = -corrections(one, mode, limit)[t] * clipped(one.policy[t] - old[t], a)
         r = one.reference[t] - one.policy[t]
-        return term + b * (torch.exp(r) - r - 1) if b else term
+        ratio = torch.exp(one.policy[t] - old[t])
+        return term + b * ratio * (torch.exp(r) - r - 1) if b else term
 
     def loss(answers: Sequence[Answer]) -> torch.Tensor:
         found: list[torch.Tensor] = []  # of each answer: of its tokens, or of all as one

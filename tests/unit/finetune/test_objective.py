@@ -916,7 +916,7 @@ def answer_loss(
         if loss == "rloo":
             return -gain
         x = reference[t] - policy[t]
-        total = total - gain + GRPO_BETA * (x.exp() - x - 1)
+        total = total - gain + GRPO_BETA * ratio * (x.exp() - x - 1)
     return total
 
 
