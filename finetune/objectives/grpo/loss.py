@@ -24,8 +24,8 @@ class GrpoObjective(SectionObjective):
 
     With a token's ratio q, its answer's advantage a and the range [l, h], the loss of a token is
     -min(q a, clip(q, l, h) a) + b q k, k = p_ref/p - log(p_ref/p) - 1 being an estimate of the KL
-    divergence to the reference. Times q its gradient is that of the divergence, without a bias, also
-    where q is 1 (DeepSeek-V3.2, arXiv:2512.02556; the default of TRL 1.16). A step's loss is
+    divergence to the reference. Times q its gradient is that of the divergence, without a bias,
+    also where q is 1 (DeepSeek-V3.2, arXiv:2512.02556; the default of TRL 1.16). A step's loss is
 
         grpo     the mean over answers of the mean over an answer's tokens   arXiv:2402.03300
         dapo     the mean over all tokens                                    arXiv:2503.14476
@@ -80,7 +80,8 @@ class GrpoObjective(SectionObjective):
         losses_N = -weights_N * gains_N
         kl_N = _kl(tokens.policy_N, tokens.reference_N)
         if beta and section.loss != "rloo":
-            losses_N = losses_N + beta * ratios_N * kl_N
+            kl_N = ratios_N * kl_N
+            losses_N = losses_N + beta * kl_N
         shares_N = self._shares(sums, tokens.rows_N)
         return StepLoss(
             value=(losses_N * shares_N).sum(),
