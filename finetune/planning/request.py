@@ -442,6 +442,7 @@ def _objective_cost(objective: ObjectiveSection) -> ObjectiveCost | None:
         has_reference=objective.computes_reference,
         scored_frac=1.0 if objective.scores_mismatched else 0.0,
         num_top=ASSUMED_TOP if objective.has_teacher else 0,
+        is_tempered=dict(objective).get("temperature") not in (None, 1),
     )
 
 

@@ -389,7 +389,11 @@ def _run_needs(
 ) -> DeviceNeeds:
     objective, scoring = run.objective, None
     if objective is not None:
-        scoring = Scoring(extra_passes=run.extra_passes, num_top=objective.num_top)
+        scoring = Scoring(
+            extra_passes=run.extra_passes,
+            num_top=objective.num_top,
+            is_tempered=objective.is_tempered,
+        )
     return device_needs(
         facts,
         machine,

@@ -30,6 +30,7 @@ class ObjectiveCost:
     scored_frac: float = 0.0
     # Tokens whose log-probabilities are taken at each label, at most; 0 for the label's own alone.
     num_top: int = 0
+    is_tempered: bool = False  # whether the logits are divided by a temperature
 
     @property
     def num_references(self) -> float:

@@ -356,6 +356,7 @@ class Scoring:
 
     extra_passes: float  # micro-batches that only score, for each that is trained on
     num_top: int  # tokens at each label, further to its own, whose log-probabilities are taken
+    is_tempered: bool = False  # whether logits are divided by a temperature, into a copy
 
     def rows(self, num_labels: float, scored_bytes: float) -> tuple[Row, ...]:
         """List the memory of a step.
@@ -445,7 +446,7 @@ def device_needs(  # noqa: PLR0913 - everything that uses memory
     chunk_bytes = (
         traced.head_chunk if traced else head_chunk_bytes(facts, workload, is_fused=is_fused)
     )
-    if scoring and scoring.num_top:
+    if scoring and (scoring.num_top or scoring.is_tempered):
         wide_bytes = head_chunk_bytes(facts, workload, is_fused=False)
         chunk_bytes = max(chunk_bytes, wide_bytes)
     most = max(traced.visits) if traced else 0
