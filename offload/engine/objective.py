@@ -58,7 +58,11 @@ class StepLoss:
 
 
 class Objective(Protocol):
-    """The loss of one step; what its rows are to each other is the objective's own."""
+    """The loss of one step; what its rows are to each other is the objective's own.
+
+    Its log-probabilities, and a reference's, are of logits over its attribute `logits_temperature`,
+    where it has one.
+    """
 
     @property
     def reference(self) -> Reference | None:
@@ -70,15 +74,6 @@ class Objective(Protocol):
         Args:
             scores: Of all its rows.
         """
-
-
-@runtime_checkable
-class TemperedObjective(Objective, Protocol):
-    """A loss of log-probabilities by the model's logits over a temperature."""
-
-    @property
-    def temperature(self) -> float:
-        """What logits are divided by, of the policy and of the reference; above 0."""
 
 
 @runtime_checkable

@@ -41,7 +41,7 @@ class GrpoObjective(SectionObjective):
     section: Grpo
 
     @property
-    def temperature(self) -> float:
+    def logits_temperature(self) -> float:
         """What logits are divided by, where answers are sampled in training."""
         return self.section.temperature or 1.0
 

@@ -38,7 +38,6 @@ from offload.engine.objective import (
     Reference,
     Scores,
     StepLoss,
-    TemperedObjective,
     TopObjective,
 )
 from offload.engine.pointwise.ops import cross_entropy
@@ -435,7 +434,7 @@ class Scoring:
             top_ids=top_ids,
             reads_outputs=isinstance(objective, OutputObjective),
             output_index=objective.output_index if isinstance(objective, OutputObjective) else None,
-            temperature=objective.temperature if isinstance(objective, TemperedObjective) else 1.0,
+            temperature=getattr(objective, "logits_temperature", 1.0),
         )
 
     def batch(self, number: int) -> LabelledBatch:

@@ -64,7 +64,7 @@ def test_exact_answers_are_the_same_to_the_bit_whichever_prompts_are_sampled_wit
         seeds = [10 * number + n for number in numbers for n in range(4)]
         sampler = Sampler(engine=engine, max_new_tokens=7, stop_ids=frozenset({5}), pad_id=0)
         chosen = [prompts[number] for number in numbers]
-        ended = []
+        ended: list[int] = []
         for groups in batches_of(chosen, most=most, are_joined=False):
             draw = Draw(seeds, temperature=1.0)
             sampler.sample(chosen, groups, found, choose=draw, told=ended.append)
