@@ -87,15 +87,18 @@ class Rounds:
         self._section = cast("Grpo", recipe.objective)
         self._folder = run.dir.path / FOLDER
         self._rewards = rewards_of(self._section.rewards, num_workers=max(1, num_cores() - 1))
-        lengths = [len(one.input_ids) for one in _prompts(session.rows.train).prompts()]
+        self._prepare([len(one.input_ids) for one in _prompts(session.rows.train).prompts()])
+        self._asked = {**_asked(session.rows.train), **_asked(session.rows.held_out)}
+
+    def _prepare(self, lengths: Sequence[int]) -> None:
+        """Plan how answers are sampled to prompts of these lengths."""
         self._request, self._sampling = planned_sampling(
             self._section,
-            plan,
-            num_answers=session.steps.sizes.rows_per_step,
+            self._plan,
+            num_answers=self._session.steps.sizes.rows_per_step,
             prompt_tokens=round(fmean(lengths)),
             longest_prompt=max(lengths),
         )
-        self._asked = {**_asked(session.rows.train), **_asked(session.rows.held_out)}
 
     def __enter__(self) -> Self:
         self._folder.mkdir(exist_ok=True)
@@ -125,14 +128,12 @@ class Rounds:
         prompts = [_prompts(session.rows.train).prompt(row // num_answers) for row in rows]
         key = digest_of(session.loop.weights)
         opened = self._opened(step, key)
-        sampler, sample_s = self._sampler(), 0.0
+        sample_s = 0.0
+        predicted_s: float | None = 0.0
         if opened.answers is None:
             seed, num = session.run.recipe.train.seed, len(prompts) * num_answers
-            draw = Draw(
-                [seed_of(seed, step, number) for number in range(num)],
-                temperature=_given(section.temperature),
-            )
-            answers = self._sampled(prompts, num_answers, draw, sampler)
+            seeds = [seed_of(seed, step, number) for number in range(num)]
+            answers, predicted_s = self._sampled(prompts, num_answers, seeds)
             opened = replace(opened, answers=answers)
             sample_s = time.perf_counter() - start_s
             self._keep(opened)
@@ -146,17 +147,29 @@ class Rounds:
         share = self._share(prompts, opened)
         metrics = self._metrics(opened) | {
             "sample_s": sample_s,
-            "predicted_sample_s": self._predicted_s(sampler) if sampler.num_passes else 0.0,
+            **({} if predicted_s is None else {"predicted_sample_s": predicted_s}),
             "reward_s": reward_s,
         }
         wait_s = time.perf_counter() - start_s
         return StepBatch(step=step, share=share, wait_s=wait_s, metrics=metrics)
 
     def _sampled(
-        self, prompts: Sequence["Example"], num_answers: int, choose: Choose, sampler: Sampler
-    ) -> list[list[Answer]]:
-        """Return answers to prompts, in as few batches as their caches fit into."""
-        session = self._session
+        self, prompts: Sequence["Example"], num_answers: int, seeds: Sequence[int] | None
+    ) -> tuple[list[list[Answer]], float | None]:
+        """Return answers to prompts, in as few batches as their caches fit into.
+
+        Args:
+            prompts: What is answered.
+            num_answers: To each.
+            seeds: Of each answer, by prompt; None takes the most probable tokens.
+
+        Returns:
+            Answers by prompt, and the seconds that a plan says of them; None if it says none.
+        """
+        session, sampler = self._session, self._sampler()
+        choose: Choose = greedy
+        if seeds is not None:
+            choose = Draw(seeds, temperature=_given(self._section.temperature))
         ids = [prompt.input_ids.tolist() for prompt in prompts]
         answers = [[Answer() for _ in range(num_answers)] for _ in ids]
         most = max(1, self._sampling.groups_per_batch * self._request.num_answers // num_answers)
@@ -174,7 +187,7 @@ class Rounds:
 
             for groups in batches:
                 sampler.sample(ids, groups, answers, choose=choose, told=told)
-        return answers
+        return answers, self._predicted_s(sampler)
 
     def _sampler(self) -> Sampler:
         return Sampler(
@@ -279,7 +292,7 @@ class Rounds:
         The loss is the mean reward with its sign changed, so that a lower one is better.
         """
         prompts = _prompts(self._session.rows.held_out).prompts()
-        answers = self._sampled(prompts, 1, greedy, self._sampler())
+        answers, _ = self._sampled(prompts, 1, None)
         opened = Open(step=-1, key="", answers=answers, given=self._rewarded(prompts, answers))
         metrics = self._metrics(opened)
         totals = [one.total for several in opened.rewards for one in several]

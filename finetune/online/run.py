@@ -1,5 +1,7 @@
 """An adapter that learns from answers that it samples itself."""
 
+from importlib import import_module
+
 from finetune.online.rounds import Rounds
 from finetune.training.kinds.adapter import AdapterRun
 from finetune.training.session import Session
@@ -11,5 +13,8 @@ class OnlineRun(AdapterRun):
 
     def timed(self, session: Session, plan: Plan) -> Plan:
         """Let the steps have their rows from rounds; return the plan of learning from them."""
-        session.rounds = Rounds(session, plan)
+        make = Rounds
+        if dict(session.run.recipe.objective)["sampler"] is not None:
+            make = import_module("finetune.online.outside").OutsideRounds
+        session.rounds = make(session, plan)
         return plan

@@ -657,6 +657,17 @@ PAIRS: tuple[Row, ...] = (
         instead="leave `objective.rewards` out",
     ),
     *_with(
+        "objective.sampler",
+        SET,
+        Row("adapter.method", _OTHER, "vLLM loads LoRA adapters alone", "lora"),
+        Row("adapter.dora", ON, "vLLM loads no adapter with DoRA", "false"),
+        Row("adapter.experts", ON, "vLLM reads adapters of fused experts transposed", "false"),
+        Row("adapter.modules_to_save", SET, "vLLM loads no modules that are trained whole", "[]"),
+        Row("adapter.rank_pattern", SET, "vLLM scales all of an adapter by one rank", "{}"),
+        Row("adapter.alpha_pattern", SET, "vLLM scales all of an adapter by one alpha", "{}"),
+        instead="leave `objective.sampler` out",
+    ),
+    *_with(
         "train.what",
         only("head"),
         Row(

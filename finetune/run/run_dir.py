@@ -369,7 +369,7 @@ def require_whole_adapter(adapter: Path) -> tuple[str, ...]:
 
 HOW = ("train.parallel:", "offload.")
 FREE = (HOW[0], "offload.embeddings:", "offload.head:")
-PLACE = ("output.name:", "output.dir:", "report.notify:")
+PLACE = ("output.name:", "output.dir:", "report.notify:", "objective.sampler:")
 WHAT = ("offload.codec:", "offload.device:")
 
 
@@ -378,7 +378,7 @@ def _that_count(before: Recipe, after: Recipe) -> list[str]:
 
     How processes share a step may change, and with it where they hold the layers; and so may the
     places of input embedding and output head. These change no bit. The run itself may be moved and
-    renamed, and `report.notify` may be another command.
+    renamed, `report.notify` may be another command, and a server may have another address.
     """
     found = [one for one in differences(before, after) if not one.startswith(PLACE)]
     if before.train.is_sharded == after.train.is_sharded:

@@ -145,6 +145,15 @@ class Grpo(ObjectiveSection):
         " prompts share a round. Left out, exact.",
         examples=["fast"],
     )
+    sampler: str | None = Field(
+        default=None,
+        pattern=r"^http://[^/\s]+/?$",
+        description="Address of a vLLM server that samples the answers instead, with the adapter"
+        " as it is before each round. Then `objective.importance_sampling_mode`, left out, is"
+        " token_truncate, of rloo sequence_truncate; and a round that is sampled again after a"
+        " resume is not the same to the bit.",
+        examples=["http://127.0.0.1:8000"],
+    )
     importance_sampling_cap: float | None = Field(
         default=None,
         gt=0,
@@ -156,23 +165,28 @@ class Grpo(ObjectiveSection):
     @model_validator(mode="before")
     @classmethod
     def _complete(cls, values: Any) -> Any:
-        """Give the reference and the cap their defaults where they are read."""
+        """Give settings their defaults that depend on other settings."""
         if not isinstance(values, dict):
             return values
         loss, mode = values.get("loss"), values.get("importance_sampling_mode")
         beta = values.get("beta", 0.05 if loss == "rloo" else 0.0)
+        by_server = bool(values.get("sampler"))
+        if by_server and mode is None:
+            mode = "sequence_truncate" if loss == "rloo" else "token_truncate"
         defaults = {
             "beta": beta,
             "reference": "base" if beta != 0 else None,
+            "importance_sampling_mode": mode or "none",
             "importance_sampling_cap": 3.0 if _is_capped(mode) else None,
             **(_OF_SAMPLING if values.get("rewards") else {}),
+            **({"sampling": None} if by_server else {}),
         }
         return values | {name: v for name, v in defaults.items() if values.get(name) is None}
 
     def contradictions(self) -> Iterable[Contradiction]:
         """Yield what the loss or the mode of sampling does not read."""
         mode, is_per_token = self.importance_sampling_mode, self.loss != "rloo"
-        for name in _OF_SAMPLING:
+        for name in (*_OF_SAMPLING, "sampler"):
             yield (
                 not self.rewards and dict(self)[name] is not None,
                 name,
@@ -180,6 +194,13 @@ class Grpo(ObjectiveSection):
                 "it says how answers are sampled, and the rows bring theirs",
                 f"leave out `objective.{name}`, or `objective.rewards: rewards.py`",
             )
+        yield (
+            self.sampler is not None and self.sampling is not None,
+            "sampling",
+            "sampler",
+            "the server decides which answers it computes together",
+            "leave out `objective.sampling`, or `objective.sampler`",
+        )
         yield (
             bool(self.rewards) and self.precomputes_reference,
             "reference",
@@ -237,9 +258,11 @@ class Grpo(ObjectiveSection):
         )
 
     def require_ready(self) -> None:
-        """Check that the functions are there, in a process of their own."""
+        """Check that the functions are there, in a process of their own, and the server."""
         if self.rewards:
             import_module("finetune.online.rewards").require_functions(self.rewards)
+        if self.sampler is not None:
+            import_module("finetune.online.outside").require_server(self)
 
     def planned(self, rows: "Rows", *, seq_len: int) -> "Rows":
         """Return each prompt as often as it is answered, with the longest answers."""

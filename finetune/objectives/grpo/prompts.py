@@ -176,6 +176,9 @@ def rows_of_sampling(section: "Grpo", plan: Plan, train: "TrainSection") -> list
             limit="one process samples answers and learns from them",
             hint="one process: `sluice finetune`, without a launcher; `--gpus 1` in a plan",
         )
+    if section.sampler is not None:
+        words = f"by the server at {section.sampler}, before each step; its time is not known"
+        return [Row("", "sampling", words, level=BRIEF)]
     assert section.max_new_tokens is not None, "of rewards"
     prompt_tokens = max(1, train.seq_len - section.max_new_tokens)
     request, found = planned_sampling(

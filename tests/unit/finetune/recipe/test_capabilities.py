@@ -21,6 +21,10 @@ PLAIN = (
     "model.path=Qwen/Qwen3-0.6B data.path=rows.jsonl train.steps=10 train.grad_accum_steps=4"
     " train.seq_len=512 output.name=small"
 )
+BY_SERVER = (
+    "objective.method=grpo objective.rewards=rewards.py"
+    " objective.sampler=http://127.0.0.1:8000 data.format=prompt"
+)
 CLASSIFY = "objective.method=classify model.num_classes=3 data.too_long=drop"
 
 
@@ -366,6 +370,21 @@ CASES = (
                 "`objective.loss: apo_zero_unpaired` with `objective.reference: precomputed`",
             ),
             ("objective.method=grpo objective.beta=0.1", "`objective.beta: 0`"),
+        )
+    ),
+    *(
+        (
+            f"{BY_SERVER} {field}={value}",
+            f"{field} is {shown} and objective.sampler is http://127.0.0.1:8000",
+            f"`{field}: {fix}`, or leave `objective.sampler` out",
+        )
+        for field, value, shown, fix in (
+            ("adapter.method", "vera", "vera", "lora"),
+            ("adapter.dora", "true", "true", "false"),
+            ("adapter.experts", "true", "true", "false"),
+            ("adapter.modules_to_save", "[norms]", "norms", "[]"),
+            ("adapter.rank_pattern", '{"q_proj":4}', "{'q_proj': 4}", "{}"),
+            ("adapter.alpha_pattern", '{"q_proj":4.0}', "{'q_proj': 4.0}", "{}"),
         )
     ),
     (

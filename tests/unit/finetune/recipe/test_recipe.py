@@ -414,6 +414,25 @@ def test_a_method_has_the_defaults_of_its_paper_or_of_trl(
     assert set_values(**values) == values | defaults
 
 
+@pytest.mark.parametrize(
+    ("values", "mode", "cap"),
+    [
+        ({}, "token_truncate", 3.0),
+        ({"loss": "rloo"}, "sequence_truncate", 3.0),
+        ({"importance_sampling_mode": "none"}, "none", None),
+    ],
+)
+def test_what_a_server_samples_is_corrected_for(
+    values: dict[str, object], mode: str, cap: float | None
+) -> None:
+    server = {"method": "grpo", "rewards": "length.py", "sampler": "http://127.0.0.1:8000"}
+    found = set_values(**server, **values)
+    assert found["importance_sampling_mode"] == mode
+    assert found.get("importance_sampling_cap") == cap
+    assert found.get("sampling") is None
+    assert found["num_answers"] == 8
+
+
 def test_a_setting_that_is_given_is_kept() -> None:
     values = {"method": "dpo", "loss": "robust", "beta": 0.3, "label_smoothing": 0.2}
     assert set_values(**values) == values | {"reference": "base", "sft_weight": 0.0}
@@ -512,6 +531,21 @@ def test_what_a_step_needs_is_read_off_the_section() -> None:
             "importance_sampling_cap",
             "leave out `objective.importance_sampling_cap`, or"
             " `objective.importance_sampling_mode: sequence_truncate`",
+        ),
+        (
+            {"method": "grpo", "sampler": "http://127.0.0.1:8000"},
+            "sampler",
+            "leave out `objective.sampler`, or `objective.rewards: rewards.py`",
+        ),
+        (
+            {
+                "method": "grpo",
+                "rewards": "length.py",
+                "sampler": "http://127.0.0.1:8000",
+                "sampling": "fast",
+            },
+            "sampling",
+            "leave out `objective.sampling`, or `objective.sampler`",
         ),
         (
             {"method": "kto", "desirable_weight": 0.0, "undesirable_weight": 0.0},
