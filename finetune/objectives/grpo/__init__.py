@@ -364,6 +364,7 @@ EXTENSION = Objective(
         "clip_ratio_low": "clip_epsilon",
         "clip_ratio_high": "clip_epsilon_high",
         "epsilon_high": "clip_epsilon_high",
+        "vllm_server_base_url": "sampler",
         "vllm_importance_sampling_mode": "importance_sampling_mode",
         "vllm_importance_sampling_cap": "importance_sampling_cap",
         "vllm_importance_sampling_clip_max": "importance_sampling_cap",
