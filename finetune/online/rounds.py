@@ -27,6 +27,7 @@ from finetune.objectives.grpo.prompts import LongestAnswers, answered, planned_s
 from finetune.online.draw import Choose, Draw, greedy
 from finetune.online.rewards import Answered, Given, rewards_of
 from finetune.online.sample import Answer, Sampler, batches_of
+from finetune.report.rounds import FOLDER
 from finetune.run.run_files import Evaluation
 from finetune.training.loop import digest_of
 from finetune.training.samples import pad_id
@@ -43,8 +44,8 @@ if TYPE_CHECKING:
     from finetune.data.tokenize import Example
     from finetune.objectives.grpo import Grpo
 
-FOLDER, OPEN = "rounds", "open.json"
-"""Of a run's directory; and in it what the newest round has found so far."""
+OPEN = "open.json"
+"""What the newest round has found so far."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

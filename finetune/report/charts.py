@@ -115,6 +115,7 @@ _WHICH = ["predicted", "measured"]
 CURVES = {
     "eval": ("Held-out loss", EVAL_LOSS, "loss"),
     "loss": ("Training loss", "loss", "loss"),
+    "reward": ("Mean reward", "reward", "reward"),
     "rate": ("Tokens per second", "tokens_per_s", "tokens/s"),
     "lr": ("Learning rate", "lr", "rate"),
     "energy": ("Joules per token", "energy_per_token_j", "J"),

@@ -17,7 +17,7 @@ NAMES = ("output.name:", "output.dir:")  # in which all runs differ
 COLUMNS: tuple[str, ...] = (
     *("run", "steps|whole", "loss|loss", "held-out|loss"),
     *("tokens/s|whole", "predicted|s", "measured|s"),
-    *("J/token", "energy|kWh", "cost"),
+    *("J/token", "energy|kWh", "cost", "reward"),
 )
 ALWAYS = 7  # columns that are shown where all are empty
 
@@ -55,6 +55,12 @@ class ComparedRun:
             return None
         section = self.explanation.sections[-1]
         return section.predicted_s, section.comparison[0].measured
+
+    @property
+    def reward_span(self) -> str | None:
+        """How the mean reward of answers that it sampled has changed; None where it did not."""
+        found = self.explanation and self.explanation.rounds
+        return found.reward_span if found else None
 
     @property
     def energy(self) -> RunEnergy:
@@ -127,6 +133,7 @@ def figures_of(run: ComparedRun) -> tuple[Any, ...]:
         *(run.name, run.rows[-1]["step"] if run.rows else 0, run.loss, run.eval_loss),
         *(run.tokens_per_s, *(run.step_s or (None, None)), run.energy.j_per_token, run.energy.kwh),
         None if cost is None else f"{cost:,.3g} {currency or ''}".strip(),
+        run.reward_span,
     )
 
 

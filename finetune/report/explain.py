@@ -10,8 +10,9 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
@@ -34,9 +35,13 @@ from offload.plan.schedule.op import Kind
 from offload.plan.schedule.timeline import Parts, Timeline, perfetto_trace
 from offload.plan.time.costs import Grade
 
+if TYPE_CHECKING:
+    from finetune.report.rounds import Rounds
+
 METRICS, MEASURED, REPORT = "metrics.jsonl", "measured.json", "report.json"
 GANTT, TRACE = "gantt.svg", "trace.json"
 LOW, HIGH = 0.2, 0.8
+SAMPLED, ROUNDS = "sample_s", "finetune.report.rounds"  # of rows with their own answers; read there
 LOAD = "load_per_cpu"  # of a row: runnable processes per processor
 BUSY_LOAD = 1.5  # more than this run's own threads
 DISTURBED_SPREAD, FEWEST_SPREAD = 0.2, 5  # of equal steps, and how many are needed to measure it
@@ -155,6 +160,8 @@ class Explanation:
     probe: Mapping[str, Any] | None = None
     # What features took of a head that trains alone; None if they were not taken.
     features: Mapping[str, Any] | None = None
+    # Of a run that samples its own answers; its sections are of learning alone.
+    rounds: "Rounds | None" = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the figures for programs: seconds and bytes."""
@@ -172,6 +179,7 @@ class Explanation:
             "versions": dict(self.versions),
             **({} if self.probe is None else {"probe": dict(self.probe)}),
             **({} if self.features is None else {"features": dict(self.features)}),
+            **({"rounds": self.rounds.to_json(self.sections[-1])} if self.rounds else {}),
         }
 
 
@@ -192,7 +200,8 @@ def explain(run_dir: Path) -> Explanation:
     # if a prediction was changed, steps are compared with the start after which they were run
     by_seal = {p.sha256: p for p in predictions}
     groups: dict[int, list[Mapping[str, Any]]] = {}
-    for row in rows:
+    rounds = import_module(ROUNDS).Rounds.of(run_dir, rows) if SAMPLED in rows[0] else None
+    for row in rows if rounds is None else rounds.learning():
         found = by_seal.get(row.get(SEAL, "")) or _last_start(predictions, row["step"])
         groups.setdefault(found.number, []).append(row)
     by_number = {p.number: p for p in predictions}
@@ -214,6 +223,7 @@ def explain(run_dir: Path) -> Explanation:
         versions=(measured or {}).get("versions", {}),
         probe=read_probe(run_dir),
         features=read_features(run_dir),
+        rounds=rounds,
     )
 
 
@@ -425,10 +435,12 @@ def learned_rows(rows: Sequence[Mapping[str, Any]], *, step: int | None = None) 
     tokens, at = sum(row["num_tokens"] for row in until), f"step {last['step']:,}"
     evaluated = [row for row in until if EVAL_LOSS in row]
     best = min(evaluated, key=lambda row: float(row[EVAL_LOSS]), default=last)
-    held_out = {row["step"]: row for row in (best, last) if EVAL_LOSS in row}
+    # a loss of rounds is a reward with its sign changed
+    held_out = {row["step"]: row for row in (best, last) if EVAL_LOSS in row and SAMPLED not in row}
     return [
         Row("", "steps", done, "", result),
         Row("", "tokens trained on", tokens),
+        *(import_module(ROUNDS).reward_rows(until) if SAMPLED in first else ()),
         Row("", f"training loss, step {first['step']:,}", first["loss"], "loss"),
         Row("", f"training loss, {at}", last["loss"], "loss"),
         *(
@@ -471,8 +483,13 @@ def compared(explanation: Explanation) -> list[Part]:
     for section in found.sections:
         newest = found.memory if section is found.sections[-1] else ()
         peaks = [row for row in newest if row.name in PEAKS and row.error is not None]
-        parts += [_comparison_table(section, peaks), *disturbance(section), largest_misses(section)]
-    return parts
+        parts += [
+            _comparison_table(section, peaks),
+            *disturbance(section),
+            largest_misses(section),
+            *(found.rounds.took(section) if found.rounds else ()),
+        ]
+    return [*parts, *(found.rounds.learned() if found.rounds else ())]
 
 
 def details_of(explanation: Explanation) -> list[Part]:
@@ -487,7 +504,8 @@ def details_of(explanation: Explanation) -> list[Part]:
     if found.memory:
         parts.append(_memory_table(found.memory))
     for section in found.sections:
-        parts += [_phases_table(section), _miss_table(section)]
+        by_round = found.rounds.time(section) if found.rounds else ()
+        parts += [*by_round, _phases_table(section), _miss_table(section)]
         parts += _section_lines(section)
     section, own = found.sections[-1], found.measured_step
     step = section.comparison[0]

@@ -7,6 +7,7 @@ prompts are left out unless the recipe asks for them. peft would leave a form to
 
 import json
 import re
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ import yaml
 from pydantic import BaseModel
 
 from finetune.recipe.recipe import Recipe, recipe_hash, resolved_yaml, with_settings
-from finetune.report.explain import METRICS, REPORT, learned_rows, probe_learned
+from finetune.report.explain import METRICS, REPORT, ROUNDS, learned_rows, probe_learned
 from finetune.report.rows import Row, as_markdown, tables
 from finetune.run.run_files import EVAL_PREFIX, read_rows
 
@@ -67,6 +68,8 @@ def model_card(
     )
     published = "" if recipe.train.is_full or not form else _PUBLISHED.format(form=form)
     prompted = f"## Prompt\n\n{prompt}\n\n" if prompt else ""
+    is_by_reward = recipe.objective.samples_answers
+    rewards = import_module(ROUNDS).learned_by(recipe, run_dir) if is_by_reward else ""
     return f"""---
 {yaml.safe_dump(header, sort_keys=False).strip()}
 ---
@@ -74,7 +77,7 @@ def model_card(
 # {recipe.output.name}
 
 {_what(recipe).format(base=f"{base} ({config.model_type})")}
-{published}{"" if is_on_hub else unpublished.format(base=base)}
+{rewards}{published}{"" if is_on_hub else unpublished.format(base=base)}
 ## Load
 
 ```python

@@ -79,14 +79,18 @@ def run_page(run_dir: Path, *, goes_on: bool = False) -> str:
     explanation = explain(run_dir) if rows else None
     drawn = _charts(rows, explanation) if explanation is not None else {}
     body = [as_html([*_notes(rows, run_dir, goes_on=goes_on), *_facts(recipe, rows, explanation)])]
-    for pair in (("loss", "eval"), ("lr", "rate"), ("times", "parts"), ("memory",), ("gantt",)):
+    by_round = (("reward", "lengths"), ("shares", "kl"), ("functions",))
+    of_steps = (("loss", "eval"), ("lr", "rate"), ("times", "parts"), ("memory",), ("gantt",))
+    for pair in (*by_round, *of_steps):
         found = "".join(drawn[name].html for name in pair if name in drawn)
-        body.append(f'<div class="pair">{found}</div>' if len(pair) > 1 else found)
+        body.append(f'<div class="pair">{found}</div>' if found and pair[1:] else found)
     seals = [] if explanation is None else [one.sha256 for one in explanation.sections]
     text = escape(RunDir(run_dir).recipe_file.read_text("utf-8"))
     recipe_part = f"<details><summary><b>Recipe</b></summary>\n<pre>{text}</pre></details>"
     sealed = Table("Seals of what was predicted", [""], [[seal] for seal in seals])
     more = [*([] if explanation is None else details_of(explanation)), *_samples(run_dir)]
+    if explanation is not None and explanation.rounds is not None:
+        more = [*explanation.rounds.answers(), *more]
     body += [as_html(more), recipe_part, as_html([sealed] if seals else [])]
     return page(f"Run {recipe.output.run_dir.name}", "\n".join(body), list(drawn.values()))
 
@@ -117,11 +121,13 @@ def _facts(recipe: Recipe, rows: Sequence[Row], explanation: Explanation | None)
 
 
 def _charts(rows: Sequence[Row], explanation: Explanation) -> dict[str, Chart]:
-    section, timelines = explanation.sections[-1], {"predicted": explanation.predicted}
+    section, run = explanation.sections[-1], {"": rows}
+    timelines = {"predicted": explanation.predicted}
     if explanation.measured_step is not None:
         timelines["measured"] = explanation.measured_step.timeline
     found = [
-        *metric_charts({"": rows}, ("eval", "loss", "lr", "rate")),
+        *(explanation.rounds.charts() if explanation.rounds else metric_charts(run, ("eval",))),
+        *metric_charts(run, ("loss", "lr", "rate")),
         step_times(rows, predicted_s=section.predicted_s),
         misses(section.misses),
         *([memory(explanation.memory)] if explanation.memory else []),
