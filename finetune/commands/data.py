@@ -1,14 +1,17 @@
 """What `data` shows: the rows of a recipe as the model will see them, before it is loaded."""
 
+import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
 from finetune.data.compared import Comparison, require_classes, require_comparable
 from finetune.data.dataset import Chosen, ExampleSet, load_rows
 from finetune.data.order import PackedOrder, RowCost, StepSizes
+from finetune.data.sources import decoded
 from finetune.data.tokenize import IGNORE_INDEX, Example
 from finetune.env import cache_dir
 from finetune.model.tokenizer import load_tokenizer
@@ -21,6 +24,8 @@ from finetune.training.packing import settled_packing
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from transformers import PreTrainedTokenizerBase
+
+    from finetune.objectives.grpo import Grpo
 
 _NUM_TAUGHT, _NUM_TOP = 3, 4
 
@@ -60,17 +65,31 @@ def data_view(
         of_words = settings.objective.classifies_tokens
         require_classes(rows, settings.model.num_classes, of_words=of_words)
     lengths, notes = rows.train.lengths, [*rows.notes, *rows.prompted.notes]
-    packed_fill = _packed_fill(settings, rows.train, notes.append)
+    is_sampled = settings.objective.samples_answers
+    packed_fill = None if is_sampled else _packed_fill(settings, rows.train, notes.append)
+    if is_sampled:
+        settings.objective.planned(rows, seq_len=seq_len)  # prompts have room for answers
+        notes.append(_sampling_note(settings))
     return DataView(
         recipe=recipe,
         seq_len=seq_len,
-        sources=tuple(_source(part, tokenizer, num_rows) for part in rows.train.parts),
+        sources=tuple(
+            _source(part, tokenizer, num_rows, is_sampled=is_sampled) for part in rows.train.parts
+        ),
         held_out_rows=len(rows.held_out) if rows.held_out else 0,
         lengths=histogram(lengths),
         longest=max(lengths),
         packed_fill=packed_fill,
         notes=tuple(notes),
         data_hash=rows.data_hash,
+    )
+
+
+def _sampling_note(recipe: Recipe) -> str:
+    section = cast("Grpo", recipe.objective)
+    return (
+        "Answers are sampled in training, and they alone are learned: each prompt of a step is"
+        f" answered {section.num_answers} times, with at most {section.max_new_tokens} tokens"
     )
 
 
@@ -89,9 +108,12 @@ def _packed_fill(recipe: Recipe, rows: ExampleSet, note: Callable[[str], None]) 
     return packing.fill
 
 
-def _source(part: Chosen, tokenizer: "PreTrainedTokenizerBase", num_rows: int) -> SeenSource:
+def _source(
+    part: Chosen, tokenizer: "PreTrainedTokenizerBase", num_rows: int, *, is_sampled: bool
+) -> SeenSource:
     examples = ExampleSet(parts=(part,))
     _, first = np.unique(part.examples, return_index=True)
+    seen = [_seen(examples[int(at)], tokenizer) for at in first[:num_rows]]
     return SeenSource(
         path=part.tokens.rows.source.path,
         num_rows=len(part.tokens.store.fates),
@@ -99,8 +121,26 @@ def _source(part: Chosen, tokenizer: "PreTrainedTokenizerBase", num_rows: int) -
         epoch_rows=len(part.examples),
         epoch_tokens=int(part.lengths.sum()),
         epoch_loss_tokens=int(examples.loss_tokens.sum()),
-        rows=tuple(_seen(examples[int(at)], tokenizer) for at in first[:num_rows]),
+        rows=tuple(_with_columns(seen, part) if is_sampled else seen),
     )
+
+
+def _with_columns(seen: Sequence[SeenRow], part: Chosen) -> list[SeenRow]:
+    """Return prompts with their other columns, which rewards may read."""
+    wanted = {row.source for row in seen}
+    found: dict[str, tuple[tuple[str, str], ...]] = {}
+    form, named = part.tokens.rows.opened()
+    for _, name, raw in named:
+        if len(found) == len(wanted):
+            break
+        row = decoded(raw) if name in wanted else None
+        if isinstance(row, dict):
+            found[name] = tuple(
+                (key, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+                for key, value in row.items()
+                if key != form.column("prompt")
+            )
+    return [replace(row, columns=found.get(row.source, ())) for row in seen]
 
 
 def _seen(example: Example, tokenizer: "PreTrainedTokenizerBase") -> SeenRow:

@@ -42,6 +42,8 @@ class SeenRow:
     pieces: tuple[Piece, ...]  # its tokens, as text
     # The first tokens that are learned from a teacher; none without one.
     taught: tuple[Taught, ...] = ()
+    # Its columns that the model does not see, and rewards of sampled answers may read, as text.
+    columns: tuple[tuple[str, str], ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -188,7 +190,13 @@ def _row(row: SeenRow, *, has_colour: bool) -> Text:
     for one in row.taught:
         top = ", ".join(f"{printable(text)} {p:.3f}" for text, p in one.top)
         shown.append(f"\n  {printable(one.token)}: the teacher has {top}", style="italic")
+    for name, text in row.columns:
+        shown.append(f"\n  {_column(name, text)}", style="italic")
     return shown
+
+
+def _column(name: str, text: str) -> str:
+    return f"{shortened(printable(name))}: {shortened(printable(text))} (for rewards)"
 
 
 def shortened(text: str) -> str:
@@ -241,4 +249,5 @@ def _html_row(row: SeenRow) -> str:
         for piece in row.pieces
     )
     counts = f"{row.num_tokens:,} tokens, {row.num_loss_tokens:,} with a loss"
-    return f"<h3>{escape(row.source)}: {counts}</h3>\n<pre>{pieces}</pre>"
+    columns = "".join(f"<p>{escape(_column(*one))}</p>" for one in row.columns)
+    return f"<h3>{escape(row.source)}: {counts}</h3>\n<pre>{pieces}</pre>{columns}"

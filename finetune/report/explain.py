@@ -495,7 +495,7 @@ def compared(explanation: Explanation) -> list[Part]:
 def details_of(explanation: Explanation) -> list[Part]:
     """Return what else is known: phases, parts of the difference, memory by term, the bound."""
     found = explanation
-    parts: list[Part] = []
+    parts: list[Part] = found.rounds.time(found.sections) if found.rounds else []
     if found.features is not None:
         parts.append(f"Features: {features_took(found.features)}")
     if found.probe is not None:
@@ -504,8 +504,7 @@ def details_of(explanation: Explanation) -> list[Part]:
     if found.memory:
         parts.append(_memory_table(found.memory))
     for section in found.sections:
-        by_round = found.rounds.time(section) if found.rounds else ()
-        parts += [*by_round, _phases_table(section), _miss_table(section)]
+        parts += [_phases_table(section), _miss_table(section)]
         parts += _section_lines(section)
     section, own = found.sections[-1], found.measured_step
     step = section.comparison[0]

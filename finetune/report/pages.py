@@ -79,9 +79,10 @@ def run_page(run_dir: Path, *, goes_on: bool = False) -> str:
     explanation = explain(run_dir) if rows else None
     drawn = _charts(rows, explanation) if explanation is not None else {}
     body = [as_html([*_notes(rows, run_dir, goes_on=goes_on), *_facts(recipe, rows, explanation)])]
-    by_round = (("reward", "lengths"), ("shares", "kl"), ("functions",))
-    of_steps = (("loss", "eval"), ("lr", "rate"), ("times", "parts"), ("memory",), ("gantt",))
-    for pair in (*by_round, *of_steps):
+    for pair in (
+        *(("reward", "lengths"), ("functions",), ("shares", "kl", "loss", "eval")),
+        *(("lr", "rate"), ("times", "parts"), ("memory",), ("gantt",)),
+    ):
         found = "".join(drawn[name].html for name in pair if name in drawn)
         body.append(f'<div class="pair">{found}</div>' if found and pair[1:] else found)
     seals = [] if explanation is None else [one.sha256 for one in explanation.sections]

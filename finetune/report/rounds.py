@@ -7,7 +7,7 @@ step's wait for its rows; here they are apart, so that a step is compared with i
 import json
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -170,7 +170,7 @@ class Rounds:
         return [
             *found,
             Phase(name="rewards", predicted_s=None, measured_s=reward_s),
-            Phase(name="other waits for rows", predicted_s=None, measured_s=max(0.0, wait_s)),
+            Phase(name="other waits", predicted_s=None, measured_s=max(0.0, wait_s)),
             Phase(name="learning", predicted_s=step.predicted, measured_s=step.measured),
         ]
 
@@ -188,25 +188,27 @@ class Rounds:
             f" {shown_time(phases['rewards'].measured_s)}; a whole round took {shown_time(total_s)}"
         ]
 
-    def time(self, section: Section) -> list[Part]:
-        """Return a table of a round's time."""
+    def time(self, sections: Sequence[Section]) -> list[Part]:
+        """Return a table of a round's time, of each start of a run."""
+        return [self._time(section) for section in sections]
+
+    def _time(self, section: Section) -> Table:
         phases = self.phases(section)
         total_s = sum(one.measured_s for one in phases)
-        lines: list[Sequence[Any]] = [
+        lines = [
             (
                 *(one.name, "" if one.predicted_s is None else shown_time(one.predicted_s)),
-                *(one.measured_s, "" if one.error is None else f"{one.error:+.0%}"),
-                one.measured_s / total_s,
+                *(one.measured_s, one.measured_s / total_s),
             )
             for one in phases
         ]
-        lines.append(("all", "", total_s, "", 1.0))
-        columns = ("phase", "predicted|s", "measured|s", "error|error", "share|%")
+        lines.append(("all", "", total_s, 1.0))
+        columns = ("phase", "predicted|s", "measured|s", "share|%")
         note = (
             "Sampling is predicted for the passes over the layers that were made: as many as the"
             " longest answer had tokens. The mean of each phase is over the middle of its times."
         )
-        return [Table("A round, phase by phase", columns, lines, note, level="brief")]
+        return Table("A round, phase by phase", columns, lines, note, level="brief")
 
     # ---------------------------------------------------------------------------------- rewards
 
@@ -245,7 +247,7 @@ class Rounds:
         }
         shares = {
             "answers cut off": _points(rows, "completions/clipped_ratio"),
-            "prompts whose answers have one reward": _points(rows, "frac_reward_zero_std"),
+            "prompts of equal rewards": _points(rows, "frac_reward_zero_std"),
         }
         found = [
             _chart("reward", "Mean reward", rewards, y="reward"),
@@ -277,7 +279,7 @@ class Rounds:
             "Of each round the prompt whose answers differ most in reward; all answers are in"
             f" {FOLDER}/."
         )
-        columns = ("round", "prompt", "answer", "reward|loss", "which")
+        columns = ("round", "prompt", "answer", "reward|loss")
         return [Table("Answers by round", columns, lines, note, level="brief")]
 
     def _answers_of(self, step: int) -> list[Sequence[Any]]:
@@ -295,11 +297,12 @@ class Rounds:
         ordered = [sorted(of, key=lambda one: -one["reward"]) for of in by_prompt.values()]
         answers = max(ordered, key=lambda of: of[0]["reward"] - of[-1]["reward"])
         is_one = answers[0]["reward"] == answers[-1]["reward"]
-        which = [f"all {len(answers)}"] if is_one else ["best", f"worst of {len(answers)}"]
+        num = f"of {len(answers)}"
+        which = [f"all {len(answers)}"] if is_one else [f"best {num}", f"worst {num}"]
         return [
             (
-                *(f"{step:,}", _text(one["prompt"]), _text(one["answer"]), one["reward"]),
-                f"{name}, cut off" if one["is_cut"] else name,
+                f"{step:,}, {name}{', cut off' if one['is_cut'] else ''}",
+                *(_text(one["prompt"]), _text(one["answer"]), one["reward"]),
             )
             for name, one in zip(which, (answers[0], answers[-1]), strict=False)
         ]
@@ -361,7 +364,17 @@ def _chart(
         return None
     drawn = [line for line, of in lines.items() if of]
     is_marked = len(points) <= MOST_MARKED
-    return curves(name, title, points, y=y, runs=drawn, is_held_out=is_marked)
+    chart = curves(name, title, points, y=y, runs=drawn, is_held_out=is_marked)
+    encoding: dict[str, Any] = chart.spec["encoding"]
+    padded = {"zero": False, "padding": 8}  # no mark is cut by the edge
+    scales = {"x": {**padded, "nice": False}, "y": padded}
+    encoding |= {axis: encoding[axis] | {"scale": scale} for axis, scale in scales.items()}
+    ends = (
+        f"{line} {of[0][1]:.5g} in step {of[0][0]}, {of[-1][1]:.5g} in step {of[-1][0]}".strip()
+        for line, of in lines.items()
+        if of
+    )
+    return replace(chart, summary=f"{title}: {'; '.join(ends)}.")
 
 
 def _points(rows: Sequence[Mapping[str, Any]], key: str) -> list[tuple[int, float]]:
