@@ -38,7 +38,7 @@ from offload.engine.model.router import alone
 from offload.engine.model.seal import Guard, Seal, require_unattached
 from offload.engine.objective import Objective
 from offload.engine.passes.part import Part, RunStep, Table, parts_of, require_apart
-from offload.engine.passes.scoring import ScoredPasses, ScoreResult, SwitchedModel
+from offload.engine.passes.scoring import ScoredPasses, ScoreResult, SwitchedModel, used_by
 from offload.engine.recompute import names_left_out
 from offload.engine.results import (
     Computing,
@@ -583,25 +583,40 @@ class Engine:
             OffloadError: A row has no label, the model has no such reference, or a micro-batch is
                 invalid.
         """
-        self._require_usable()
         run = RunStep(micro_batches=micro_batches, objective=objective, scored=scored)
-        (part,) = self._parts([run], is_trained=False)
+        return self.evaluate_runs([run])[0]
+
+    def evaluate_runs(self, runs: Sequence[RunStep]) -> list[EvaluationResult]:
+        """Compute losses of several runs as `evaluate` does, each with its own adapter.
+
+        Args:
+            runs: Each with an objective; an adapter may be that of several.
+
+        Raises:
+            UnsupportedModelError: As for `evaluate`.
+            OffloadError: As for `evaluate`.
+        """
+        self._require_usable()
+        parts = self._parts(runs, is_trained=False)
         self._bring_up_to_date()
-        schedule = self._schedule([part], ring=self._ring, order=Order.LAYER_MAJOR)
+        schedule = self._schedule(parts, ring=self._ring, order=Order.LAYER_MAJOR)
         with (
             self._consistent(schedule.ring_after),
             self._host.nearby(),
             torch.inference_mode(mode=False),
             torch.no_grad(),
         ):
-            self._bound.executor.step(schedule, [part], is_stashed=False)
+            self._bound.executor.step(schedule, parts, is_stashed=False)
             self._device.finish()
-        return EvaluationResult(
-            loss=float(part.state.losses[0]),
-            metrics={name: float(value) for name, value in part.state.metrics.items()},
-            num_label_tokens=part.num_label_tokens,
-            num_loads=schedule.num_loads,
-        )
+        return [
+            EvaluationResult(
+                loss=float(part.state.losses[0]),
+                metrics={name: float(value) for name, value in part.state.metrics.items()},
+                num_label_tokens=part.num_label_tokens,
+                num_loads=schedule.num_loads,
+            )
+            for part in parts
+        ]
 
     def score(
         self, micro_batches: Sequence[Batch], *, adapters: Sequence[str | None] = (None,)
@@ -694,12 +709,17 @@ class Engine:
         )
 
     def generation(self) -> Generation:
-        """Begin to generate with the model's own key-value caches, as a context manager."""
-        executor, resident = self._bound.executor, list(self.resident_parameters.values())
+        """Begin to generate with the model's own key-value caches, as a context manager.
+
+        It ends when a parameter that it computes with is written to: within `using` of an adapter,
+        one of that adapter, or one that is no adapter's.
+        """
+        executor = self._bound.executor
+        watched = used_by(self._layered, executor.adapter, self.resident_parameters.values())
         return Generation(
             self._layered,
             where=(self._vocabulary, self._device.torch_device),
-            state=lambda: [executor.adapter, *map(num_writes, resident)],
+            state=lambda: [executor.adapter, *map(num_writes, watched)],
             ready=partial(self._ready_pass, has_labels=False),
             compute=executor.compute,
         )

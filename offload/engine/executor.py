@@ -195,6 +195,8 @@ class Executor:
         schedule: Schedule,
         front: Callable[[int], Front],
         read: Callable[[torch.Tensor], Any],
+        *,
+        models: Sequence[tuple[str | None, SwitchedModel]] = (),
     ) -> dict[int, Any]:
         """Run a forward schedule without gradients, on inputs of layers that the caller makes.
 
@@ -202,28 +204,33 @@ class Executor:
             schedule: A schedule of `forward_schedule`.
             front: Computes what enters the layers, by micro-batch.
             read: Computes a micro-batch's output from that of its last layer (B, T, D).
+            models: The adapter with which layers compute each micro-batch, and they themselves so
+                switched; those that are active if none is given.
 
         Returns:
             The outputs by micro-batch.
         """
         state, last, outputs = PassState(), len(self._model.layers), dict[int, Any]()
-        alone = self._alone(sum(op.kind is Kind.FRONT for op in schedule.ops))
+        num = sum(op.kind is Kind.FRONT for op in schedule.ops)
+        parts = [self._alone(num, *one) for one in models] or [self._alone(num)] * num
 
         def enter(op: Op) -> None:
             m = op.micro_batch_index
-            state.enter(m, front(m))
+            with parts[m].model.around_layers():
+                state.enter(m, front(m))
+
+        def forward(op: Op) -> None:
+            m = op.micro_batch_index
+            with parts[m].model.in_layer(op.layer_index):
+                self._forward(state, op, parts[m], is_kept=False, is_stashed=False)
 
         def leave(op: Op) -> None:
             m = op.micro_batch_index
-            outputs[m] = read(state.inputs.pop((last, m)))
+            VISIT_CACHE.enter((op.kind, m))
+            with parts[m].model.around_layers():
+                outputs[m] = read(state.inputs.pop((last, m)))
 
-        visits: Table = {
-            Kind.FRONT: enter,
-            Kind.FORWARD: lambda op: self._forward(
-                state, op, alone, is_kept=False, is_stashed=False
-            ),
-            Kind.TAIL: leave,
-        }
+        visits: Table = {Kind.FRONT: enter, Kind.FORWARD: forward, Kind.TAIL: leave}
         self._issue_without_gradients(schedule, state, visits)
         return outputs
 
@@ -314,13 +321,15 @@ class Executor:
 
     # -------------------------------------------------------------------------------------- visits
 
-    def _alone(self, num_micro_batches: int) -> Part:
+    def _alone(
+        self, num_micro_batches: int, adapter: str | None = None, model: SwitchedModel | None = None
+    ) -> Part:
         """Return what a pass without gradients works with."""
         return Part(
-            run=RunStep(micro_batches=()),
+            run=RunStep(micro_batches=(), adapter=adapter),
             passes=Passes(num_trained=num_micro_batches, has_objective=False),
             batches=(),
-            model=SwitchedModel(self._model),
+            model=model or SwitchedModel(self._model),
             num_label_tokens=1,
             ids=range(num_micro_batches),
         )

@@ -14,7 +14,7 @@ row.
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -318,6 +318,18 @@ class _Rows:
         return replace(self, num_past=num_past, before=before)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CachedPass:
+    """One pass of a generation."""
+
+    rows: Mapping[int, _Rows]  # what goes on, by group
+    # The same; and after them whole rows, if they are compared with some that go on.
+    passed: Sequence[_Rows]
+    front: Callable[[int], Front]  # computes what enters the layers, by number
+    fronts: Mapping[int, Front]  # those that are compared
+    held: Sequence[Held]  # what layers held before it, if that is compared
+
+
 class Generation:
     """Groups of rows whose caches are kept from pass to pass. See `Engine.generation`."""
 
@@ -413,17 +425,28 @@ class Generation:
         Raises:
             UnsupportedModelError: The model keeps something outside its cache.
             OffloadError: Tokens are invalid, the model is in training mode, a pass has failed, or
-                parameters were written to since the first pass.
+                parameters were written to since it began.
         """
+        if not tokens:
+            return {}
+        one = self.begin(tokens)
+        try:
+            inputs = {"input_ids": one.passed[0].input_ids_BT}
+            with self._ready(inputs, len(one.passed)) as schedule:
+                logits = self._compute(schedule, one.front, self._cached.logits)
+            return self.end(one, logits, schedule.num_loads)
+        except BaseException:
+            self.close()  # some layers have written to the caches, and others not
+            raise
+
+    def begin(self, tokens: Mapping[int, torch.Tensor]) -> "CachedPass":
+        """Return what is to be computed in a pass; see `next_logits`."""
         self._require_same_model()
         rows = {group: self._grown(group, tokens[group], padding.get(group)) for group in tokens}
         tried = [n for n, one in enumerate(rows.values()) if one.before and not self._is_continued]
         again = [self._from_start(list(rows.values())[n]) for n in tried[:1]]
         padded = [] if self._is_tried else _longest_padded(rows.values())
         passed = [*rows.values(), *again]
-        passed += [self._unpadded(passed[number], row) for number, row in padded]
-        if not passed:
-            return {}
         fronts: dict[int, Front] = {}
         held: list[Held] = []
 
@@ -432,33 +455,39 @@ class Generation:
             if not (self._is_tried or held):
                 self._cached.begin(one.input_ids_BT[:1])
                 held.append(self._cached.held())
-            found = self._cached.front(
-                one.input_ids_BT, one.cache, num_past=one.num_past, padding_B=one.padding_B
-            )
-            if again:
+            found = self._cached.front(one.input_ids_BT, one.cache, num_past=one.num_past)
+            if again and number in (tried[0], len(rows)):
                 fronts[number] = found
             return found
 
-        try:
-            with self._ready({"input_ids": passed[0].input_ids_BT}, len(passed)) as schedule:
-                if not self._is_tried:  # the inspection before it tries other values of B
-                    self._state_before = self._state()
-                logits = self._compute(schedule, front, self._cached.logits)
-            for before in held:
-                self._cached.require_held(before)
-            if again:
-                self._require_continued(fronts[tried[0]], fronts[len(rows)])
-                self._require_near(logits[tried[0]], logits[len(rows)], _CACHED)
-                self._is_continued = True
-            for number, row in padded:
-                self._require_near(logits[number][row : row + 1], logits[len(passed) - 1], _PADDED)
-        except BaseException:
-            self.close()  # some layers have written to the caches, and others not
-            raise
+        return CachedPass(rows=rows, passed=passed, front=front, fronts=fronts, held=held)
+
+    def end(
+        self, one: "CachedPass", logits: Mapping[int, torch.Tensor], num_loads: int
+    ) -> dict[int, torch.Tensor]:
+        """Check and keep what a pass has computed, and return it by group.
+
+        Args:
+            one: What was to be computed.
+            logits: Logits (B, V) of each of its rows.
+            num_loads: Layers that were loaded meanwhile.
+
+        Raises:
+            UnsupportedModelError: The model keeps something outside its cache.
+        """
+        for before in one.held:
+            self._cached.require_held(before)
+        if one.fronts:
+            self._require_continued(*one.fronts.values())
+            self._require_near(*(logits[number] for number in one.fronts))
+            self._is_continued = True
         self._is_tried = True
-        self._groups.update({group: self._passed(one) for group, one in rows.items()})
-        self.num_loads += schedule.num_loads
-        return {group: logits[number] for number, group in enumerate(rows)}
+        for group, rows in one.rows.items():
+            num_past = rows.num_past + rows.input_ids_BT.shape[1]
+            may_switch = self._layered.rotary.switches(num_past, sys.maxsize)
+            self._groups[group] = rows.passed(is_kept=may_switch or not self._is_continued)
+        self.num_loads += num_loads
+        return {group: logits[number] for number, group in enumerate(one.rows)}
 
     def _passed(self, one: "_Rows") -> "_Rows":
         """Return rows after a pass, with their tokens as long as they are still needed."""
@@ -544,7 +573,7 @@ class Generation:
                 limit="caches are kept for `eval`, where nothing is drawn",
                 hint="`model.eval()`",
             )
-        if self._is_tried and self._state() != self._state_before:
+        if self._state() != self._state_before:
             raise OffloadError(
                 "parameters or the adapter changed since the generation began",
                 limit="its caches were computed with those of before",

@@ -9,9 +9,10 @@ from torch import nn
 
 import offload
 from offload.engine.model.layers import LayeredModel
-from offload.errors import UnsupportedModelError
+from offload.engine.passes.part import RunStep
 from tests.parity.architectures import exact_types
 from tests.parity.generations import NUM_TOKENS, Answers, attached, generated, plain, prompts
+from tests.parity.runs import ATTENTION, WIDE, joint_model
 from tests.parity.steps import MODELS, micro_batches, tiny
 from tests.parity.tiny_models import (
     SETTINGS,
@@ -256,6 +257,37 @@ def test_caches_of_other_weights_or_modes_or_rows_are_refused() -> None:
         with pytest.raises(offload.OffloadError, match="after it was closed"):
             generation.next_logits(given)
         assert not generation.cache_bytes
+
+
+def test_move_a_generation_goes_on_while_another_adapter_learns() -> None:
+    model = joint_model("qwen3", [ATTENTION, WIDE]).eval()
+    with attached(model) as engine:
+        learn = [p for name, p in engine.trained_parameters.items() if ".run1." in name]
+        for parameter in learn[::2]:
+            parameter.detach().zero_()  # as a new adapter's B: its inspection tries others
+        with engine.using("run0"), engine.generation() as generation:
+            expected = generated(generation, prompts())
+        with engine.using("run0"):
+            generation = engine.generation()
+        tokens, found = {g: one[1] for g, one in expected.items()}, list[dict[int, torch.Tensor]]()
+        for i in range(NUM_TOKENS):
+            given = {g: t[:, i - 1 : i] for g, t in tokens.items()} if i else prompts()
+            with engine.using("run0"):
+                found.append(generation.next_logits(given))
+            engine.forward_backward_runs([RunStep(micro_batches=micro_batches(), adapter="run1")])
+            torch.optim.SGD(learn, lr=0.1).step()
+        for group, (logits_BTV, _) in expected.items():
+            assert torch.equal(torch.stack([one[group] for one in found], 1), logits_BTV)
+
+
+def test_a_generation_ends_when_its_own_adapter_learns() -> None:
+    model = joint_model("qwen3", [ATTENTION, WIDE]).eval()
+    with attached(model) as engine, engine.using("run0"), engine.generation() as generation:
+        first = {group: generation.next_logits(prompts())[group].argmax(-1, True) for group in (0,)}
+        with torch.no_grad():
+            next(p for n, p in model.named_parameters() if ".run0." in n).add_(1.0)
+        with pytest.raises(offload.OffloadError, match="parameters or the adapter changed"):
+            generation.next_logits(first)
 
 
 @pytest.mark.thorough

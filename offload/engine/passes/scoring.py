@@ -184,6 +184,14 @@ def require_owners(model: LayeredModel, adapters: Sequence[str]) -> None:
             )
 
 
+def used_by(
+    model: LayeredModel, adapter: str | None, parameters: Iterable[nn.Parameter]
+) -> list[nn.Parameter]:
+    """Return those of some parameters that are not another adapter's; all with None."""
+    owned = {} if adapter is None else _owned(_adapted(model.whole.modules()))
+    return [p for p in parameters if id(p) not in owned or adapter in owned[id(p)].split(".")]
+
+
 def _require_reference(model: LayeredModel, adapter: str | None) -> None:
     """Check that the model without its adapters, or with this one, is what it was before training.
 

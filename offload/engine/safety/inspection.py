@@ -40,6 +40,7 @@ from torch import nn
 
 from offload.engine.batch import IGNORED, Batch
 from offload.engine.closeness import are_close, are_equal
+from offload.engine.internals import bare
 from offload.engine.model.layers import (
     FORWARD_ERRORS,
     FRONT_INPUTS,
@@ -556,20 +557,23 @@ class Inspection:
 
 @contextmanager
 def _stirred(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Put random values into trained weights that are zero: zeros hide what they multiply."""
-    zero = {
-        parameter
+    """Put random values into trained weights that are zero: zeros hide what they multiply.
+
+    No write is counted, so that generations with these weights go on.
+    """
+    zero = [
+        bare(parameter)
         for module in modules
         for parameter in module.parameters(recurse=False)
         if parameter.requires_grad and not parameter.flatten()[:_FEW].any() and not parameter.any()
-    }
+    ]
     try:
-        for parameter in zero:
-            parameter.normal_(std=0.1)
+        for values in zero:
+            values.normal_(std=0.1)
         yield
     finally:
-        for parameter in zero:
-            parameter.zero_()
+        for values in zero:
+            values.zero_()
 
 
 def _gradient(
