@@ -197,8 +197,8 @@ class Linear(layer.Linear):
 
     @property
     def is_adapted(self) -> bool:
-        """Whether an active adapter has a branch here."""
-        return bool(self._active())
+        """Whether an active adapter has a branch here; where it has none, adapters are off."""
+        return not self.disable_adapters and bool(self._active())
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return the layer's output, (..., out_features)."""

@@ -79,6 +79,10 @@ def test_runs_of_mixed_ranks_targets_and_lengths(num) -> None:
     assert_same(together("qwen3", configs, plain_runs(num), num_steps=2), expected)
 
 
+def test_a_run_whose_linears_are_fewer_than_those_of_the_first() -> None:
+    is_same((WIDE, ATTENTION), plain_runs(2))
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "options",
