@@ -107,24 +107,25 @@ class Sampler:
                     if is_first:
                         generation.repeat(number, num_answers)
                         logits_BV = logits_BV.repeat_interleave(num_answers, dim=0)
-                    num_ended = self._continue(rows[number], logits_BV, choose)
+                    num_ended = self.give(rows[number], logits_BV, choose)
                     if num_ended:
                         told(num_ended)
-                    if any(self._goes_on(answer) for _, answer in rows[number]):
+                    if any(self.goes_on(answer) for _, answer in rows[number]):
                         newest = [[answer.tokens[-1]] for _, answer in rows[number]]
                         given[number] = torch.tensor(newest)
                     else:
                         generation.drop(number)
                 is_first = False
 
-    def _goes_on(self, answer: Answer) -> bool:
+    def goes_on(self, answer: Answer) -> bool:
+        """Return whether an answer is given another token."""
         return answer.is_cut and len(answer.tokens) < self.max_new_tokens
 
-    def _continue(
+    def give(
         self, rows: Sequence[tuple[int, Answer]], logits_BV: torch.Tensor, choose: Choose
     ) -> int:
         """Give each answer of a group that goes on a token; return how many have ended by it."""
-        going = [place for place, (_, answer) in enumerate(rows) if self._goes_on(answer)]
+        going = [place for place, (_, answer) in enumerate(rows) if self.goes_on(answer)]
         numbers = [rows[place][0] for place in going]
         is_all = len(going) == len(rows)
         tokens, logprobs = choose(numbers, logits_BV if is_all else logits_BV[going])
@@ -134,5 +135,5 @@ class Sampler:
             answer.tokens.append(token)
             answer.logprobs.append(logprob)
             answer.is_cut = token not in self.stop_ids
-            num_ended += not self._goes_on(answer)
+            num_ended += not self.goes_on(answer)
         return num_ended

@@ -27,6 +27,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from offload.engine.batch import Vocabulary
 from offload.engine.engine import Engine
 from offload.engine.model import placement
 from offload.engine.model.layers import modules_outside
@@ -124,6 +125,11 @@ class Adapters:
     def names(self) -> tuple[str, ...]:
         """Those that were added, the oldest first."""
         return tuple(self._known)
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """Of the model."""
+        return self._engine._vocabulary
 
     def settings(self, name: str) -> AdapterSettings:
         """Return the settings of one that was added.

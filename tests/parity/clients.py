@@ -10,7 +10,8 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 import offload
-from finetune.adapter.linear_lora import compute_by_peft, compute_in_base_dtype
+from finetune.adapter.linear_lora import compute_in_base_dtype
+from finetune.clients.scheduler import settle
 from offload.engine.adapters import Adapters, AdapterSettings
 from offload.engine.engine import Engine
 from tests.parity.runs import own_name
@@ -23,18 +24,13 @@ LARGE = AdapterSettings(
 )
 
 
-def settle(model: Any) -> None:
-    compute_by_peft(model)
-    compute_in_base_dtype(model)
-
-
 def base_model(name: str = "qwen3", adapter: str = "pattern", **config: Any) -> Any:
     """Return a model with one adapter, by peft, in evaluation mode."""
     torch.manual_seed(0)
-    config = {"r": 1, "target_modules": LINEARS} | config
+    settings: dict[str, Any] = {"r": 1, "target_modules": LINEARS, **config}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = get_peft_model(MODELS[name](), LoraConfig(**config), adapter_name=adapter)
+        model = get_peft_model(MODELS[name](), LoraConfig(**settings), adapter_name=adapter)
     compute_in_base_dtype(model)
     return model.eval()
 

@@ -54,6 +54,7 @@ def test_move_an_adapter_that_was_added_learns_as_one_that_was_there(settings) -
     engine.close()
 
 
+@pytest.mark.thorough
 def test_initial_values_depend_on_the_seed_alone() -> None:
     with attached() as (_, adapters):
         adapters.add("a", LARGE, seed=3)
@@ -72,6 +73,7 @@ def test_initial_values_depend_on_the_seed_alone() -> None:
     assert not any(x.any() for name, x in found.items() if name not in of_a)
 
 
+@pytest.mark.thorough
 def test_one_that_was_removed_leaves_memory_and_its_name() -> None:
     with attached() as (engine, adapters):
         adapters.add("a", SMALL, seed=0)
@@ -95,6 +97,7 @@ def test_one_that_was_removed_leaves_memory_and_its_name() -> None:
         assert steps(engine, "b", adapters.parameters("b").values()) == losses
 
 
+@pytest.mark.thorough
 def test_move_a_frozen_copy_keeps_what_was_copied_and_ends_with_its_removal() -> None:
     with attached() as (engine, adapters):
         adapters.add("a", LARGE, seed=0)
@@ -123,13 +126,15 @@ def test_move_a_frozen_copy_keeps_what_was_copied_and_ends_with_its_removal() ->
             generation.next_logits({0: prompts()[0][:, :1]})
 
 
+@pytest.mark.thorough
 def test_move_one_pass_gives_generations_of_several_adapters_what_each_has_alone() -> None:
     with attached() as (engine, adapters):
         adapters.add("a", LARGE, seed=0)
         adapters.add("b", SMALL, seed=1)
+        adapters.add("c", LARGE, seed=2)  # both it and a are on the head
         for name in adapters.names:
             steps(engine, name, adapters.parameters(name).values(), num=2)
-        of_alone = {}
+        of_alone, num_loads = {}, 0
         for name in adapters.names:
             with engine.using(name), engine.generation() as generation:
                 of_alone[name] = generated(generation, prompts())
@@ -138,7 +143,8 @@ def test_move_one_pass_gives_generations_of_several_adapters_what_each_has_alone
         for name in adapters.names:
             with engine.using(name):
                 begun[name] = engine.generation()
-        given = {"a": prompts(), "b": prompts()}
+        given = {name: prompts() for name in adapters.names}
+        found: dict[str, dict[int, list[torch.Tensor]]]
         found = {name: {group: [] for group in prompts()} for name in given}
         for _ in range(6):
             asked = [
@@ -183,6 +189,7 @@ def test_adapters_that_fit_no_slot_are_refused(name, settings, said) -> None:
         steps(engine, "a", adapters.parameters("a").values(), num=1)
 
 
+@pytest.mark.thorough
 def test_adapters_are_not_changed_while_the_engine_computes() -> None:
     class Adding:
         reference = None
