@@ -57,7 +57,7 @@ _START = (
     "`VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve MODEL --enable-lora --max-lora-rank RANK"
     " --logprobs-mode processed_logprobs`, vLLM 0.10.2 or later"
 )
-_KEPT = "then `--resume`: it goes on from the newest checkpoint"
+_KEPT = "a run that has begun goes on with `--resume`"
 
 
 class ServerError(FinetuneError):
