@@ -666,7 +666,11 @@ def bad_rows(
 def _hint_for_columns(row: Mapping[str, object]) -> str:
     """Return what to do with a row of no known format."""
     known = next((key for key in row if key in MEANINGS), None)
-    named = "for other columns set `data.columns: {prompt: ..., completion: ...}`"
+    named = "for other columns set `data.columns: {prompt: ..., completion: ...}`" + (
+        "; prompts alone are for `objective.method: grpo` with `objective.rewards`"
+        if "prompt" in row
+        else ""
+    )
     return named if known is None else f"{named}; {known!r}: {MEANINGS[known]}"
 
 

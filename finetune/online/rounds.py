@@ -87,7 +87,7 @@ class Rounds:
         self._session, self._plan, self._engine = session, plan, session.engine
         self._section = cast("Grpo", recipe.objective)
         self._folder = run.dir.path / FOLDER
-        self._rewards = rewards_of(self._section.rewards, num_workers=max(1, num_cores() - 1))
+        self._rewards = rewards_of(self._section.rewards or (), num_workers=max(1, num_cores() - 1))
         self._prepare([len(one.input_ids) for one in _prompts(session.rows.train).prompts()])
         self._asked = {**_asked(session.rows.train), **_asked(session.rows.held_out)}
 

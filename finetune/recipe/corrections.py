@@ -252,8 +252,8 @@ _STEPS = "every step's figures are in metrics.jsonl"
 _MIXED = "weights compute in model.dtype: bfloat16, float16 or float32"
 _REFERENCE = "the reference is the model without its adapter, or its log-probabilities"
 _GROUPS = "objective.loss decides what advantages are divided by and what a ratio is of"
-_REWARD = "rows bring their rewards; no model of rewards is trained or asked"
-_SAMPLER = "answers are sampled by another program and are in the rows, with their rewards"
+_REWARD = "rewards are in the rows, or of functions in objective.rewards, each with its weight"
+_SAMPLER = "with objective.rewards the engine samples, or a server, objective.sampler; once a step"
 _DIVERGENCE = "rewards are log-probabilities over the reference's, one loss at a time"
 
 # Word -> why nothing here does it, or what does it without a setting.
@@ -284,8 +284,8 @@ UNSUPPORTED: Mapping[str, str] = {
     **dict.fromkeys(
         ("sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps"), _REFERENCE
     ),
-    **dict.fromkeys(("reward_model", "reward_funcs", "reward_weights"), _REWARD),
-    **dict.fromkeys(("num_generations", "use_vllm", "num_iterations"), _SAMPLER),
+    **dict.fromkeys(("reward_model", "reward_weights"), _REWARD),
+    **dict.fromkeys(("use_vllm", "num_iterations"), _SAMPLER),
     **dict.fromkeys(
         ("f_divergence_type", "ld_alpha", "use_weighting", "loss_weights"), _DIVERGENCE
     ),
@@ -294,7 +294,6 @@ UNSUPPORTED: Mapping[str, str] = {
     **dict.fromkeys(("scale_rewards", "importance_sampling_level"), _GROUPS),
     "gamma_beta_ratio": "objective.gamma is this times objective.beta",
     "discopop_tau": "it is 0.05",
-    "max_completion_length": "`dr_grpo` divides by train.seq_len",
     "overwrite_output_dir": "`--overwrite` on the command line replaces a run",
     "do_train": "`sluice finetune` trains",
     "do_eval": "losses on held-out rows are taken where output.eval_every is set",

@@ -89,9 +89,11 @@ def run_page(run_dir: Path, *, goes_on: bool = False) -> str:
     text = escape(RunDir(run_dir).recipe_file.read_text("utf-8"))
     recipe_part = f"<details><summary><b>Recipe</b></summary>\n<pre>{text}</pre></details>"
     sealed = Table("Seals of what was predicted", [""], [[seal] for seal in seals])
-    more = [*([] if explanation is None else details_of(explanation)), *_samples(run_dir)]
-    if explanation is not None and explanation.rounds is not None:
-        more = [*explanation.rounds.answers(), *more]
+    more = [
+        *(explanation.rounds.answers() if explanation and explanation.rounds else []),
+        *(details_of(explanation) if explanation else []),
+        *_samples(run_dir),
+    ]
     body += [as_html(more), recipe_part, as_html([sealed] if seals else [])]
     return page(f"Run {recipe.output.run_dir.name}", "\n".join(body), list(drawn.values()))
 

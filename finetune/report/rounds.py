@@ -54,6 +54,7 @@ class _RoundContent(BaseModel):
 class _AnswerContent(BaseModel):
     """A line of a round's file."""
 
+    row: str
     prompt: str
     answer: str
     reward: Number | None
@@ -291,7 +292,7 @@ class Rounds:
             if line:
                 one = _ANSWER.parsed(line, source=f"{file}:{number}")
                 if one["reward"] is not None:
-                    by_prompt.setdefault(one["prompt"], []).append(one)
+                    by_prompt.setdefault(one["row"], []).append(one)
         if not by_prompt:
             return []
         ordered = [sorted(of, key=lambda one: -one["reward"]) for of in by_prompt.values()]

@@ -288,7 +288,7 @@ class Adapters:
         engine = self._engine
         engine._require_usable()
         engine._attached.require_unchanged()
-        if engine._seal._thread is not None or engine._bound.executor.adapter is not None:
+        if engine._seal.is_open or engine._bound.executor.adapter is not None:
             raise OffloadError(
                 "adapters are changed while the engine computes, or within `engine.using`",
                 limit="a pass computes with the adapters that it began with",
@@ -322,7 +322,7 @@ class Adapters:
             raise OffloadError(
                 f"there is an adapter {name!r} already",
                 limit="adapters are told apart by their names",
-                hint=f"remove it first, or name this one {name + '_2'!r}",
+                hint=f"remove it first, or name this one {f'{name}-2'!r}",
             )
         if not _NAME.fullmatch(name) or name in parts:
             raise OffloadError(

@@ -11,6 +11,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from finetune.report.explain import explain
 from tests.e2e.conftest import RecipeWriter
 from tests.e2e.forked import Forked
 from tests.e2e.rounds import MOST, NUM_ANSWERS, online, open_round, round_of
@@ -52,6 +53,43 @@ def test_a_run_samples_rewards_and_learns(
         assert row["predicted_sample_s"] > 0
     assert len({one["prompt"] for one in round_of(run_dir, 1)}) == 3
     assert rows[-1]["eval_loss"] == -rows[-1]["eval_reward"]
+    last = " ".join(shown.rpartition("A step took")[2].split())  # the screen's last lines
+    assert "longer than predicted" in last or "shorter than predicted" in last
+    assert "Before each step, sampling took" in last
+    assert f"{rows[0]['reward']:.4f} -> {rows[-1]['reward']:.4f}; of held-out prompts: " in last
+    assert f"{rows[-1]['eval_reward']:.4f} after step 3" in last
+    learning = explain(run_dir).sections[-1].wall_s
+    assert learning < min(row["phases_s"]["step"] + row["sample_s"] for row in rows)
+    page = (run_dir / "report.html").read_text()
+    assert "A round, phase by phase" in page
+    assert "Answers by round" in page
+    card = (run_dir / "adapter" / "README.md").read_text()
+    assert "by reward: rewards, length, 3 rounds of 3 prompts with 4 answers each; mean" in card
+    assert run("explain", run_dir) == 0
+    assert "sampling took" in capsys.readouterr().out
+
+
+def test_prompts_are_shown_with_what_rewards_may_read(
+    tmp_path: Path,
+    write_recipe: RecipeWriter,
+    model_dir: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    recipe = online(write_recipe, tmp_path)
+    assert run("data", recipe, "--html", tmp_path / "data.html") == 0
+    page = (tmp_path / "data.html").read_text()
+    for said in ("answered 4 times, with at most 6 tokens", "(for rewards)"):
+        assert said in page
+    assert run("data", recipe, "--json") == 0
+    shown = capsys.readouterr().out
+    found = json.loads(shown[shown.index("{") :])
+    assert [name for name, _ in found["sources"][0]["rows"][0]["columns"]] == ["answer"]
+    assert run("data", recipe, f"train.seq_len={found['longest'] + MOST - 1}") == 1
+    assert "leave less than objective.max_new_tokens" in capsys.readouterr().err
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": "1", "answer": "2"}) + "\n")
+    assert run("init", "--model", model_dir, "--data", prompts, "--yes") != 0
+    assert "`objective.method: grpo` with" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,9 @@ class Reward(Section):
         examples=[{"pattern": "<think>.*</think>.+"}],
     )
 
+    def __str__(self) -> str:
+        return self.function
+
     @property
     def label(self) -> str:
         """What metrics call it: the function's name, of `reward` the file's."""
@@ -67,6 +70,8 @@ class Reward(Section):
 
 def _listed(value: object) -> object:
     """Return rewards as a list of sections: one, or several, each perhaps by its name alone."""
+    if value is None:
+        return None
     listed = value if isinstance(value, (list, tuple)) else [value]
     return tuple({"function": one} if isinstance(one, str) else one for one in listed)
 
@@ -112,8 +117,8 @@ class Grpo(ObjectiveSection):
         " correct for the sampler, truncated at `objective.importance_sampling_cap` or left out"
         " above it.",
     )
-    rewards: Annotated[tuple[Reward, ...], BeforeValidator(_listed)] = Field(
-        default=(),
+    rewards: Annotated[tuple[Reward, ...] | None, BeforeValidator(_listed)] = Field(
+        default=None,
         description="Functions that give an answer its reward, the sum of their weighted values."
         " With them rows are prompts, and the model samples answers as it learns.",
         examples=["rewards.py", [{"function": "rewards.py:length", "weight": 0.5}, "exact_match"]],
@@ -251,7 +256,7 @@ class Grpo(ObjectiveSection):
     @property
     def labels(self) -> tuple[str, ...]:
         """What metrics call the rewards; those of one name are numbered."""
-        names = [reward.label for reward in self.rewards]
+        names = [reward.label for reward in self.rewards or ()]
         return tuple(
             name if names.count(name) == 1 else f"{name}_{number}"
             for number, name in enumerate(names, 1)

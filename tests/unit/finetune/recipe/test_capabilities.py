@@ -372,6 +372,11 @@ CASES = (
             ("objective.method=grpo objective.beta=0.1", "`objective.beta: 0`"),
         )
     ),
+    (
+        "objective.method=grpo objective.rewards=exact_match data.format=prompt train.what=all",
+        "train.what is all and objective.rewards is exact_match",
+        "`train.what: adapter`, or leave `objective.rewards` out",
+    ),
     *(
         (
             f"{BY_SERVER} {field}={value}",
