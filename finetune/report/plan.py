@@ -13,7 +13,6 @@ from offload.plan.facts.linears import FP32_BYTES
 from offload.plan.facts.optimizer import LOW_HALVES, host_update_bytes
 from offload.plan.facts.trainable import adapter_parameters, trained_parameters
 from offload.plan.facts.workload import FusedPart
-from offload.plan.feature_pass import feature_pass
 from offload.plan.machine.machine import Implementation, Machine, Rate
 from offload.plan.place_cost import PlaceCost
 from offload.plan.plan import Plan
@@ -172,10 +171,13 @@ def _figures(plan: Plan) -> dict[str, Any]:
         plan.machine.experts_implementation,
         adapter_parameters(facts, typical.adapter),
     )
-    probe = feature_pass(plan, plan.request)
     places = {"embeddings": PlaceCost.of(plan, "embeddings"), "head": PlaceCost.of(plan, "head")}
     figures = {name: asdict(one) for name, one in places.items() if one is not None}
-    if probe is not None:
+    if plan.request.probe is not None:
+        from offload.plan.feature_pass import feature_pass
+
+        probe = feature_pass(plan, plan.request)
+        assert probe is not None
         figures["probe"] = asdict(probe) | {"pass_s": probe.pass_s}
     if network is not None:
         figures["network"] = {
