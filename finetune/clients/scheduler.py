@@ -52,9 +52,7 @@ from finetune.online.draw import Choose, Draw, greedy
 from finetune.online.sample import Answer, Sampler
 from offload.engine.adapters import Adapters, AdapterSettings
 from offload.engine.batch import checked_batch, checked_batches
-from offload.engine.engine import Engine
 from offload.engine.generation import Generation
-from offload.engine.joined import Asked, joined_logits
 from offload.engine.objective import (
     Objective,
     OutputObjective,
@@ -65,6 +63,7 @@ from offload.engine.objective import (
 )
 from offload.engine.passes.part import RunStep
 from offload.engine.randomness import seed_of
+from offload.engine.shared import Asked, SharedEngine
 from offload.errors import SluiceError
 
 
@@ -167,7 +166,7 @@ class Scheduler:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: SharedEngine,
         *,
         pattern: str,
         max_clients: int,
@@ -336,7 +335,7 @@ class Scheduler:
             self._require_prompt(request)
 
     def _require_rows(self, request: Train | Score) -> None:
-        batches = checked_batches(request.rows, self.adapters.vocabulary)
+        batches = checked_batches(request.rows, self._engine.vocabulary)
         shapes = [tuple(batch["input_ids"].shape) for batch in batches]
         odd = next((n for n, shape in enumerate(shapes) if shape[0] != 1), None)
         if odd is not None or any("row_lens" in batch for batch in batches):
@@ -366,7 +365,7 @@ class Scheduler:
                 hint="`temperature=1.0`",
             )
         ids = torch.tensor([list(request.prompt)], dtype=torch.int64)
-        checked_batch({"input_ids": ids}, self.adapters.vocabulary, "the prompt")
+        checked_batch({"input_ids": ids}, self._engine.vocabulary, "the prompt")
         if _num_cached(request) > self._max_cached_tokens:
             raise ConfigError(
                 f"{request.num_answers} answers of {request.max_tokens} tokens to a prompt of"
@@ -667,7 +666,7 @@ class Scheduler:
         if not asked:
             return
         num_before = asked[0].generation.num_loads
-        found = zip(asked, joined_logits(self._engine, asked), strict=True)
+        found = zip(asked, self._engine.joined_logits(asked), strict=True)
         logits = {one.adapter: by_group for one, by_group in found}
         self._count("decode", asked[0].generation.num_loads - num_before)
         for decoding in due:

@@ -18,20 +18,14 @@ Shapes: K features in, M features out, R rank.
 
 import copy
 import re
-import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
-from offload.engine.batch import Vocabulary
-from offload.engine.engine import Engine
-from offload.engine.model import placement
-from offload.engine.model.layers import modules_outside
-from offload.engine.safety.attached import Attached
+from offload.engine.shared import SharedEngine
 from offload.errors import OffloadError
 from offload.plan.facts.facts import nearest
 
@@ -56,7 +50,13 @@ class Adapters:
     """The adapters of an attached model, in slots that were declared."""
 
     def __init__(
-        self, engine: Engine, *, pattern: str, max_adapters: int, max_rank: int, settle: Settle
+        self,
+        engine: SharedEngine,
+        *,
+        pattern: str,
+        max_adapters: int,
+        max_rank: int,
+        settle: Settle,
     ) -> None:
         """Find the linears that adapters may be on.
 
@@ -71,7 +71,7 @@ class Adapters:
             OffloadError: The pattern is something else than LoRA on linears.
         """
         self._engine, self._pattern = engine, pattern
-        self._model = cast("Any", engine._model)  # of peft
+        self._model = engine.model
         self.max_adapters, self.max_rank = max_adapters, max_rank
         self._settle = settle
         self._known: dict[str, AdapterSettings] = {}
@@ -95,12 +95,7 @@ class Adapters:
                 limit=_PATTERN,
                 hint="`LoraConfig(r=1, target_modules=[...])` with the last names of linears",
             )
-        if engine._masters:
-            raise OffloadError(
-                "weights of the layers train on the host",
-                limit="adapters that come and go train alone, on the device",
-                hint='`trained_weights="device"`',
-            )
+        engine.require_adapters_alone()
 
     # -------------------------------------------------------------------------------------- memory
 
@@ -125,11 +120,6 @@ class Adapters:
     def names(self) -> tuple[str, ...]:
         """Those that were added, the oldest first."""
         return tuple(self._known)
-
-    @property
-    def vocabulary(self) -> Vocabulary:
-        """Of the model."""
-        return self._engine._vocabulary
 
     def settings(self, name: str) -> AdapterSettings:
         """Return the settings of one that was added.
@@ -204,15 +194,7 @@ class Adapters:
         with torch.no_grad():
             for path, parameter in self.parameters(source).items():
                 own[path].copy_(parameter)
-        verdict = self._engine._layered.verdict
-        sizes, allowed = dict(verdict.sizes), dict(verdict.allowed)
-        for ((adapter, is_training), has_labels, inputs), size in verdict.sizes.items():
-            if adapter == source:
-                sizes[(name, is_training), has_labels, inputs] = size
-        for (adapter, is_training), found in verdict.allowed.items():
-            if adapter == source:
-                allowed[name, is_training] = found
-        self._engine._layered.verdict = replace(verdict, sizes=sizes, allowed=allowed)
+        self._engine.know_alike(name, like=source)
 
     def load(self, name: str, values: Mapping[str, torch.Tensor]) -> None:
         """Give an adapter other values; generations with it end.
@@ -250,21 +232,13 @@ class Adapters:
             OffloadError: There is none of this name, or a pass runs.
         """
         self.settings(name)
-        with self._changed():
+        with self._engine.changing(self._settle):
             for parameter in self.parameters(name).values():
                 parameter.detach().zero_()  # counted as a write, which ends generations
                 parameter.grad = None
             self._model.delete_adapter(name)
         del self._known[name]
-        executor, layered = self._engine._bound.executor, self._engine._layered
-        verdict = layered.verdict
-        layered.verdict = replace(
-            verdict,
-            sizes={case: size for case, size in verdict.sizes.items() if case[0][0] != name},
-            allowed={mode: one for mode, one in verdict.allowed.items() if mode[0] != name},
-        )
-        for mode in [mode for mode in executor._graph_sizes if mode[0] == name]:
-            del executor._graph_sizes[mode]
+        self._engine.forget(name)
 
     def _add(self, name: str, settings: AdapterSettings, *, is_trained: bool) -> None:
         self._require_room(name, settings)
@@ -273,42 +247,11 @@ class Adapters:
         config.rank_pattern, config.alpha_pattern = {}, {}
         config.init_lora_weights, config.lora_dropout = True, 0.0
         config.target_modules = set(self._of(settings.targets))
-        with self._changed():
+        with self._engine.changing(self._settle):
             self._model.add_adapter(name, config)
             for parameter in self.parameters(name).values():
                 parameter.requires_grad_(is_trained)
         self._known[name] = settings
-
-    @contextmanager
-    def _changed(self) -> Iterator[None]:
-        """Let modules that hold adapters change in a block; then the engine knows them anew.
-
-        peft draws initial values from torch's generator, and changes which adapters train.
-        """
-        engine = self._engine
-        engine._require_usable()
-        engine._attached.require_unchanged()
-        if engine._seal.is_open or engine._bound.executor.adapter is not None:
-            raise OffloadError(
-                "adapters are changed while the engine computes, or within `engine.using`",
-                limit="a pass computes with the adapters that it began with",
-                hint="wait for the pass, or leave the block",
-            )
-        trains = [(parameter, parameter.requires_grad) for parameter in self._model.parameters()]
-        try:
-            with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of peft: several adapters, tied weights
-                yield
-        finally:
-            for parameter, is_trained in trains:
-                if parameter.requires_grad != is_trained:
-                    parameter.requires_grad_(is_trained)
-            self._settle(self._model)
-            layered = engine._layered
-            layered.around = modules_outside(layered.model, layered.layers)
-            engine._attached = Attached(self._model, layered, engine._masters)
-            engine._trains_front = placement.trains_front(layered)
-            engine._switched.cache_clear()
 
     def _of(self, targets: Collection[str]) -> list[str]:
         """Return the whole names of linears, by their last names."""
@@ -322,7 +265,7 @@ class Adapters:
             raise OffloadError(
                 f"there is an adapter {name!r} already",
                 limit="adapters are told apart by their names",
-                hint=f"remove it first, or name this one {f'{name}-2'!r}",
+                hint=f"remove it first, or name this one {name + '2'!r}",
             )
         if not _NAME.fullmatch(name) or name in parts:
             raise OffloadError(

@@ -25,8 +25,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from finetune.clients.requests import Freeze, Sample, Train
 from finetune.clients.scheduler import Scheduler
 from offload.engine.adapters import AdapterSettings
-from offload.engine.engine import Engine, EngineOptions
+from offload.engine.engine import EngineOptions
 from offload.engine.objective import Scores, StepLoss
+from offload.engine.shared import SharedEngine
 from offload.plan.machine.machine import Machine
 from offload.plan.plan import Plan, plan, with_costs
 from offload.plan.sampling import pass_seconds
@@ -70,7 +71,7 @@ class Round:
     decode_loads: float  # of a pass for a token
 
 
-def attached() -> Engine:
+def attached() -> SharedEngine:
     """Stream the layers of the model, with an adapter of rank 1 as the pattern of others."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(**CONFIG)
@@ -91,7 +92,7 @@ def attached() -> Engine:
         head_chunk_tokens=1024,
         num_kept_graphs=0,
     )
-    return Engine(model, device=link, options=options)
+    return SharedEngine(model, device=link, options=options)
 
 
 def measured(num_clients: int, *, num_rounds: int) -> Round:

@@ -3,19 +3,19 @@
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-import offload
 from finetune.adapter.linear_lora import compute_in_base_dtype
 from finetune.clients.scheduler import settle
 from offload.engine.adapters import Adapters, AdapterSettings
-from offload.engine.engine import Engine
+from offload.engine.shared import SharedEngine
 from tests.parity.runs import own_name
-from tests.parity.steps import MODELS
+from tests.parity.steps import MODELS, OPTIONS
 
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
 SMALL = AdapterSettings(rank=4, alpha=8.0, targets=frozenset({"q_proj", "v_proj", "o_proj"}))
@@ -35,14 +35,18 @@ def base_model(name: str = "qwen3", adapter: str = "pattern", **config: Any) -> 
     return model.eval()
 
 
+def shared_engine(model: nn.Module, **changes: Any) -> SharedEngine:
+    return SharedEngine(model, device=torch.device("cpu"), options=replace(OPTIONS, **changes))
+
+
 @contextmanager
 def attached(
     *, max_adapters: int = 4, max_rank: int = 16, num_slots: int = 2, **options: Any
-) -> Iterator[tuple[Engine, Adapters]]:
+) -> Iterator[tuple[SharedEngine, Adapters]]:
     model = base_model()
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    engine = offload.attach(model, num_slots=num_slots, device="cpu", **options)
+    engine = shared_engine(model, num_slots=num_slots, **options)
     try:
         yield (
             engine,

@@ -8,11 +8,11 @@ import torch
 
 import offload
 from offload.engine.adapters import AdapterSettings
-from offload.engine.joined import Asked, joined_logits
 from offload.engine.passes.part import RunStep
+from offload.engine.shared import Asked
 from tests.parity.clients import LARGE, SMALL, alone, attached, is_same, values_of
 from tests.parity.generations import generated, prompts
-from tests.parity.runs import rows
+from tests.parity.runs import engine_of, rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -45,13 +45,13 @@ def test_move_an_adapter_that_was_added_learns_as_one_that_was_there(settings) -
         for name, parameter in model.named_parameters():
             if "default" in name.split("."):
                 parameter.copy_(first[name.replace(".default", "")])
-    engine = offload.attach(model, num_slots=2, device="cpu")
-    trained = list(engine.trained_parameters.values())
-    expected = steps(engine, "default", trained) + steps(engine, "default", trained)
+    own = engine_of(model)
+    trained = list(own.trained_parameters.values())
+    expected = steps(own, "default", trained) + steps(own, "default", trained)
     assert losses == expected
     assert is_same(found, values_of(model, "default"))
     assert not is_same(found, first)
-    engine.close()
+    own.close()
 
 
 @pytest.mark.thorough
@@ -151,7 +151,7 @@ def test_move_one_pass_gives_generations_of_several_adapters_what_each_has_alone
                 Asked(adapter=name, generation=begun[name], tokens=tokens)
                 for name, tokens in given.items()
             ]
-            for one, logits in zip(asked, joined_logits(engine, asked), strict=True):
+            for one, logits in zip(asked, engine.joined_logits(asked), strict=True):
                 for group, logits_BV in logits.items():
                     found[one.adapter][group].append(logits_BV)
                 given[one.adapter] = {g: x.argmax(-1, keepdim=True) for g, x in logits.items()}

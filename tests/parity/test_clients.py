@@ -15,7 +15,7 @@ from finetune.clients.scheduler import Scheduler
 from finetune.errors import ConfigError, DataError, DivergedError
 from offload.engine.adapters import AdapterSettings
 from offload.engine.objective import Reference, Scores, StepLoss
-from tests.parity.clients import LARGE, SMALL, alone, base_model, is_same
+from tests.parity.clients import LARGE, SMALL, alone, base_model, is_same, shared_engine
 from tests.parity.runs import own_name
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -55,7 +55,7 @@ def scheduler(**changes: Any) -> Iterator[Scheduler]:
     model = base_model()
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    engine = offload.attach(model, num_slots=2, device="cpu")
+    engine = shared_engine(model, num_slots=2)
     options = {"max_clients": 12, "max_rank": 16, "max_cached_tokens": 400} | changes
     try:
         yield Scheduler(engine, pattern="pattern", **options)
