@@ -58,7 +58,6 @@ from offload.engine.objective import (
     OutputObjective,
     Scores,
     StepLoss,
-    TemperedObjective,
     TopObjective,
 )
 from offload.engine.passes.part import RunStep
@@ -344,9 +343,11 @@ class Scheduler:
                 limit="each is one row of tokens, (1, T), whatever request it came with",
                 hint="give each row by itself",
             )
-        if isinstance(request.objective, TopObjective | TemperedObjective | OutputObjective):
+        objective = request.objective
+        is_tempered = getattr(objective, "logits_temperature", 1.0) != 1
+        if is_tempered or isinstance(objective, TopObjective | OutputObjective):
             raise ConfigError(
-                f"{type(request.objective).__name__} reads more than log-probabilities of labels",
+                f"{type(objective).__name__} reads more than log-probabilities of labels",
                 limit="clients' losses read those, at temperature 1",
                 hint="an objective with `reference` and `loss` alone",
             )
@@ -683,6 +684,7 @@ class Scheduler:
             engine=self._engine,
             max_new_tokens=request.max_tokens,
             stop_ids=request.stop_ids,
+            pad_id=0,  # prompts of a request are of one length
         )
         sampler.give(decoding.rows, logits_BV, decoding.choose)
         answers = tuple(answer for _, answer in decoding.rows)

@@ -147,7 +147,8 @@ def facts_of(model: "PreTrainedModel", kept: Set[str] = frozenset()) -> ModelFac
     layers, proven = [], dict[LayerFacts, LayerFacts]()
     unread_by_layer, num_features = _traced(model, config.hidden_size)
     for number, (layer, unread) in enumerate(zip(layered.layers, unread_by_layer, strict=True)):
-        facts = reader.layer(layer, number, unread=unread, fused=())
+        own = {name.partition(f"layers.{number}.")[2] for name in kept}
+        facts = reader.layer(layer, number, unread=unread, kept=own, fused=())
         if facts not in proven:  # what is fused is proven once of layers that are alike
             fused = list(FusedLayers([layer]).parts())
             proven[facts] = reader.layer(layer, number, unread=unread, kept=own, fused=fused)

@@ -14,7 +14,7 @@ row.
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -328,6 +328,9 @@ class CachedPass:
     front: Callable[[int], Front]  # computes what enters the layers, by number
     fronts: Mapping[int, Front]  # those that are compared
     held: Sequence[Held]  # what layers held before it, if that is compared
+    # A group's number and a padded row of it that is compared with itself alone, the last of
+    # `passed`; empty if none is.
+    padded: Sequence[tuple[int, int]]
 
 
 class Generation:
@@ -429,7 +432,7 @@ class Generation:
         """
         if not tokens:
             return {}
-        one = self.begin(tokens)
+        one = self.begin(tokens, padding=padding)
         try:
             inputs = {"input_ids": one.passed[0].input_ids_BT}
             with self._ready(inputs, len(one.passed)) as schedule:
@@ -439,7 +442,12 @@ class Generation:
             self.close()  # some layers have written to the caches, and others not
             raise
 
-    def begin(self, tokens: Mapping[int, torch.Tensor]) -> "CachedPass":
+    def begin(
+        self,
+        tokens: Mapping[int, torch.Tensor],
+        *,
+        padding: Mapping[int, torch.Tensor] = MappingProxyType({}),
+    ) -> "CachedPass":
         """Return what is to be computed in a pass; see `next_logits`."""
         self._require_same_model()
         rows = {group: self._grown(group, tokens[group], padding.get(group)) for group in tokens}
@@ -447,6 +455,7 @@ class Generation:
         again = [self._from_start(list(rows.values())[n]) for n in tried[:1]]
         padded = [] if self._is_tried else _longest_padded(rows.values())
         passed = [*rows.values(), *again]
+        passed += [self._unpadded(passed[number], row) for number, row in padded]
         fronts: dict[int, Front] = {}
         held: list[Held] = []
 
@@ -455,12 +464,16 @@ class Generation:
             if not (self._is_tried or held):
                 self._cached.begin(one.input_ids_BT[:1])
                 held.append(self._cached.held())
-            found = self._cached.front(one.input_ids_BT, one.cache, num_past=one.num_past)
+            found = self._cached.front(
+                one.input_ids_BT, one.cache, num_past=one.num_past, padding_B=one.padding_B
+            )
             if again and number in (tried[0], len(rows)):
                 fronts[number] = found
             return found
 
-        return CachedPass(rows=rows, passed=passed, front=front, fronts=fronts, held=held)
+        return CachedPass(
+            rows=rows, passed=passed, front=front, fronts=fronts, held=held, padded=padded
+        )
 
     def end(
         self, one: "CachedPass", logits: Mapping[int, torch.Tensor], num_loads: int
@@ -479,13 +492,14 @@ class Generation:
             self._cached.require_held(before)
         if one.fronts:
             self._require_continued(*one.fronts.values())
-            self._require_near(*(logits[number] for number in one.fronts))
+            cached_BV, whole_BV = (logits[number] for number in one.fronts)
+            self._require_near(cached_BV, whole_BV, _CACHED)
             self._is_continued = True
+        for number, row in one.padded:
+            alone_1V = logits[len(one.passed) - 1]
+            self._require_near(logits[number][row : row + 1], alone_1V, _PADDED)
         self._is_tried = True
-        for group, rows in one.rows.items():
-            num_past = rows.num_past + rows.input_ids_BT.shape[1]
-            may_switch = self._layered.rotary.switches(num_past, sys.maxsize)
-            self._groups[group] = rows.passed(is_kept=may_switch or not self._is_continued)
+        self._groups.update({group: self._passed(rows) for group, rows in one.rows.items()})
         self.num_loads += num_loads
         return {group: logits[number] for number, group in enumerate(one.rows)}
 

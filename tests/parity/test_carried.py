@@ -21,7 +21,7 @@ from finetune.full.weights import choose_weights
 from finetune.model.facts import facts_of
 from finetune.training.compile import compile_layers
 from offload.engine.engine import Engine, EngineOptions
-from offload.engine.model.carried import Carried, FromBelow
+from offload.engine.model.carried import FromBelow
 from offload.engine.model.layers import LayeredModel
 from offload.engine.tracing.visits import trace_visits
 from offload.errors import UnsupportedModelError
@@ -229,18 +229,6 @@ def test_gradients_by_what_readers_read_are_in_those_of_the_producers_and_below(
         some = {n: x for n, x in wanted.items() if f".layers.{layer}." in n}
         error = apart({n: without[n] for n in some}, some)
         assert error == 0.0 if layer > max(sources.values()) else error > 1e-3
-
-
-@pytest.mark.parametrize("family", [GEMMA, GEMMA_3N, ZAYA])
-def test_a_step_that_drops_the_gradients_by_what_is_read_is_far_from_autograd(family: str) -> None:
-    model, own = built(family), Carried.gradients
-
-    def dropped(carried: Carried, layer: int, call: Any) -> list[None]:
-        return [None for _ in own(carried, layer, call)]
-
-    with mock.patch.object(Carried, "gradients", dropped):
-        found = step(model, padded())
-    assert apart(found, by_autograd(model, padded())) > 0.1
 
 
 WAYS: dict[str, tuple[EngineOptions, dict[str, Any]]] = {

@@ -10,6 +10,7 @@ from torch import nn
 import offload
 from offload.engine.model.layers import LayeredModel
 from offload.engine.passes.part import RunStep
+from offload.errors import UnsupportedModelError
 from tests.parity.architectures import exact_types
 from tests.parity.generations import NUM_TOKENS, Answers, attached, generated, plain, prompts
 from tests.parity.runs import ATTENTION, WIDE, joint_model

@@ -39,7 +39,6 @@ READ_IN: Mapping[str, str] = {
 }
 """The names by the version of the library that they were read in: their only home."""
 _OWN_ROOTS = ("finetune", "offload")
-_OF_ENGINE = ("offload/engine/adapters.py", "offload/engine/joined.py")
 _OF_PYTHON = frozenset({"_exit", "_fields", "_make", "_replace", "_value_"})
 _OF_MODULES = frozenset({"_buffers", "_modules", "_parameters"})  # classes of ours have such too
 # What `Tensor.data` is not: the section of a recipe, and the memory of an array.
@@ -51,11 +50,8 @@ def uses() -> dict[str, Counter[str]]:
     """Return the private names that each file uses, with how often."""
     paths = [p for root in _OWN_ROOTS for p in sorted((ROOT / root).rglob("*.py"))]
     trees = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in paths}
-    of_file = {path: set(_defined(tree)) for path, tree in trees.items()}
-    everywhere = set().union(*of_file.values())
-    # what works on an engine knows its parts
-    engine = of_file["offload/engine/engine.py"] | of_file["offload/engine/executor.py"]
-    own = {path: names | engine if path in _OF_ENGINE else names for path, names in of_file.items()}
+    own = {path: set(_defined(tree)) for path, tree in trees.items()}
+    everywhere = set().union(*own.values())
     found = {
         path: Counter(_private_in(tree, own[path], everywhere)) for path, tree in trees.items()
     }

@@ -170,11 +170,6 @@ class Seal:
         """Whether this thread runs a pass."""
         return self._thread == threading.get_ident()
 
-    @property
-    def is_open(self) -> bool:
-        """Whether any thread runs a pass."""
-        return self._thread is not None
-
     def show(self, layer: int, field: Field) -> torch.Tensor | None:
         """Return a field's values on the host, if they can be shown."""
         return None if self._show is None else self._show(layer, field)
