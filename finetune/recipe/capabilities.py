@@ -295,7 +295,7 @@ PAIRS: tuple[Row, ...] = (
             revision,
             SET,
             f"it is of the repository that {owner} names",
-            hint=f"leave out `{revision}`, or set `{owner}: OWNER/NAME`",
+            hint=f"leave out `{revision}`, or `{owner}: OWNER/NAME`",
             other=owner,
             others=UNSET,
         )

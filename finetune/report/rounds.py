@@ -45,7 +45,7 @@ class _RoundContent(BaseModel):
 
     reward: Number
     sample_s: Seconds
-    predicted_sample_s: Seconds
+    predicted_sample_s: Seconds | None = None  # None where a server samples
     reward_s: Seconds
     mean_length: Number = Field(alias=_LENGTH)
     eval_reward: Number = 0.0
@@ -162,7 +162,9 @@ class Rounds:
             found.append(
                 Phase(
                     name="sampling",
-                    predicted_s=_mean(sampled, "predicted_sample_s"),
+                    predicted_s=_mean(sampled, "predicted_sample_s")
+                    if "predicted_sample_s" in sampled[0]
+                    else None,
                     measured_s=_mean(sampled, "sample_s"),
                 )
             )
@@ -180,12 +182,15 @@ class Rounds:
         phases = {one.name: one for one in self.phases(section)}
         total_s = sum(one.measured_s for one in phases.values())
         sampling, rate = phases.get("sampling"), self.tokens_per_s(section)
-        if sampling is None or sampling.predicted_s is None:
+        if sampling is None:
             return []
         error = "" if sampling.error is None else f", {sampling.error:+.0%}"
+        predicted = "by a server"
+        if sampling.predicted_s is not None:
+            predicted = f"predicted {shown_time(sampling.predicted_s)}{error}"
         return [
-            f"Before each step, sampling took {shown_time(sampling.measured_s)} (predicted"
-            f" {shown_time(sampling.predicted_s)}{error}), {rate:,.0f} tokens/s, and rewards"
+            f"Before each step, sampling took {shown_time(sampling.measured_s)} ({predicted}),"
+            f" {rate:,.0f} tokens/s, and rewards"
             f" {shown_time(phases['rewards'].measured_s)}; a whole round took {shown_time(total_s)}"
         ]
 

@@ -293,7 +293,7 @@ def test_equal_rewards_teach_nothing_and_are_named(
     ("changes", "words"),
     [
         (("train.seq_len=62",), "leave less than objective.max_new_tokens 6 of train.seq_len 62"),
-        (("objective.rewards=nowhere.py",), "no such file"),
+        (("objective.rewards=nowhere.py",), "nowhere.py: No such file"),
         (("objective.rewards=right",), "right is no reward function"),
         (("objective.reference=precomputed", "objective.beta=0.1"), "not known before step 1"),
         (("objective.num_answers=5",), "a multiple of 5"),

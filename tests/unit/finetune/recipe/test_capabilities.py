@@ -83,22 +83,22 @@ CASES = (
     (
         "model.path=null model.config=tiny-qwen3 model.init=random model.revision=v1",
         "model.revision is v1 and model.path is not set",
-        "leave out `model.revision`, or set `model.path: OWNER/NAME`",
+        "leave out `model.revision`, or `model.path: OWNER/NAME`",
     ),
     (
         "model.tokenizer_revision=v1",
         "model.tokenizer_revision is v1 and model.tokenizer is not set",
-        "leave out `model.tokenizer_revision`, or set `model.tokenizer: OWNER/NAME`",
+        "leave out `model.tokenizer_revision`, or `model.tokenizer: OWNER/NAME`",
     ),
     (
         'data.path=null data.mix=[{"path":"a.jsonl"}] data.revision=v1',
         "data.revision is v1 and data.path is not set",
-        "leave out `data.revision`, or set `data.path: OWNER/NAME`",
+        "leave out `data.revision`, or `data.path: OWNER/NAME`",
     ),
     (
         "data.eval_revision=v1",
         "data.eval_revision is v1 and data.eval_path is not set",
-        "leave out `data.eval_revision`, or set `data.eval_path: OWNER/NAME`",
+        "leave out `data.eval_revision`, or `data.eval_path: OWNER/NAME`",
     ),
     (
         "model.path=null",
