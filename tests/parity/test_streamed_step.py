@@ -683,7 +683,9 @@ def engine_of(setting: Setting, device: CpuDevice, *, num_slots: int = NUM_SLOTS
         stash=setting.stash,
         trained_weights=setting.trained_weights,
     )
-    return Engine(model, device=device, options=options)
+    engine = Engine(model, device=device, options=options)
+    engine._layered.token_bytes = 4 * model.config.hidden_size  # as its first pass finds it
+    return engine
 
 
 def run(
