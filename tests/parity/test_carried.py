@@ -310,6 +310,7 @@ def test_inputs_of_other_sizes_wait_in_ram_and_a_plan_counts_them(
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
 def test_reorder_compiled_layers_have_the_gradients_of_autograd() -> None:
     model, batches = built(), padded()[:1]
     wanted = by_autograd(model, batches)
