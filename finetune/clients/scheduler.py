@@ -182,7 +182,7 @@ class Scheduler:
             max_cached_tokens: Tokens whose keys and values are on the device at a time.
 
         Raises:
-            OffloadError: As for `Adapters`.
+            OffloadError: `Adapters` refuses the engine or the pattern.
         """
         self._engine = engine
         self.adapters = Adapters(
@@ -207,8 +207,8 @@ class Scheduler:
 
         Args:
             client: Its name, and that of its adapter.
-            settings: Of its adapter.
-            seed: Of its initial values.
+            settings: The settings of its adapter.
+            seed: The seed of its initial values.
 
         Returns:
             Done once the adapter is there; if it cannot be added, all the client's requests fail.
@@ -228,7 +228,7 @@ class Scheduler:
 
         Args:
             client: A client that was added and not removed.
-            request: What to do.
+            request: The request.
 
         Returns:
             Its result: `Scored`, `Stepped`, a tuple of `Answer`, `ClientState`, or None. A request
@@ -308,7 +308,7 @@ class Scheduler:
         if client in self._clients:
             raise ConfigError(
                 f"there is a client {client!r} already",
-                limit="clients are told apart by their names",
+                limit="each client has a name of its own",
                 hint="choose another name, or remove that one and wait until it is gone",
             )
 
@@ -449,7 +449,7 @@ class Scheduler:
         work = request if callable(request) else partial(self._done, client, request)
         try:
             result = work()
-        except Exception as error:  # noqa: BLE001 - whoever asked is told
+        except Exception as error:  # noqa: BLE001 - the future has it
             one.future.set_exception(error)
             return
         one.future.set_result(result)
@@ -573,7 +573,7 @@ class Scheduler:
                 due, kept, results, before, strict=True
             ):
                 self._settle(one, objective, result, gradients)
-        except Exception as error:  # noqa: BLE001 - whoever asked is told
+        except Exception as error:  # noqa: BLE001 - the future has it
             for gradients in before:
                 _restore(gradients)
             if len(due) == 1:
@@ -638,7 +638,7 @@ class Scheduler:
         due = self._decodings()
         try:
             self._decode_pass(due)
-        except Exception:  # noqa: BLE001 - it is found out whose it is
+        except Exception:  # noqa: BLE001 - each is tried again by itself
             for decoding in due:
                 self._end(decoding.client)
             for decoding in due:
@@ -651,7 +651,7 @@ class Scheduler:
         try:
             while not decoding.future.done():
                 self._decode_pass([decoding])
-        except Exception as error:  # noqa: BLE001 - whoever asked is told
+        except Exception as error:  # noqa: BLE001 - the future has it
             self._end(decoding.client)
             self._leave(decoding)
             decoding.future.set_exception(error)

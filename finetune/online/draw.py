@@ -26,7 +26,7 @@ class Draw:
         """Draw nothing yet.
 
         Args:
-            seeds: Of each answer.
+            seeds: The seed of each answer.
             temperature: Divisor of the logits.
         """
         self._generators = [torch.Generator().manual_seed(seed) for seed in seeds]

@@ -100,8 +100,8 @@ class Server:
         """Return the status and the text of a reply.
 
         Args:
-            path: What is asked.
-            body: What is sent, by POST; None sends nothing, by GET.
+            path: The path of the request.
+            body: The JSON that is sent, by POST; None sends nothing, by GET.
 
         Raises:
             ServerError: There is none in time.
@@ -134,9 +134,9 @@ class Server:
         """Return the text of a reply to what is not refused.
 
         Args:
-            path: What is asked.
-            body: See `reply`.
-            hint: What helps where it is refused.
+            path: The path of the request.
+            body: The JSON that is sent; None sends nothing, by GET.
+            hint: The hint of the error where it is refused.
 
         Raises:
             ServerError: It is refused, or there is no reply.
@@ -178,7 +178,7 @@ class Server:
             num: Answers.
             max_new_tokens: Tokens after which one is cut off.
             temperature: Divisor of the logits; 0 takes the most probable tokens.
-            seed: Of the first answer; the next ones have the next seeds.
+            seed: The seed of the first answer; the next ones have the next seeds.
             stop_ids: Tokens that end an answer.
 
         Raises:
@@ -235,7 +235,7 @@ def require_server(section: "Grpo", *, timeout_s: float = _READY_S) -> None:
     """Check that a server is there, can load adapters, and says what is learned from.
 
     Args:
-        section: With the server.
+        section: The settings, with the server.
         timeout_s: Within which it replies.
 
     Raises:

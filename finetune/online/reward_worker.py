@@ -128,7 +128,7 @@ def _work(requests: int, replies: int) -> None:
 
 
 def _loaded(load: Mapping[str, Any]) -> tuple[_Reward, str]:
-    """Return a function, and the digest of the files beside its own that it has imported.
+    """Return a function, and the digest of what it has imported from its own folder.
 
     Raises:
         ConfigError: It cannot be imported, is absent, or does not take what it is called with.

@@ -39,7 +39,6 @@ from finetune.objectives.grpo import Reward
 from finetune.online import process_tree
 from finetune.online.functions import SHIPPED
 from finetune.report.format import shown_gib
-from offload.plan.machine.machine import GIB
 
 _START_S = 120.0  # for the import of a file, which may import torch
 _LOOK_S, _LOOK_FRAC = 0.05, 0.1  # between looks at memory; the time that they may take
@@ -47,17 +46,6 @@ _END_S = 5.0
 _PAUSE_S = 0.002
 _READ_BYTES = 2**16
 _MODULE = "finetune.online.reward_worker"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RewardSpec:
-    """A reward function, with its limits."""
-
-    function: str  # `rewards.py`, `rewards.py:length`, or the name of a shipped one
-    weight: float
-    timeout_s: float  # of one answer
-    memory_bytes: int  # of the process, its children included
-    options: Mapping[str, object]  # further keyword arguments of the function
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,7 +71,7 @@ class Rewards:
 
     def __init__(
         self,
-        specs: Sequence[RewardSpec],
+        specs: Sequence[Reward],
         *,
         folder: Path,
         num_workers: int,
@@ -93,7 +81,7 @@ class Rewards:
 
         Args:
             specs: The functions.
-            folder: What paths are relative to, and where functions run.
+            folder: The folder of relative paths, in which functions run.
             num_workers: Functions that are computed at a time.
             start_timeout_s: Time for a process to import a function.
 
@@ -154,15 +142,15 @@ class Rewards:
         limits: they decide which answers fail, and not what the others get.
 
         Raises:
-            ConfigError: As `check` does.
+            ConfigError: A file cannot be imported, or a function cannot be called.
         """
         if len(self._digests) < len(self._both):
             self.check()
-        told = [
+        parts = [
             (function.name, function.source, self._digests[number], spec.weight, dict(spec.options))
             for number, (spec, function) in enumerate(self._both)
         ]
-        return sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+        return sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     def of(
         self,
@@ -355,17 +343,7 @@ def rewards_of(sections: Sequence[Reward], *, num_workers: int = 1) -> Rewards:
     Raises:
         ConfigError: A file cannot be read, or no function has such a name.
     """
-    specs = [
-        RewardSpec(
-            function=one.function,
-            weight=one.weight,
-            timeout_s=one.timeout_s,
-            memory_bytes=int(one.memory_gib * GIB),
-            options=one.options,
-        )
-        for one in sections
-    ]
-    return Rewards(specs, folder=Path.cwd(), num_workers=num_workers)
+    return Rewards(sections, folder=Path.cwd(), num_workers=num_workers)
 
 
 def require_functions(sections: Sequence[Reward]) -> None:
@@ -419,7 +397,7 @@ class _Function:
     folder: Path
 
     @classmethod
-    def read(cls, spec: RewardSpec, folder: Path) -> Self:
+    def read(cls, spec: Reward, folder: Path) -> Self:
         """Read the file of a function.
 
         Raises:
@@ -458,7 +436,7 @@ class _Function:
         name = f"{path.name}:{function}"
         return cls(name=name, path=path, function=function, source=source, folder=folder)
 
-    def load(self, spec: RewardSpec) -> bytes:
+    def load(self, spec: Reward) -> bytes:
         """Return the first line that a worker reads."""
         content = {
             "name": self.name,

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from hashlib import sha256
 from statistics import fmean, pstdev
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast
@@ -80,7 +81,7 @@ class Rounds:
 
         Args:
             session: The run, on its engine.
-            plan: Of its steps.
+            plan: The plan of its steps.
         """
         run, recipe = session.run, session.run.recipe
         assert isinstance(session.engine, Engine), "a rule of recipes"
@@ -127,8 +128,7 @@ class Rounds:
         num_answers = _given(section.num_answers)
         rows = session.steps.order.rows(step)[::num_answers]
         prompts = [_prompts(session.rows.train).prompt(row // num_answers) for row in rows]
-        key = digest_of(session.loop.weights)
-        opened = self._opened(step, key)
+        opened = self._opened(step, prompts)
         sample_s = 0.0
         predicted_s: float | None = 0.0
         if opened.answers is None:
@@ -160,9 +160,9 @@ class Rounds:
         """Return answers to prompts, in as few batches as their caches fit into.
 
         Args:
-            prompts: What is answered.
-            num_answers: To each.
-            seeds: Of each answer, by prompt; None takes the most probable tokens.
+            prompts: The prompts.
+            num_answers: The number of answers to each.
+            seeds: The seed of each answer, by prompt; None takes the most probable tokens.
 
         Returns:
             Answers by prompt, and the seconds that a plan says of them; None if it says none.
@@ -181,13 +181,13 @@ class Rounds:
             session.loop.evaluated(),
         ):
 
-            def told(num_more: int) -> None:
+            def note_ended(num_more: int) -> None:
                 nonlocal num_ended
                 num_ended += num_more
                 progress(num_ended, num)
 
             for groups in batches:
-                sampler.sample(ids, groups, answers, choose=choose, told=told)
+                sampler.sample(ids, groups, answers, choose=choose, note_ended=note_ended)
         return answers, self._predicted_s(sampler)
 
     def _sampler(self) -> Sampler:
@@ -338,18 +338,35 @@ class Rounds:
 
     # ---------------------------------------------------------------------------------- files
 
-    def _opened(self, step: int, key: str) -> "Open":
-        """Return what is known of a round, which a run that was killed may have left."""
+    def _opened(self, step: int, prompts: Sequence["Example"]) -> "Open":
+        """Return what is known of a round, which a run that was killed may have left.
+
+        Answers hold for the weights and the prompts that they were sampled with, and rewards for
+        the functions and the columns of the data that they came from.
+        """
+        ids = [prompt.input_ids.tolist() for prompt in prompts]
+        rows = [self._asked[prompt.source].row for prompt in prompts]
+        wanted = Open(
+            step=step,
+            key=_digest(digest_of(self._session.loop.weights), ids),
+            rewards_digest=self._rewards.digest(),
+            rows_digest=_digest(rows),
+        )
         with suppress(OSError, ValueError, KeyError, TypeError):
             found = Open.read(json.loads((self._folder / OPEN).read_text()))
-            if (found.step, found.key) == (step, key):
-                is_same = found.rewards_digest == self._rewards.digest()
-                return found if is_same else replace(found, given=None)
-        return Open(step=step, key=key)
+            is_judged_alike = found.rewards_digest == wanted.rewards_digest
+            if not is_judged_alike:
+                self._session.run.screen.note(
+                    f"The reward functions have changed since round {found.step + 1}"
+                )
+            if (found.step, found.key) == (wanted.step, wanted.key):
+                is_same = is_judged_alike and found.rows_digest == wanted.rows_digest
+                given = found.given if is_same else None
+                return replace(wanted, answers=found.answers, given=given)
+        return wanted
 
     def _keep(self, found: "Open") -> None:
-        kept = replace(found, rewards_digest=self._rewards.digest())
-        write_atomically(self._folder / OPEN, json.dumps(kept.to_json()))
+        write_atomically(self._folder / OPEN, json.dumps(asdict(found)))
 
     def _write(self, step: int, prompts: Sequence["Example"], found: "Open") -> None:
         """Write the answers of a round as text, with their rewards."""
@@ -376,10 +393,11 @@ class Open:
     """What is known of a round."""
 
     step: int  # its number, from 0
-    key: str  # digest of the weights before it
+    key: str  # digest of the weights before it, and of its prompts
     answers: list[list[Answer]] | None = None  # those to each prompt, once they are sampled
     given: list[list[Given]] | None = None  # what each is given, once that is known
-    rewards_digest: str = ""  # of the functions that gave it
+    rewards_digest: str = ""  # digest of the functions that give rewards
+    rows_digest: str = ""  # digest of the columns that they read
 
     @property
     def some(self) -> list[list[Answer]]:
@@ -392,10 +410,6 @@ class Open:
         """What they are given, which is known."""
         assert self.given is not None
         return self.given
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it as `read` takes it."""
-        return asdict(self)
 
     @classmethod
     def read(cls, values: dict[str, Any]) -> "Open":
@@ -431,6 +445,10 @@ def _asked(examples: ExampleSet | None) -> dict[str, Asked]:
             prompt = cast("Prompt", form.read(name, raw))
             found[name] = Asked(question=prompt.question, row=cast("Mapping[str, object]", row))
     return found
+
+
+def _digest(*values: object) -> str:
+    return sha256(json.dumps(values, default=str).encode()).hexdigest()
 
 
 def _prompts(examples: ExampleSet | None) -> LongestAnswers:

@@ -62,16 +62,16 @@ class Sampler:
         answers: Sequence[Sequence[Answer]],
         *,
         choose: Choose,
-        told: Callable[[int], None],
+        note_ended: Callable[[int], None],
     ) -> None:
         """Write the answers to the prompts of a batch, whose caches fit together.
 
         Args:
             prompts: Token ids of each, those of other batches too.
             groups: Numbers of prompts that are computed together, shorter ones padded.
-            answers: As many of each prompt, empty.
+            answers: Empty answers, as many for each prompt.
             choose: Chooses tokens; answers are numbered prompt by prompt.
-            told: Called with the number of answers that have ended since.
+            note_ended: Called with the number of answers that have ended since.
 
         Raises:
             UnsupportedModelError: The model takes no key-value cache.
@@ -109,7 +109,7 @@ class Sampler:
                         logits_BV = logits_BV.repeat_interleave(num_answers, dim=0)
                     num_ended = self.give(rows[number], logits_BV, choose)
                     if num_ended:
-                        told(num_ended)
+                        note_ended(num_ended)
                     if any(self.goes_on(answer) for _, answer in rows[number]):
                         newest = [[answer.tokens[-1]] for _, answer in rows[number]]
                         given[number] = torch.tensor(newest)

@@ -182,8 +182,10 @@ class ObjectiveSection(Choice):
         """
         return rows
 
-    def more_rows(self, plan: "Plan", train: "TrainSection") -> "list[Line]":
-        """Return what a plan says of what is done between its steps.
+    def more_rows(
+        self, plan: "Plan", train: "TrainSection", *, num_steps: int | None
+    ) -> "list[Line]":
+        """Return what a plan says of what is done between its steps, of which there are so many.
 
         Raises:
             DoesNotFitError: It does not fit.

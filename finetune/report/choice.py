@@ -96,7 +96,7 @@ def plan_rows(choice: Choice, recipe: Recipe, *, num_steps: int | None = None) -
     """Return all that the chosen plan says, for so many steps or those that the recipe names."""
     steps = num_steps or recipe.train.steps
     rows = rows_of(choice.plan, faster=faster_rows(choice), prices=recipe.report, num_steps=steps)
-    return rows + recipe.objective.more_rows(choice.plan, recipe.train)
+    return rows + recipe.objective.more_rows(choice.plan, recipe.train, num_steps=steps)
 
 
 def plan_figures(choice: Choice, recipe: Recipe) -> dict[str, Any]:

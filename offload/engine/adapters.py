@@ -63,7 +63,7 @@ class Adapters:
         Args:
             engine: Attached to a peft model in evaluation mode.
             pattern: Name of its adapter that is on all of them; no other is active.
-            max_adapters: How many there may be, without it.
+            max_adapters: The most adapters at a time, the pattern left out.
             max_rank: The largest rank.
             settle: Called with the model after each change.
 
@@ -162,7 +162,7 @@ class Adapters:
         Args:
             name: One that no other has.
             settings: Its rank, scale and linears.
-            seed: Of its initial values, which depend on nothing else.
+            seed: The seed of its initial values, which depend on nothing else.
 
         Raises:
             OffloadError: A name or setting does not fit, or all slots are taken.
@@ -187,7 +187,7 @@ class Adapters:
             name: One that no other has.
 
         Raises:
-            OffloadError: As for `add`.
+            OffloadError: The name does not fit, or all slots are taken.
         """
         self._add(name, self.settings(source), is_trained=False)
         own = self.parameters(name)
@@ -201,7 +201,7 @@ class Adapters:
 
         Args:
             name: Its name.
-            values: As `values` returns them, of an adapter with the same settings.
+            values: Values in the form of `Adapters.values`, of an adapter with the same settings.
 
         Raises:
             OffloadError: They are of other settings; nothing was changed.
@@ -264,7 +264,7 @@ class Adapters:
         if name in self._model.peft_config:
             raise OffloadError(
                 f"there is an adapter {name!r} already",
-                limit="adapters are told apart by their names",
+                limit="each adapter has a name of its own",
                 hint=f"remove it first, or name this one {name + '2'!r}",
             )
         if not _NAME.fullmatch(name) or name in parts:

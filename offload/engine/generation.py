@@ -387,7 +387,7 @@ class Generation:
 
         Args:
             group: It has a cache.
-            num: How often.
+            num: The number of times.
         """
         one = self._groups[group]
         rows = torch.arange(len(one.input_ids_BT), device=self._torch_device)
@@ -418,9 +418,9 @@ class Generation:
             tokens: By group, the tokens that continue its rows, (B, T): of a new group its prompts,
                 all of one length; of a group that has a cache mostly one token of each row. Groups
                 that are not named wait.
-            padding: Of new groups whose prompts were made as long by tokens at their left, how many
-                these are, (B,): no other token sees them. What a row computes is then that of it
-                alone within rounding.
+            padding: By group, the tokens at the left of each of its prompts that make them as long,
+                (B,), where a new group has such: no other token sees them. What a row computes is
+                then that of it alone within rounding.
 
         Returns:
             Logits (B, V) by group, on the compute device.
@@ -481,7 +481,7 @@ class Generation:
         """Check and keep what a pass has computed, and return it by group.
 
         Args:
-            one: What was to be computed.
+            one: The pass.
             logits: Logits (B, V) of each of its rows.
             num_loads: Layers that were loaded meanwhile.
 

@@ -125,7 +125,7 @@ class SharedEngine(Engine):
 
         Raises:
             UnsupportedModelError: As for `Generation.next_logits`; all are closed.
-            OffloadError: As there; if tokens are invalid, no cache was written to.
+            OffloadError: One of them is refused; if tokens are invalid, no cache was written to.
         """
         begun = []
         for one in asked:

@@ -128,8 +128,8 @@ def plan_sampling(plan: Plan, request: SamplingRequest) -> SamplingPlan:
     prompts are one batch.
 
     Args:
-        plan: Of a step.
-        request: What is sampled between two steps.
+        plan: The plan of a step.
+        request: The answers that are sampled between two steps.
 
     Raises:
         DoesNotFitError: The caches of one prompt's answers do not fit next to the slots.
@@ -162,7 +162,7 @@ def pass_seconds(
     """Predict the seconds of one pass over the layers, after another pass.
 
     Args:
-        plan: Of a step.
+        plan: The plan of a step.
         num_groups: Equal groups that pass each layer together.
         num_rows: Rows of each.
         num_past: Tokens of each row that are in its cache; 0 for a pass over prompts.

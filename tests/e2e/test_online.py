@@ -276,6 +276,71 @@ def test_a_round_that_is_given_no_reward_ends_the_run_and_is_kept(
     assert lengths == [len(one["tokens"]) for several in answers for one in several]
 
 
+def test_kept_answers_and_rewards_are_those_of_the_prompts_and_columns_that_are_there(
+    tmp_path: Path,
+    write_recipe: RecipeWriter,
+    machine_file: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Before the first checkpoint nothing else of a run says which rows it had."""
+    rewards, file = tmp_path / "bad.py", tmp_path / "rows.jsonl"
+    numbers = [10, 11, 12, 13]
+
+    def write(word: str, answer: int) -> None:
+        rows = [{"question": f"{word} {n}", "answer": str(n + answer)} for n in numbers]
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    recipe = online(
+        write_recipe,
+        tmp_path,
+        objective={"rewards": str(rewards)},
+        data={"path": str(file), "eval_frac": None},
+        train={"steps": 1},
+    )
+    words = ("finetune", recipe, "--machine", machine_file)
+    write("after", 1)
+    rewards.write_text(BAD.format(mark="after"))
+    assert run(*words) == 1
+    first = open_round(tmp_path / "run")
+    rewards.write_text("def reward(prompt, answer, row):\n    return float(row['answer'])\n")
+
+    write("after", 5)  # other columns: the same answers, and rewards of what is there now
+    assert run(*words, f"output.dir={tmp_path / 'copy'}") == 0  # what a run of its own gives
+    assert run(*words, "--resume") == 0
+    assert "The reward functions have changed since round 1" in capsys.readouterr().out
+    lines = round_of(tmp_path / "run", 1)
+    assert {line["reward"] for line in lines} <= {float(n + 5) for n in numbers}
+    assert lines == round_of(tmp_path / "copy", 1)
+    assert open_round(tmp_path / "run")["answers"] == first["answers"]
+
+
+def test_answers_of_other_prompts_are_not_kept(
+    tmp_path: Path, write_recipe: RecipeWriter, machine_file: Path
+) -> None:
+    rewards, file = tmp_path / "bad.py", tmp_path / "rows.jsonl"
+
+    def write(word: str) -> None:
+        rows = [{"question": f"{word} {n}", "answer": "1"} for n in range(4)]
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    recipe = online(
+        write_recipe,
+        tmp_path,
+        objective={"rewards": str(rewards)},
+        data={"path": str(file), "eval_frac": None},
+        train={"steps": 1},
+    )
+    words = ("finetune", recipe, "--machine", machine_file)
+    write("first")
+    rewards.write_text(BAD.format(mark="first"))
+    assert run(*words) == 1  # before any checkpoint
+    write("other")
+    assert run(*words, f"output.dir={tmp_path / 'alone'}") == 0
+    assert run(*words, "--resume") == 0
+    assert round_of(tmp_path / "run", 1) == round_of(tmp_path / "alone", 1)
+    assert same_adapter(tmp_path / "run", tmp_path / "alone")
+
+
 def test_equal_rewards_teach_nothing_and_are_named(
     tmp_path: Path, write_recipe: RecipeWriter, machine_file: Path
 ) -> None:

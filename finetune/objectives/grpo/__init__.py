@@ -18,6 +18,7 @@ from finetune.recipe.extensions import (
     chosen,
     formats_like,
 )
+from offload.plan.machine.machine import GIB
 
 if TYPE_CHECKING:
     from finetune.data.dataset import Rows
@@ -57,6 +58,11 @@ class Reward(Section):
         description="Further arguments of the function, by name.",
         examples=[{"pattern": "<think>.*</think>.+"}],
     )
+
+    @property
+    def memory_bytes(self) -> int:
+        """The same in bytes."""
+        return int(self.memory_gib * GIB)
 
     def __str__(self) -> str:
         return self.function
@@ -277,7 +283,9 @@ class Grpo(ObjectiveSection):
 
         return with_longest_answers(rows, self, seq_len=seq_len)
 
-    def more_rows(self, plan: "Plan", train: "TrainSection") -> "list[Row]":
+    def more_rows(
+        self, plan: "Plan", train: "TrainSection", *, num_steps: int | None
+    ) -> "list[Row]":
         """Return what a plan says of sampling.
 
         Raises:
@@ -287,7 +295,7 @@ class Grpo(ObjectiveSection):
             return []
         from finetune.objectives.grpo.prompts import rows_of_sampling
 
-        return rows_of_sampling(self, plan, train)
+        return rows_of_sampling(self, plan, train, num_steps=num_steps)
 
     @property
     def without_reference(self) -> str:

@@ -90,7 +90,7 @@ def with_longest_answers(rows: Rows, section: "Grpo", *, seq_len: int) -> Rows:
 
     Args:
         rows: Prompts that are trained on, and held out.
-        section: How answers are sampled.
+        section: The settings of sampling.
         seq_len: Most tokens of a prompt with its answer.
 
     Raises:
@@ -132,11 +132,11 @@ def planned_sampling(
     """Return how the answers of a step are sampled.
 
     Args:
-        section: How they are.
-        plan: Of a step.
-        num_answers: Of all its prompts together.
-        prompt_tokens: Of a typical prompt.
-        longest_prompt: Of the longest one.
+        section: The settings of sampling.
+        plan: The plan of a step.
+        num_answers: The answers to all prompts of a step together.
+        prompt_tokens: Tokens of a typical prompt.
+        longest_prompt: Tokens of the longest prompt.
 
     Raises:
         DoesNotFitError: The caches of the answers to one prompt do not fit.
@@ -163,7 +163,9 @@ _LIMITS = {
 }
 
 
-def rows_of_sampling(section: "Grpo", plan: Plan, train: "TrainSection") -> list[Row]:
+def rows_of_sampling(
+    section: "Grpo", plan: Plan, train: "TrainSection", *, num_steps: int | None
+) -> list[Row]:
     """Return what a plan says of a round, where all prompts and answers are as long as may be.
 
     Raises:
@@ -200,5 +202,9 @@ def rows_of_sampling(section: "Grpo", plan: Plan, train: "TrainSection") -> list
         "cache_bytes": found.cache_bytes,
     }
     rows = [Row(f"sampling.{name}", "", figure) for name, figure in figures.items()]
-    limit = Row("sampling.limited_by", "  limited by", _LIMITS[found.limited_by])
-    return [Row("", "sampling", words, level=BRIEF), limit, *rows]
+    rows.append(Row("sampling.limited_by", "  limited by", _LIMITS[found.limited_by]))
+    if num_steps is not None:
+        all_s = num_steps * (found.sample_s + plan.step_s)
+        note = f"for {num_steps} of sampling and learning, at most"
+        rows.append(Row("sampling.all_s", "all rounds", all_s, "s", note, level=BRIEF))
+    return [Row("", "sampling", words, level=BRIEF), *rows]

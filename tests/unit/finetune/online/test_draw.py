@@ -67,7 +67,7 @@ def test_exact_answers_are_the_same_to_the_bit_whichever_prompts_are_sampled_wit
         ended: list[int] = []
         for groups in batches_of(chosen, most=most, are_joined=False):
             draw = Draw(seeds, temperature=1.0)
-            sampler.sample(chosen, groups, found, choose=draw, told=ended.append)
+            sampler.sample(chosen, groups, found, choose=draw, note_ended=ended.append)
         assert sum(ended) == 4 * len(numbers)
         assert sampler.num_batches == math.ceil(len(numbers) / most)
         return found

@@ -14,14 +14,15 @@ from typing import Any
 import pytest
 
 from finetune.errors import ConfigError
-from finetune.online.rewards import Answered, Given, Rewards, RewardSpec
+from finetune.objectives.grpo import Reward
+from finetune.online.rewards import Answered, Given, Rewards
 
 GIB = 2**30
 
 
-def spec(function: str = "rewards.py", *, weight: float = 1.0, **values: Any) -> RewardSpec:
-    limits: dict[str, Any] = {"timeout_s": 30.0, "memory_bytes": GIB, "options": {}}
-    return RewardSpec(function=function, weight=weight, **(limits | values))
+def spec(function: str = "rewards.py", *, weight: float = 1.0, **values: Any) -> Reward:
+    limits: dict[str, Any] = {"timeout_s": 30.0, "memory_gib": 1.0, "options": {}}
+    return Reward(function=function, weight=weight, **(limits | values))
 
 
 def asked(*answers: str, **row: object) -> list[Answered]:
@@ -67,11 +68,11 @@ def write(tmp_path: Path) -> Callable[..., Path]:
     return written
 
 
-def rewards(folder: Path, *specs: RewardSpec, num_workers: int = 1, **values: Any) -> Rewards:
+def rewards(folder: Path, *specs: Reward, num_workers: int = 1, **values: Any) -> Rewards:
     return Rewards(specs or (spec(),), folder=folder, num_workers=num_workers, **values)
 
 
-def given(folder: Path, *specs: RewardSpec, answers: list[Answered]) -> list[Given]:
+def given(folder: Path, *specs: Reward, answers: list[Answered]) -> list[Given]:
     with rewards(folder, *specs) as one:
         return one.of(answers)
 
@@ -311,7 +312,7 @@ def test_a_function_of_much_memory_is_ended(write) -> None:
             time.sleep(0.3)
             return 1.0
     """)
-    one = spec(memory_bytes=100 * 2**20)
+    one = spec(memory_gib=100 / 1024)
     found = given(folder, one, answers=asked("", "own", "child", "shared", ""))
     assert [one.total for one in found] == [1.0, None, None, 1.0, 1.0]
     for failed in (found[1], found[2]):
@@ -402,10 +403,11 @@ ALONE = """
 import sys, tempfile
 tempfile.tempdir = sys.argv[1] + "/temporary"
 from pathlib import Path
-from finetune.online.rewards import Answered, Rewards, RewardSpec
+from finetune.objectives.grpo import Reward
+from finetune.online.rewards import Answered, Rewards
 
-spec = RewardSpec(
-    function="rewards.py", weight=1.0, timeout_s=60.0, memory_bytes=2**30, options={}
+spec = Reward(
+    function="rewards.py", weight=1.0, timeout_s=60.0, memory_gib=1.0, options={}
 )
 with Rewards([spec], folder=Path(sys.argv[1]), num_workers=1) as rewards:
     rewards.of([Answered(prompt="", answer="waits", row={})])
@@ -668,7 +670,7 @@ def test_a_digest_is_of_the_files_options_and_weights(write) -> None:
     digests.append(rewards(folder, spec(weight=2.0)).digest())
     digests.append(rewards(folder, spec(options={"more": 1})).digest())
     assert len(set(digests)) == 5
-    assert rewards(folder, spec(timeout_s=5.0, memory_bytes=2**29)).digest() == digests[2]
+    assert rewards(folder, spec(timeout_s=5.0, memory_gib=0.5)).digest() == digests[2]
     moved = folder / "moved"
     moved.mkdir()
     for name in ("rewards.py", "helper.py"):

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from finetune.errors import DataError
+from finetune.objectives.grpo import Reward
 from finetune.online import functions
 from finetune.online.functions import exact_match, unit_tests
-from finetune.online.rewards import Answered, Rewards, RewardSpec
+from finetune.online.rewards import Answered, Rewards
 
 
 @pytest.mark.parametrize(
@@ -224,10 +225,8 @@ def test_a_row_without_tests_is_an_error(row: dict, what: str) -> None:
 
 
 def test_shipped_functions_are_computed_by_their_names(tmp_path: Path) -> None:
-    def spec(name: str, **options: object) -> RewardSpec:
-        return RewardSpec(
-            function=name, weight=1.0, timeout_s=30.0, memory_bytes=2**30, options=options
-        )
+    def spec(name: str, **options: object) -> Reward:
+        return Reward(function=name, weight=1.0, timeout_s=30.0, memory_gib=1.0, options=options)
 
     specs = [spec("exact_match", number=True), spec("format", pattern="4."), spec("unit_tests")]
     answered = [
