@@ -1,6 +1,7 @@
 """Learning from answers that a run samples itself."""
 
 import json
+import shutil
 import signal
 from hashlib import blake2b
 from pathlib import Path
@@ -276,18 +277,19 @@ def test_a_round_that_is_given_no_reward_ends_the_run_and_is_kept(
     assert lengths == [len(one["tokens"]) for several in answers for one in several]
 
 
-def test_kept_answers_and_rewards_are_those_of_the_prompts_and_columns_that_are_there(
+@pytest.mark.parametrize("changed", ["columns", "functions", "prompts"])
+def test_what_a_round_has_found_holds_for_its_prompts_columns_and_functions(
+    changed: str,
     tmp_path: Path,
     write_recipe: RecipeWriter,
     machine_file: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Before the first checkpoint nothing else of a run says which rows it had."""
-    rewards, file = tmp_path / "bad.py", tmp_path / "rows.jsonl"
-    numbers = [10, 11, 12, 13]
+    rewards, file, run_dir = tmp_path / "of.py", tmp_path / "rows.jsonl", tmp_path / "run"
 
     def write(word: str, answer: int) -> None:
-        rows = [{"question": f"{word} {n}", "answer": str(n + answer)} for n in numbers]
+        rows = [{"question": f"{word} {n}", "answer": str(n + answer)} for n in range(4)]
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     recipe = online(
@@ -299,46 +301,26 @@ def test_kept_answers_and_rewards_are_those_of_the_prompts_and_columns_that_are_
     )
     words = ("finetune", recipe, "--machine", machine_file)
     write("after", 1)
-    rewards.write_text(BAD.format(mark="after"))
-    assert run(*words) == 1
-    first = open_round(tmp_path / "run")
     rewards.write_text("def reward(prompt, answer, row):\n    return float(row['answer'])\n")
-
-    write("after", 5)  # other columns: the same answers, and rewards of what is there now
-    assert run(*words, f"output.dir={tmp_path / 'copy'}") == 0  # what a run of its own gives
+    assert run(*words) == 0
+    before = open_round(run_dir)
+    for folder in (run_dir / "adapter", run_dir / "checkpoints" / "step-0000001"):
+        shutil.rmtree(folder)  # as a kill in the first step would have left it
+    (run_dir / "metrics.jsonl").unlink()
+    if changed == "functions":
+        rewards.write_text("def reward(prompt, answer, row):\n    return len(answer)\n")
+    else:
+        write("after" if changed == "columns" else "again", 5)
     assert run(*words, "--resume") == 0
-    assert "The reward functions have changed since round 1" in capsys.readouterr().out
-    lines = round_of(tmp_path / "run", 1)
-    assert {line["reward"] for line in lines} <= {float(n + 5) for n in numbers}
-    assert lines == round_of(tmp_path / "copy", 1)
-    assert open_round(tmp_path / "run")["answers"] == first["answers"]
-
-
-def test_answers_of_other_prompts_are_not_kept(
-    tmp_path: Path, write_recipe: RecipeWriter, machine_file: Path
-) -> None:
-    rewards, file = tmp_path / "bad.py", tmp_path / "rows.jsonl"
-
-    def write(word: str) -> None:
-        rows = [{"question": f"{word} {n}", "answer": "1"} for n in range(4)]
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-    recipe = online(
-        write_recipe,
-        tmp_path,
-        objective={"rewards": str(rewards)},
-        data={"path": str(file), "eval_frac": None},
-        train={"steps": 1},
-    )
-    words = ("finetune", recipe, "--machine", machine_file)
-    write("first")
-    rewards.write_text(BAD.format(mark="first"))
-    assert run(*words) == 1  # before any checkpoint
-    write("other")
-    assert run(*words, f"output.dir={tmp_path / 'alone'}") == 0
-    assert run(*words, "--resume") == 0
-    assert round_of(tmp_path / "run", 1) == round_of(tmp_path / "alone", 1)
-    assert same_adapter(tmp_path / "run", tmp_path / "alone")
+    is_noted = "The reward functions have changed since round 1" in capsys.readouterr().out
+    assert is_noted == (changed == "functions")
+    after, (row,) = open_round(run_dir), rows_of(run_dir)
+    assert (row["sample_s"] > 0) == (changed == "prompts")
+    assert (after["answers"] == before["answers"]) == (changed != "prompts")
+    for line in round_of(run_dir, 1):
+        number = int(line["prompt"].rpartition(" ")[2])
+        wanted = len(line["answer"]) if changed == "functions" else number + 5
+        assert line["reward"] == wanted
 
 
 def test_equal_rewards_teach_nothing_and_are_named(
