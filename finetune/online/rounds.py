@@ -13,7 +13,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from statistics import fmean, pstdev
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast
 
 import numpy as np
@@ -106,12 +105,7 @@ class Rounds:
         self._folder.mkdir(exist_ok=True)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._rewards.close()
 
     def __iter__(self) -> Iterator[StepBatch]:
