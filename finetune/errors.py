@@ -11,6 +11,7 @@ FinetuneError            see offload.errors.SluiceError for the three parts
     DivergedError        its loss or its gradients are no numbers
   StudioError            the page's second process has died
 ApartError               runs that are to train in waves, by their plan
+RowError                 what is wrong with one row, which becomes a part of a DataError
 TrialDoesNotFitError     the longest batch ran out of memory when it was tried
 """
 
@@ -44,6 +45,21 @@ class CheckpointError(FinetuneError):
 
 class MergeError(FinetuneError):
     """An adapter cannot be merged, or a model cannot be exported."""
+
+
+class RowError(Exception):
+    """What is wrong with one row; collected, never seen by a caller.
+
+    Attributes:
+        lost: Keys that mean something and would not be read.
+    """
+
+    def __init__(self, problem: str, lost: Sequence[str] = ()) -> None:
+        super().__init__(problem, lost)
+        self.problem, self.lost = problem, tuple(lost)
+
+    def __str__(self) -> str:
+        return self.problem
 
 
 def unmatched(source: str, problem: str, names: Collection[str]) -> ModelError:

@@ -10,9 +10,10 @@ from transformers import PreTrainedTokenizerBase
 from finetune.data.dataset import Chosen, ExampleSet, Tokens, choice_notes, examples_of
 from finetune.data.encode_source import SourceRows, stored_tokens
 from finetune.data.rows import Conversation, LossOn, RowForm, bad_rows, no_rows
-from finetune.data.sources import Place, Raw, RowError, open_source
+from finetune.data.sources import Place, Raw, open_source
 from finetune.data.tokenize import Encoder
 from finetune.data.turns import Message
+from finetune.errors import RowError
 from finetune.report.screen import unseen
 from tests.doubles import tiny_tokenizer
 

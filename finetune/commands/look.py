@@ -6,9 +6,9 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from finetune.data.rows import Row, RowForm, bad_rows, no_rows
-from finetune.data.sources import Raw, RowError, open_source
+from finetune.data.sources import Raw, open_source
 from finetune.data.tokenize import Encoder
-from finetune.errors import ConfigError, DataError, ModelError
+from finetune.errors import ConfigError, DataError, ModelError, RowError
 from finetune.model.tokenizer import load_tokenizer
 from finetune.recipe.extensions import FORMATS, ObjectiveSection
 from finetune.recipe.sections import ModelSection

@@ -13,14 +13,18 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
-from finetune.data.rows import Compared, RowForm, TopTokens, find_unread_in_turns
-from finetune.data.sources import Filled, RowError, decoded
-from finetune.data.turns import Message, keys_read, mapping, read_turn, text
+from finetune.data.rows import Compared, RowForm, find_unread_in_turns
+from finetune.data.sources import Filled, decoded
+from finetune.data.turns import Message, is_turns, keys_read, mapping, read_turn, text
+from finetune.errors import RowError
+
+if TYPE_CHECKING:
+    from finetune.data.top_tokens import TopTokens
 
 _SPEAKERS = {"Human": "user", "Assistant": "assistant"}
 _SPEAKER = re.compile(r"\n\n(Human|Assistant):")
-_WRITTEN_TURNS = re.compile(r"\s*\[\s*\{\s*['\"](role|content|from|value)['\"]\s*:")
 Column = Callable[[str], str]
 
 
@@ -43,7 +47,7 @@ class Answers:
     logprobs: tuple[tuple[float, ...], ...] = ()
     # A teacher's likeliest tokens at each token of each answer, its end included; empty where the
     # row does not have them.
-    teacher: tuple[TopTokens, ...] = ()
+    teacher: "tuple[TopTokens, ...]" = ()
     is_rated: bool = False  # whether one number is learned of each, at its last token
     # Ratings of a pair, by which the rejected answer is the better one; None without.
     contradiction: str | None = None
@@ -163,11 +167,6 @@ def with_prompt(
         asked, extra = fields.pop("instruction"), fields.pop("input", None)
         return {**fields, column("prompt"): f"{asked}\n\n{extra}" if extra else asked}, []
     return row, []
-
-
-def is_turns(value: object) -> bool:
-    """Return whether a value is the JSON text of turns, which a column of a .csv file may be."""
-    return isinstance(value, str) and _WRITTEN_TURNS.match(value) is not None
 
 
 def _is_one(row: Mapping[str, object], name: str) -> bool:

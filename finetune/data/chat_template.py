@@ -109,7 +109,8 @@ def _endless(what: str, limits: Limits, source: str) -> DataError:
 
 
 # ---------------------------------------------------------------------------------------------
-# The form of a turn's content: a text, or a list of parts of which it is the only one.
+# The form of a turn's content: a text, or a list of parts of which it is the only one. It is a
+# list where there are images too.
 #
 # Templates of models for images loop over the parts of a content. Over a text they loop too, letter
 # by letter, and write nothing of it. So a marker is rendered both ways, once for each template and
@@ -134,7 +135,7 @@ def turns_for(
 
     Args:
         tokenizer: A tokenizer with a template.
-        turns: Messages whose contents are texts.
+        turns: Messages whose contents are texts, or lists of parts where they have images.
         source: The row, as errors name it.
 
     Raises:
@@ -160,7 +161,7 @@ def turns_for(
 def _in_form(turns: Iterable[Mapping[str, Any]], parted: Collection[str]) -> list[dict[str, Any]]:
     return [
         {**turn, "content": [{"type": "text", "text": turn["content"]}]}
-        if _AS_ROLE.get(turn["role"], turn["role"]) in parted
+        if isinstance(turn["content"], str) and _AS_ROLE.get(turn["role"], turn["role"]) in parted
         else dict(turn)
         for turn in turns
     ]

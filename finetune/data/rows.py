@@ -15,9 +15,8 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-import numpy as np
-
-from finetune.data.sources import Filled, Raw, RowError, decoded
+from finetune.data.pictures.picture import COLUMNS, Picture
+from finetune.data.sources import Filled, Raw, decoded
 from finetune.data.turns import (
     Message,
     has_nulls_in_tools,
@@ -26,14 +25,13 @@ from finetune.data.turns import (
     read_tools,
     text,
 )
-from finetune.errors import DataError
+from finetune.errors import DataError, RowError
 from finetune.recipe.extensions import FORMATS, DataFormat, repeated_formats
 from finetune.recipe.sections import DataSection
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from finetune.data.tokenize import Encoder, Example, Fate
+    from finetune.data.top_tokens import TopTokens
 
 
 # ---------------------------------------------------------------------------------------------
@@ -48,7 +46,8 @@ _REASONING = "write it into the answer, between <think> and </think>"
 _PAIRS = "pairs of answers are learned by `objective.method: dpo` and others, or `reward`"
 _FOR_KTO = "desired and undesired answers are learned by `objective.method: kto`"
 _SYSTEM = "make it the first turn of `messages`, or set `data.system` for all rows"
-_MEDIA = "only text is trained"
+_MEDIA = "only texts and images are trained"
+_IMAGES = "images are columns of chats, prompts with completions, and pairs or labelled answers"
 
 MEANINGS: Mapping[str, str] = {
     "tools": _TOOLS,
@@ -70,8 +69,8 @@ MEANINGS: Mapping[str, str] = {
     "history": "make it turns of `messages`",
     "documents": "make it part of the question",
     "chat_template_kwargs": "the template has the same settings for all rows",
-    "image": _MEDIA,
-    "images": _MEDIA,
+    "image": _IMAGES,
+    "images": _IMAGES,
     "audio": _MEDIA,
     "audios": _MEDIA,
     "video": _MEDIA,
@@ -158,124 +157,6 @@ def _is_same_as_none(key: str, value: object) -> bool:
     return key in ("train", "label") and value is True
 
 
-# ---------------------------------------------------------------------------------------------
-# A teacher's likeliest tokens at each token of an answer, and their log-probabilities.
-#
-# A row has them as two lists of lists, `top_ids` and `top_logprobs`, with one list for each token
-# of the answer, its end included: what the teacher would have said in its place, the token itself
-# or another. Lists may differ in length, and in the order of tokens.
-
-_MOST_MASS = 1.01
-"""Probabilities that were rounded to 16 bits may add up to a little more than 1."""
-_NONE = -1
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class TopTokens:
-    """The likeliest tokens at each of T tokens."""
-
-    counts: "NDArray[np.int32]"  # (T,) int32: how many each has
-    ids: "NDArray[np.int32]"  # they, end to end, int32, at each token the likeliest first
-    logprobs: "NDArray[np.float32]"  # their log-probabilities, in nats, float32
-
-    @classmethod
-    def read(cls, ids: Sequence[object], logprobs: Sequence[object], names: Sequence[str]) -> Self:
-        """Read the two lists of a row.
-
-        Args:
-            ids: For each token a list of tokens.
-            logprobs: For each token a list of numbers.
-            names: The two columns.
-
-        Raises:
-            RowError: They do not fit each other, or are no log-probabilities of different tokens.
-        """
-        ids_of, logprobs_of = (_lists(x, n) for x, n in zip((ids, logprobs), names, strict=True))
-        counts = np.array([len(one) for one in ids_of], dtype=np.int32)
-        others = np.array([len(one) for one in logprobs_of], dtype=np.int32)
-        if len(counts) != len(others):
-            raise RowError(f"{names[0]!r} has {len(counts)} lists, {names[1]!r} {len(others)}")
-        for at in np.flatnonzero((counts != others) | (counts == 0))[:1].tolist():
-            raise RowError(
-                f"{names[0]}[{at}] has {counts[at]} tokens, {names[1]}[{at}] {others[at]} numbers;"
-                " each needs as many, and one or more"
-            )
-        flat_ids = _flat(ids_of, names[0], "iu", "tokens")
-        flat_logprobs = _flat(logprobs_of, names[1], "iuf", "numbers").astype(np.float64)
-        token = np.repeat(np.arange(len(counts)), counts)
-        by_id = np.lexsort((flat_ids, token))
-        is_twice = (np.diff(token[by_id]) == 0) & (np.diff(flat_ids[by_id]) == 0)
-        for at in token[by_id][:-1][is_twice][:1].tolist():
-            raise RowError(f"{names[0]}[{at}] has a token twice")
-        for at in token[(flat_ids < 0) | (flat_ids >= 2**31)][:1].tolist():
-            raise RowError(f"{names[0]}[{at}] has a number that is no token")
-        for at in token[~np.isfinite(flat_logprobs)][:1].tolist():
-            raise RowError(f"{names[1]}[{at}] has a number that is not finite")
-        mass = np.bincount(token, np.exp(np.minimum(flat_logprobs, 1.0)), len(counts))
-        for at in np.flatnonzero(mass > _MOST_MASS)[:1].tolist():
-            raise RowError(
-                f"{names[1]}[{at}] adds up to a probability of {mass[at]:.3g}: it needs natural"
-                " logarithms of probabilities, at temperature 1"
-            )
-        order = np.lexsort((-flat_logprobs, token))
-        return cls(
-            counts=counts,
-            ids=flat_ids[order].astype(np.int32),
-            logprobs=flat_logprobs[order].astype(np.float32),
-        )
-
-    def at(self, places: "NDArray[np.int64]", num_tokens: int) -> "TopTokens":
-        """Return the same at some of so many tokens, as many as there are places; others have none.
-
-        Args:
-            places: Where the first of the tokens are.
-            num_tokens: Of an example.
-        """
-        counts = np.zeros(num_tokens, dtype=np.int32)
-        counts[places] = self.counts[: len(places)]
-        num = int(counts.sum())
-        return TopTokens(counts=counts, ids=self.ids[:num], logprobs=self.logprobs[:num])
-
-    def table(
-        self, is_read: "NDArray[np.bool_]", width: int
-    ) -> "tuple[NDArray[np.int64], NDArray[np.float32]]":
-        """Return tokens and log-probabilities (N, width) of some tokens, the likeliest first.
-
-        Where there are fewer, the rest is -1 and 0.
-
-        Args:
-            is_read: (T,): Whose.
-            width: Most of each.
-        """
-        first = np.cumsum(self.counts) - self.counts
-        rank = np.arange(len(self.ids)) - np.repeat(first, self.counts)
-        row = np.repeat(np.cumsum(is_read) - 1, self.counts)
-        is_taken = np.repeat(is_read, self.counts) & (rank < width)
-        shape = int(np.count_nonzero(is_read)), width
-        ids = np.full(shape, _NONE, dtype=np.int64)
-        logprobs = np.zeros(shape, dtype=np.float32)
-        ids[row[is_taken], rank[is_taken]] = self.ids[is_taken]
-        logprobs[row[is_taken], rank[is_taken]] = self.logprobs[is_taken]
-        return ids, logprobs
-
-
-def _lists(values: Sequence[object], name: str) -> list[Sequence[object]]:
-    for at, one in enumerate(values):
-        if not isinstance(one, list):
-            raise RowError(f"{name}[{at}] must be a list, this is {type(one).__name__}")
-    return [one for one in values if isinstance(one, list)]
-
-
-def _flat(lists: Sequence[Sequence[object]], name: str, kinds: str, what: str) -> "NDArray[Any]":
-    try:
-        found = np.array(list(chain.from_iterable(lists)))
-    except (ValueError, OverflowError):
-        found = np.empty(0, dtype=object)
-    if found.dtype.kind not in kinds or found.ndim != 1:
-        raise RowError(f"{name!r} must be lists of {what}")
-    return found
-
-
 LossOn = Literal["assistant", "last", "all"]
 
 _MAX_SHOWN = 10
@@ -303,6 +184,15 @@ class Row:
         """
         raise NotImplementedError
 
+    @property
+    def images(self) -> tuple[Picture, ...]:
+        """Its images, in order; those of a prompt once, and then those of further answers."""
+        first, *others = self.parts
+        own = first.images if first is not self else ()
+        return own + tuple(
+            dict.fromkeys(image for one in others for image in one.images if image not in own)
+        )
+
     def content(self, loss_on: LossOn) -> object:
         """Return what the row says and trains, as JSON has it: that of a duplicate is the same."""
         raise NotImplementedError
@@ -323,6 +213,16 @@ class Conversation(Row):
     messages: tuple[Message, ...]  # its turns
     tools: tuple[Mapping[str, Any], ...] = ()  # definitions of the tools that its answers may call
 
+    @property
+    def images(self) -> tuple[Picture, ...]:
+        """The images of its turns."""
+        return self.images_until(len(self.messages))
+
+    def images_until(self, turn: int) -> tuple[Picture, ...]:
+        """Return the images of its turns up to one of them, by its number."""
+        turns = self.messages[: turn + 1]
+        return tuple(image for message in turns for image in message.images)
+
     def encode(self, encoder: "Encoder") -> "tuple[Fate, list[Example]]":
         """Return its tokens, those of answers with a loss."""
         return encoder.encode(self)
@@ -330,7 +230,8 @@ class Conversation(Row):
     def content(self, loss_on: LossOn) -> object:
         """Return its turns and tools, and which turns are learned."""
         turns = [message.to_json() for message in self.messages]
-        return [turns, [*self.tools], sorted(self.learned(loss_on))]
+        images = [image.identity for image in self.images]
+        return [turns, [*self.tools], sorted(self.learned(loss_on)), *images]
 
     def learned(self, loss_on: LossOn) -> set[int]:
         """Return the numbers of the answers that are learned."""
@@ -392,7 +293,7 @@ class Compared(Row):
     # The log-probability by which each token of each answer was sampled; empty where there is none.
     logprobs: tuple[tuple[float, ...], ...]
     # A teacher's likeliest tokens for each answer; empty where there are none.
-    teacher: tuple[TopTokens, ...]
+    teacher: "tuple[TopTokens, ...]"
     is_rated: bool = False  # whether one number is learned of each, at its last token
     # What in the row contradicts itself, see `Answers.contradiction`.
     contradiction: str | None = None
@@ -434,6 +335,7 @@ class RowForm:
     system: str | None  # system prompt for conversations that have none of their own
     ignored: tuple[str, ...]  # columns, and keys of turns, that are left out on purpose
     loss_on: LossOn  # what is learned; a turn without a loss may have a weight of 0
+    allow_downloads: bool = False  # whether images are read from servers
     # The formats that may be read.
     formats: tuple[str, ...] = field(default_factory=repeated_formats)
 
@@ -515,11 +417,25 @@ class RowForm:
         has_own = not system or any(message.role == "system" for message in messages)
         first = () if has_own else (Message(role="system", content=system or ""),)
         return Conversation(
-            messages=(*first, *messages),
+            messages=self._with_images((*first, *messages), row, source),
             source=source,
             unused=unused,
             tools=read_tools(tools) if tools else (),
         )
+
+    def _with_images(
+        self, messages: Sequence[Message], row: Mapping[str, object], source: str
+    ) -> tuple[Message, ...]:
+        """Return turns with the images of a row in their places, if its format has images."""
+        names = [name for name in map(self.column, COLUMNS) if name in self._optional()]
+        if not (any(one.images for one in messages) or any(row.get(name) for name in names)):
+            return tuple(messages)
+        from finetune.data import row_images
+
+        placed = row_images.with_images(messages, row_images.images_of(row, names))
+        if any(one.images for one in placed) and not {*COLUMNS} <= {*self.format.optional}:
+            raise RowError(f"it is of the format {self.data_format} and has images: {_IMAGES}")
+        return row_images.found_in(placed, source, allow_downloads=self.allow_downloads)
 
     def _detect(self, source: str, row: Mapping[str, object]) -> str:
         """Return the one format whose columns a row has."""
@@ -562,8 +478,9 @@ class RowForm:
 
     def _unused(self, row: Mapping[str, object]) -> tuple[str, ...]:
         """Return the keys of a row and its turns that are not read, if that loses nothing."""
-        if self.format.keeps_others:
-            return ()
+        if self.format.keeps_others:  # for rewards, and what a model should see is not for them
+            media = (_IMAGES, _MEDIA)
+            row = {key: value for key, value in row.items() if MEANINGS.get(key) in media}
         ignored = self.ignored
         columns = self._shown(self.data_format)
         read = columns + self._optional()

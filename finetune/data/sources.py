@@ -14,11 +14,11 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from finetune.errors import DataError
+from finetune.errors import DataError, RowError
 
 MAX_ROW_BYTES = 2**26  # 64 MiB: as many characters as a rendered row may have
 _BLOCK_BYTES = 2**24
@@ -27,21 +27,6 @@ _MAX_SHOWN = 10
 Place = tuple[int, int]
 Raw = object
 """A row as it was read: the bytes of a JSON text, a mapping, or the `RowError` that came of it."""
-
-
-class RowError(Exception):
-    """What is wrong with one row; collected, never seen by a caller.
-
-    Attributes:
-        lost: Keys that mean something and would not be read.
-    """
-
-    def __init__(self, problem: str, lost: Sequence[str] = ()) -> None:
-        super().__init__(problem, lost)
-        self.problem, self.lost = problem, tuple(lost)
-
-    def __str__(self) -> str:
-        return self.problem
 
 
 class Repeated(dict[str, object]):
@@ -476,13 +461,40 @@ def _load(
         if _is_saved(Path(name)):
             loaded = datasets.load_from_disk(name)
             if isinstance(loaded, datasets.DatasetDict):
-                return loaded[split]
+                return _undecoded(loaded[split])
             if split not in ("train", str(loaded.split)):
                 raise ValueError(f"it was saved without splits, and there is no {split}")
-            return loaded
-        return datasets.load_dataset(
-            name, config, split=split, data_files=data_files, revision=revision
+            return _undecoded(loaded)
+        return _undecoded(
+            datasets.load_dataset(
+                name, config, split=split, data_files=data_files, revision=revision
+            )
         )
+
+
+def _undecoded(loaded: Any) -> Any:
+    """Return a data set whose images are given as they are stored: as bytes, or the path of a file.
+
+    Else they would be decoded to objects that know neither, and so would sounds and films.
+    """
+    import datasets
+
+    stored = {name: _as_stored(feature) for name, feature in loaded.features.items()}
+    loaded.info.features = datasets.Features(stored)  # a cast would write all rows anew
+    return loaded
+
+
+def _as_stored(feature: Any) -> Any:
+    """Return the type of a column, or of what is in it, that is not decoded."""
+    import datasets
+
+    if isinstance(feature, dict):
+        return {name: _as_stored(one) for name, one in feature.items()}
+    if isinstance(feature, datasets.List | datasets.LargeList):
+        return replace(feature, feature=_as_stored(feature.feature))
+    if isinstance(feature, datasets.Image | datasets.Audio | datasets.Video):
+        return replace(feature, decode=False)
+    return feature
 
 
 @contextmanager

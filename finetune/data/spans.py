@@ -54,6 +54,7 @@ from finetune.data.chat_template import (
     render,
     switch_of,
 )
+from finetune.data.pictures.picture import AWAITED, PLACE
 from finetune.data.rows import Conversation
 from finetune.data.turns import Message
 from finetune.errors import DataError
@@ -85,6 +86,7 @@ class Rendering:
 
     text: str
     spans: tuple[Span, ...]
+    silent: tuple[tuple[int, int], ...] = ()  # where images are, which have no loss
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -338,7 +340,10 @@ class _Chat:
         return _Shape(shown=shown, answers=answers)
 
     def _all_marked(self, number: int, turn: Message) -> Message:
-        """Return a turn with marks for its text, its reasoning and its calls."""
+        """Return a turn with marks for its text, its reasoning and its calls, and any images."""
+        if turn.images:
+            content = PLACE * len(turn.images) + self._mark(str(number))
+            return replace(turn, content=content, images=(AWAITED,) * len(turn.images))
         if turn.calls and not turn.content.strip():
             thought = None if turn.thought is None else self._thought_mark(number)
             return replace(self._with_calls_marked(turn, number), thought=thought)

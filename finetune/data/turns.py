@@ -3,14 +3,21 @@
 Two spellings are read: `role` and `content` (OpenAI's), `from` and `value` (ShareGPT's). A call is
 `{"name": ..., "arguments": {...}}`, alone or under `function`; arguments and definitions of tools
 may be JSON texts, since a column of a .csv or .parquet file cannot hold objects of any form.
+
+A text may be a list of parts, of which some are images: `{"type": "image"}` with a source under
+`image`, `path`, `url` or `base64`, or `{"type": "image_url", "image_url": ...}`. One without a
+source is of a column; it may say its `index` there.
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from finetune.data.sources import Repeated, RowError
+from finetune.data.pictures.picture import PLACE, Picture
+from finetune.data.sources import Repeated
+from finetune.errors import RowError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHAREGPT_ROLES = {
@@ -24,6 +31,7 @@ SHAREGPT_ROLES = {
     "tool": "tool",
 }
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
+_WRITTEN_TURNS = re.compile(r"\s*\[\s*\{\s*['\"](role|content|from|value)['\"]\s*:")
 _CALL_KEYS = ("tool_calls", "function_call")
 _TRAIN_KEYS = ("train", "weight")
 _KEYS_OF_ROLE = {
@@ -52,7 +60,8 @@ class Message:
     """One turn."""
 
     role: str  # who speaks: one of `ROLES`
-    content: str  # what is said
+    content: str  # what is said, with `PLACE` for each image
+    images: tuple[Picture, ...] = ()  # its images, in the order of their places
     thought: str | None = None  # reasoning before it, where it is a field of its own
     calls: tuple[ToolCall, ...] = ()  # calls of tools that end an answer
     call_id: str | None = None  # the call that a tool's turn answers
@@ -61,7 +70,8 @@ class Message:
 
     def to_json(self) -> dict[str, Any]:
         """Return it in the form that templates read; reasoning under both names in use."""
-        fields: dict[str, Any] = {"role": self.role, "content": self.content}
+        content = self._parts() if self.images else self.content
+        fields: dict[str, Any] = {"role": self.role, "content": content}
         if self.thought is not None:
             fields |= {"reasoning_content": self.thought, "thinking": self.thought}
         if self.calls:
@@ -71,6 +81,14 @@ class Message:
         if self.name is not None:
             fields["name"] = self.name
         return fields
+
+    def _parts(self) -> list[dict[str, str]]:
+        """Return what is said as a list of texts and images."""
+        first, *others = self.content.split(PLACE)
+        parts = [{"type": "text", "text": first}]
+        for said in others:
+            parts += [{"type": "image"}, {"type": "text", "text": said}]
+        return [part for part in parts if part.get("text") != ""]
 
 
 def keys_read(role: object, turn: Mapping[str, object], *, is_chosen: bool) -> tuple[str, ...]:
@@ -101,7 +119,7 @@ def read_turn(
     Raises:
         RowError: Something is missing or of another kind.
     """
-    named, turn = text(turn, keys[0]), _joined(turn, keys[1])
+    named, (turn, images) = text(turn, keys[0]), _joined(turn, keys[1])
     roles = SHAREGPT_ROLES if keys[0] == "from" else {role: role for role in ROLES}
     if named not in roles:
         raise RowError(f"unknown role {named!r}; known are {', '.join(roles)}")
@@ -110,10 +128,11 @@ def read_turn(
     if named == "function_call":
         fields = {**fields, "tool_calls": _parsed(text(turn, keys[1])), keys[1]: ""}
     if role == "assistant":
-        return _answer(fields, keys[1])
+        return replace(_answer(fields, keys[1]), images=images)
     return Message(
         role=role,
         content=text(turn, keys[1]),
+        images=images,
         call_id=_optional(fields, "tool_call_id") if role == "tool" else None,
         name=_optional(fields, "name") if role == "tool" else None,
     )
@@ -242,20 +261,41 @@ def text(fields: Mapping[str, object], key: str) -> str:
     return value
 
 
-def _joined(fields: Mapping[str, object], key: str) -> Mapping[str, object]:
-    """Return a turn whose text is one, where it was a list of parts, all of them of text.
+def _joined(
+    fields: Mapping[str, object], key: str
+) -> tuple[Mapping[str, object], tuple[Picture, ...]]:
+    """Return a turn whose text is one, where it was a list of parts, and the images among them.
 
     Raises:
         RowError: A part is something else.
     """
     parts = fields.get(key)
     if not isinstance(parts, list) or not parts:
-        return fields
-    for number, part in enumerate(parts, start=1):
-        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        if kind != "text" or {"type", "text"} != {k for k, v in part.items() if v is not None}:
-            raise RowError(f"part {number} of {key!r} is of type {kind!r}: only text is trained")
-    return {**fields, key: "".join(text(part, "text") for part in parts)}
+        return fields, ()
+    read = [_part(part, f"part {number} of {key!r}") for number, part in enumerate(parts, start=1)]
+    images = tuple(one for one in read if isinstance(one, Picture))
+    said = "".join(PLACE if isinstance(one, Picture) else one for one in read)
+    return {**fields, key: said}, images
+
+
+def _part(part: object, where: str) -> str | Picture:
+    """Read a part: a text, or an image."""
+    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    given = {}
+    if isinstance(part, Mapping):  # a table has the keys of all parts, as nulls
+        given = {key: value for key, value in part.items() if value is not None and key != "type"}
+    if kind == "text" and [*given] == ["text"]:
+        return text(given, "text")
+    if kind not in ("image", "image_url"):
+        raise RowError(f"{where} is of type {kind!r}: only texts and images are trained")
+    from finetune.data.pictures.references import read_part
+
+    return read_part(kind, given, where)
+
+
+def is_turns(value: object) -> bool:
+    """Return whether a value is the JSON text of turns, which a column of a .csv file may be."""
+    return isinstance(value, str) and _WRITTEN_TURNS.match(value) is not None
 
 
 def mapping(row: object) -> Mapping[str, object]:

@@ -19,9 +19,9 @@ import numpy as np
 
 from finetune.data.dataset import ExampleSet, Groups
 from finetune.data.encode_source import num_cores
-from finetune.data.sources import RowError, decoded
+from finetune.data.sources import decoded
 from finetune.data.steps import StepBatch
-from finetune.errors import DataError
+from finetune.errors import DataError, RowError
 from finetune.files.atomic import write_atomically
 from finetune.objectives.grpo.prompts import LongestAnswers, answered, planned_sampling
 from finetune.online.draw import Choose, Draw, greedy

@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 
 from finetune.data.rows import Row, RowForm
-from finetune.data.sources import RowError
 from finetune.data.turns import Message, mapping, read_turn, text
+from finetune.errors import RowError
 
 
 def read_chat(

@@ -21,6 +21,6 @@ def read(row: Mapping[str, object], form: RowForm, source: str, unused: tuple[st
 EXTENSION = DataFormat(
     summary="an instruction, an input that may follow it, and the output",
     columns=("instruction", "output"),
-    optional=("input", "system"),
+    optional=("input", "system", "images", "image"),
     read=read,
 )

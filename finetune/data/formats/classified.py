@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from finetune.data.rows import Document, LossOn, RowForm
-from finetune.data.sources import RowError
 from finetune.data.tokenize import IGNORE_INDEX, Encoder, Example, Fate
 from finetune.data.turns import text
+from finetune.errors import RowError
 from finetune.recipe.extensions import DataFormat
 
 

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 
 from finetune.data.answers import Answers, asked_and_said, listed, reading, turns_of_column
-from finetune.data.rows import RowForm, TopTokens
+from finetune.data.rows import RowForm
+from finetune.data.top_tokens import TopTokens
 from finetune.recipe.extensions import DataFormat
 
 

@@ -13,7 +13,8 @@ from finetune.data.answers import (
     with_prompt,
 )
 from finetune.data.rows import RowForm
-from finetune.data.sources import Filled, RowError
+from finetune.data.sources import Filled
+from finetune.errors import RowError
 from finetune.recipe.extensions import DataFormat
 
 _LABELS = {"true": 1.0, "false": 0.0, "1": 1.0, "0": 0.0, "1.0": 1.0, "0.0": 0.0}
@@ -63,7 +64,7 @@ def recast(row: Mapping[str, object], column: Column) -> Mapping[str, object]:
 EXTENSION = DataFormat(
     summary="an answer that is desired or not",
     columns=("prompt", "completion", "label"),
-    optional=("tools", "system", "ref_logps"),
+    optional=("tools", "system", "images", "image", "ref_logps"),
     read=reading(read),
     recast=recast,
     suggests={"method": "kto"},

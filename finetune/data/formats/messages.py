@@ -6,7 +6,7 @@ from finetune.recipe.extensions import DataFormat, Turns
 EXTENSION = DataFormat(
     summary="a chat, as turns with `role` and `content`",
     columns=("messages",),
-    optional=("tools", "system"),
+    optional=("tools", "system", "images", "image"),
     read=read_chat,
     turns=Turns(
         keys=("role", "content"),

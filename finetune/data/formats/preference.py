@@ -14,7 +14,7 @@ from finetune.data.answers import (
     turns_of_column,
 )
 from finetune.data.rows import RowForm
-from finetune.data.sources import RowError
+from finetune.errors import RowError
 from finetune.recipe.extensions import DataFormat
 
 RATINGS = (
@@ -75,7 +75,15 @@ def _contradiction(row: Mapping[str, object], ignored: Sequence[str]) -> str | N
 EXTENSION = DataFormat(
     summary="a pair of answers, with its prompt in a column or in front of both",
     columns=("chosen", "rejected"),
-    optional=("prompt", "tools", "system", "ref_chosen_logps", "ref_rejected_logps"),
+    optional=(
+        "prompt",
+        "tools",
+        "system",
+        "images",
+        "image",
+        "ref_chosen_logps",
+        "ref_rejected_logps",
+    ),
     read=reading(read_pair),
     recast=recast_pair,
     suggests={"method": "dpo"},

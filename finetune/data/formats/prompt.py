@@ -8,8 +8,8 @@ import numpy as np
 
 from finetune.data.answers import turns_of_column
 from finetune.data.rows import Conversation, LossOn, Row, RowForm
-from finetune.data.sources import RowError
 from finetune.data.turns import Message
+from finetune.errors import RowError
 from finetune.recipe.extensions import DataFormat
 
 if TYPE_CHECKING:

@@ -2,10 +2,9 @@
 
 from collections.abc import Mapping
 
-from finetune.data.answers import is_turns, read_completion
 from finetune.data.formats._chat import checked
 from finetune.data.rows import Row, RowForm
-from finetune.data.turns import Message, text
+from finetune.data.turns import Message, is_turns, text
 from finetune.recipe.extensions import DataFormat
 
 
@@ -13,6 +12,8 @@ def read(row: Mapping[str, object], form: RowForm, source: str, unused: tuple[st
     """Read a prompt and its completion."""
     names = form.column("prompt"), form.column("completion")
     if any(isinstance(row.get(name), list) for name in names) or is_turns(row.get(names[0])):
+        from finetune.data.answers import read_completion
+
         messages = read_completion(row, names, form.ignored)
     else:
         said = zip(("user", "assistant"), (text(row, name) for name in names), strict=True)
@@ -23,6 +24,6 @@ def read(row: Mapping[str, object], form: RowForm, source: str, unused: tuple[st
 EXTENSION = DataFormat(
     summary="a prompt and its completion, as texts or as turns",
     columns=("prompt", "completion"),
-    optional=("tools", "system"),
+    optional=("tools", "system", "images", "image"),
     read=read,
 )

@@ -6,7 +6,7 @@ from dataclasses import replace
 from finetune.data.answers import Answers, number, reading, recast_pair
 from finetune.data.formats.preference import read_pair
 from finetune.data.rows import RowForm
-from finetune.data.sources import RowError
+from finetune.errors import RowError
 from finetune.recipe.extensions import DataFormat
 
 

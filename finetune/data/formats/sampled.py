@@ -12,7 +12,7 @@ from finetune.data.answers import (
     reading,
 )
 from finetune.data.rows import RowForm
-from finetune.data.sources import RowError
+from finetune.errors import RowError
 from finetune.recipe.extensions import DataFormat
 
 

@@ -6,7 +6,7 @@ from finetune.recipe.extensions import DataFormat, Turns
 EXTENSION = DataFormat(
     summary="a chat, as turns with `from` and `value`",
     columns=("conversations",),
-    optional=("tools", "system"),
+    optional=("tools", "system", "images", "image"),
     read=read_chat,
     turns=Turns(
         keys=("from", "value"),

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from finetune.data.rows import LossOn, Row, RowForm
-from finetune.data.sources import RowError
 from finetune.data.tokenize import IGNORE_INDEX, Encoder, Example, Fate, check_is_fast
-from finetune.errors import DataError
+from finetune.errors import DataError, RowError
 from finetune.recipe.extensions import DataFormat
 
 NO_CLASS = -100

@@ -18,11 +18,11 @@ from transformers import PreTrainedTokenizerFast
 from finetune.data.compared import Comparison, require_known_tokens
 from finetune.data.dataset import Rows, load_rows
 from finetune.data.formats.tagged import Tagged
-from finetune.data.rows import Conversation, LossOn, TopTokens
-from finetune.data.sources import RowError
+from finetune.data.rows import Conversation, LossOn
 from finetune.data.tokenize import IGNORE_INDEX, Encoder, Fate
+from finetune.data.top_tokens import TopTokens
 from finetune.data.turns import Message
-from finetune.errors import DataError
+from finetune.errors import DataError, RowError
 from finetune.recipe.sections import DataSection
 from tests.conversations import read_conversations
 from tests.doubles import tiny_tokenizer
@@ -423,7 +423,7 @@ def with_answer(**keys: object) -> dict[str, Any]:
 
 LOST: list[tuple[str, dict[str, Any]]] = [
     ("tools", GOOD_ROWS["alpaca"] | {"tools": [{"name": "add"}]}),
-    ("images", GOOD_ROWS["sharegpt"] | {"images": ["a.png"]}),
+    ("videos", GOOD_ROWS["sharegpt"] | {"videos": ["a.mp4"]}),
     ("system", GOOD_ROWS["sharegpt"] | {"system": "Be brief."}),
     ("system", GOOD_ROWS["alpaca"] | {"system": "Be brief."}),
     ("history", GOOD_ROWS["alpaca"] | {"history": [["a", "b"]]}),
@@ -567,7 +567,7 @@ ODD = [
     (b'{"instruction": "a", "output": NaN}', r"'output' must be text, this is a float"),
     (b'{"instruction": "a", "output": 1e999}', r"'output' must be text, this is a float"),
     (b'{"instruction": "a", "input": 5, "output": "b"}', r"'input' must be text"),
-    (b'{"messages": [{"role": "user", "content": [{"type": "image", "url": "a"}]}]}', r"content"),
+    (b'{"messages": [{"role": "user", "content": [{"type": "video", "url": "a"}]}]}', r"content"),
     (b'{"messages": [{"role": "user", "content": "\\udc00"}]}', r"half a character"),
     (b'{"messages": [{"role": 3, "content": "a"}]}', r"'role' must be text"),
     (b'{"messages": {"role": "user", "content": "a"}}', r"must be a list of objects"),

@@ -648,8 +648,8 @@ def test_a_text_in_parts_is_joined_and_other_parts_are_refused(tmp_path: Path) -
     )
     rows = [{"messages": [{"role": "user", "content": parts}, answer]}]
     assert load_hold_out(write_hold_out(tmp_path, rows)).data_hash == whole.data_hash
-    parts[1] = {"type": "image_url", "image_url": "x.png"}
-    with pytest.raises(DataError, match=r"part 2 of 'content' is of type 'image_url': only text"):
+    parts[1] = {"type": "video_url", "video_url": "x.mp4"}
+    with pytest.raises(DataError, match=r"part 2 of 'content' is of type 'video_url': only texts"):
         load_hold_out(write_hold_out(tmp_path, rows))
 
 

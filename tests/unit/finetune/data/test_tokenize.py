@@ -776,7 +776,7 @@ def test_tools_and_reasoning_are_refused_without_a_template(tmp_path: Path, kind
     file = tmp_path / "rows.jsonl"
     row = {"messages": KINDS[kind][:2], **({"tools": [TOOL]} if kind == "tool" else {})}
     file.write_text(json.dumps(row) + "\n")
-    with pytest.raises(DataError, match=r"rows\.jsonl:1 has tools or reasoning, and the tokenizer"):
+    with pytest.raises(DataError, match=r"rows\.jsonl:1 has tools, reasoning or images, and"):
         load_rows(
             DataSection(path=str(file)),
             tiny_tokenizer(chat_template=None),
