@@ -25,11 +25,10 @@ from finetune.data.rows import (
     Compared,
     Conversation,
     RowForm,
-    TopTokens,
     require_nothing_for_turns,
 )
 from finetune.data.sources import hub_name, open_source
-from finetune.data.tokenize import IGNORE_INDEX, Encoder, Example, Fate
+from finetune.data.tokenize import IGNORE_INDEX, Encoder, Example, Fate, Imaging
 from finetune.errors import DataError
 from finetune.recipe.extensions import repeated_formats
 from finetune.recipe.sections import DataSection, MixSource
@@ -38,6 +37,8 @@ from finetune.report.screen import Working, unseen
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from transformers import PreTrainedTokenizerBase
+
+    from finetune.data.top_tokens import TopTokens
 
 
 # ---------------------------------------------------------------------------------------------
@@ -240,6 +241,18 @@ class Chosen:
             else:
                 yield _gathered(array, offsets, examples)
 
+    @property
+    def images(self) -> "NDArray[np.void]":
+        """Keys of the examples' images, in order."""
+        store = self.tokens.store
+        return _gathered(store.image_keys, store.image_offsets, self.examples)
+
+    @property
+    def image_tokens(self) -> "NDArray[np.int32]":
+        """How many tokens each of these images has."""
+        store = self.tokens.store
+        return _gathered(store.image_tokens, store.image_offsets, self.examples)
+
     def with_fate(self, fate: Fate) -> "NDArray[np.int64]":
         """Return the rows with a fate."""
         return np.asarray(self.row_ids[self.tokens.store.fates[self.row_ids] == fate])
@@ -326,7 +339,13 @@ class ExampleSet:
     @property
     def dropped(self) -> tuple[str, ...]:
         """The rows without an example, in words."""
-        fates = (Fate.NOTHING_LEFT, Fate.TOO_LONG, Fate.NOT_TRAINED, Fate.ALIKE)
+        fates = (
+            Fate.NOTHING_LEFT,
+            Fate.TOO_LONG,
+            Fate.NOT_TRAINED,
+            Fate.ALIKE,
+            Fate.CUT_IMAGE,
+        )
         return tuple(
             part.tokens.name(row)
             for part in self.parts
@@ -372,6 +391,7 @@ class ExampleSet:
             for name in _TEACHER if len(part.tokens.store.top_ids) else ():
                 for block in part.blocks(name):
                     digest.update(np.ascontiguousarray(block).data)
+            digest.update(part.images.tobytes())
         return digest.hexdigest()
 
     def __len__(self) -> int:
@@ -399,6 +419,7 @@ class ExampleSet:
             reference=float(store.references[example]) if len(store.references) else None,
             logprobs=np.asarray(store.logprobs[tokens]) if len(store.logprobs) else None,
             top=_top_of(store, example, tokens) if len(store.top_ids) else None,
+            images=_images_of(store, example),
         )
 
     def _lengths(self) -> "NDArray[np.int64]":
@@ -409,8 +430,17 @@ class ExampleSet:
         return np.concatenate([np.empty(0, np.int32), *blocks])
 
 
-def _top_of(store: TokenStore, example: int, tokens: slice) -> TopTokens:
+def _images_of(store: TokenStore, example: int) -> tuple[tuple[bytes, int], ...]:
+    """Return key and number of tokens of each image of an example."""
+    own = slice(int(store.image_offsets[example]), int(store.image_offsets[example + 1]))
+    keys = (bytes(key) for key in store.image_keys[own])
+    return tuple(zip(keys, store.image_tokens[own].tolist(), strict=True))
+
+
+def _top_of(store: TokenStore, example: int, tokens: slice) -> "TopTokens":
     """Return the teacher's tokens of an example."""
+    from finetune.data.top_tokens import TopTokens
+
     tops = slice(int(store.top_offsets[example]), int(store.top_offsets[example + 1]))
     return TopTokens(
         counts=np.asarray(store.top_counts[tokens]),
@@ -529,8 +559,8 @@ def offsets(begins: "NDArray[np.bool_]") -> "NDArray[np.int64]":
 # What a user should know about the rows: what was joined, skipped, cut and dropped.
 #
 # Held-out rows that are training rows too: the loss on them does not show what was learned. Rows
-# are equal if their tokens are. Few rows are read to find out: those that agree with a held-out one
-# in length and in some tokens spread over it.
+# are equal if their tokens and images are. Few rows are read to find out: those that agree with a
+# held-out one in length and in some tokens spread over it.
 
 _NUM_PLACES = 8  # of the tokens that are compared first
 REMARKS = {
@@ -578,6 +608,7 @@ def choice_notes(parts: Sequence["Chosen"], encoder: "Encoder") -> list[str]:
         Fate.NOTHING_LEFT: f"were dropped: their answers start beyond {seq_len} tokens",
         Fate.TOO_LONG: f"were dropped: they have more than {seq_len} tokens",
         Fate.NOT_TRAINED: "were dropped: none of their turns is trained",
+        Fate.CUT_IMAGE: f"were dropped: within {seq_len} tokens an image would be cut off",
         Fate.ALIKE: f"were dropped: within {seq_len} tokens their answers are the same",
     }
     for fate, why in whys.items():
@@ -654,11 +685,12 @@ def _marks(part: "Chosen") -> "NDArray[np.uint64]":
 
 
 def _rows(part: "Chosen", numbers: "NDArray[np.int64]") -> "Iterator[tuple[bytes, str]]":
-    """Give the tokens and the place of some examples."""
+    """Give the tokens with the images, and the place, of some examples."""
     store = part.tokens.store
     for example in part.examples[numbers].tolist():
         ids = store.input_ids[store.offsets[example] : store.offsets[example + 1]]
-        yield ids.tobytes(), part.tokens.name(int(store.rows[example]))
+        keys = b"".join(key for key, _ in _images_of(store, example))
+        yield ids.tobytes() + keys, part.tokens.name(int(store.rows[example]))
 
 
 def remark_notes(tokens: "Tokens") -> list[str]:
@@ -708,6 +740,12 @@ class Rows:
     notes: tuple[str, ...]
 
     @property
+    def has_images(self) -> bool:
+        """Whether any row has an image."""
+        every = [self.train, *([] if self.held_out is None else [self.held_out])]
+        return any(len(part.images) for one in every for part in one.parts)
+
+    @property
     def data_hash(self) -> str:
         """Digest of the training tokens, which must be the same when a run is resumed."""
         return self.train.digest()
@@ -722,6 +760,7 @@ def load_rows(
     cache_dir: Path,
     working: Working = unseen,
     formats: tuple[str, ...] = (),
+    imaging: Imaging | None = None,
 ) -> Rows:
     """Read and tokenise what the recipe names.
 
@@ -733,6 +772,7 @@ def load_rows(
         cache_dir: Where tokens are kept.
         working: Shows the progress of tokenising.
         formats: The formats that the objective reads; of rows that are repeated if there are none.
+        imaging: Makes tokens of images; None where the model sees none.
 
     Raises:
         DataError: A file is missing or empty, or rows are bad; each is named by file and line.
@@ -743,6 +783,7 @@ def load_rows(
         loss_on=data.loss_on,
         too_long=data.too_long,
         empty_think=data.empty_think,
+        imaging=imaging,
     )
     notes: list[str] = []
 
@@ -834,6 +875,7 @@ def source_rows(
         system=source.system or data.system,
         ignored=data.ignored_columns,
         loss_on=data.loss_on,
+        allow_downloads=data.allow_downloads,
         formats=formats or repeated_formats(),
     )
     return SourceRows(

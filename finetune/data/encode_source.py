@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -32,14 +32,14 @@ from finetune.data.rows import (
     bad_rows,
     no_rows,
 )
-from finetune.data.sources import Place, Raw, RowError, Source
+from finetune.data.sources import Place, Raw, Source
 from finetune.data.tokenize import (
     Encoder,
     Example,
     Fate,
     check_is_fast,
 )
-from finetune.errors import DataError
+from finetune.errors import DataError, RowError
 from finetune.processes import prepare_worker, process_context
 from finetune.report.screen import Work, Working
 
@@ -70,10 +70,10 @@ def worker_died(doing: str, error: Exception) -> DataError:
 # list of them with their checksums. It is written under another name and renamed when it is whole.
 # Opening it reads every byte once, to check the sums; pages are dropped again when memory is short.
 
-_CACHE_VERSION = 9
+_CACHE_VERSION = 10
 _BLOCK_BYTES = 2**22
 _LIST = "arrays.json"
-_ARRAYS = {
+_ARRAYS: "Mapping[str, np.typing.DTypeLike]" = {
     "input_ids": np.int32,
     "labels": np.int32,
     "offsets": np.int64,
@@ -90,6 +90,9 @@ _ARRAYS = {
     "top_ids": np.int32,
     "top_logprobs": np.float32,
     "top_offsets": np.int64,
+    "image_keys": "V16",
+    "image_tokens": np.int32,
+    "image_offsets": np.int64,
 }
 """Of each array, the type; see `TokenStore`."""
 
@@ -122,6 +125,11 @@ class TokenStore:
     top_ids: "NDArray[np.int32]"
     top_logprobs: "NDArray[np.float32]"  # their log-probabilities
     top_offsets: "NDArray[np.int64]"  # (examples + 1) where rows have a teacher
+    # Keys of the images of all examples, 16 bytes each; those of example i are at
+    # `image_offsets[i]` on.
+    image_keys: "NDArray[np.void]"
+    image_tokens: "NDArray[np.int32]"  # how many tokens each has
+    image_offsets: "NDArray[np.int64]"  # (examples + 1)
     report: "StoreReport"  # what the source had besides rows that are used
 
     def __len__(self) -> int:
@@ -142,6 +150,8 @@ class StoreReport:
     # Columns that are read from no row -> 0, kept in the order of the rows.
     unused: tuple[str, ...] = ()
     num_documents: int = 0  # documents that were joined; 0 for rows
+    # Path, size and time of change of the files of images.
+    files: tuple[tuple[str, int, int], ...] = ()
     # The number of each kind of remark on rows, with place and detail of the first.
     remarks: Mapping[str, tuple[int, tuple[tuple[int, int, str], ...]]] = field(
         default_factory=dict
@@ -167,6 +177,8 @@ def cache_key(
         "loss_on": encoder.loss_on,
         "too_long": encoder.too_long,
         "empty_think": encoder.empty_think,
+        # the paths of images start at the folder of their rows
+        "imaging": encoder.imaging and [encoder.imaging.digest, str(Path(form.path).absolute())],
         "template": tokenizer.chat_template,
         "special": special,
         **settings,
@@ -179,7 +191,14 @@ def cache_key(
 def open_store(folder: Path, *, notes: list[str]) -> TokenStore | None:
     """Return a store whose files are whole; None if there is none, with a note if it is torn."""
     try:
-        return _opened(folder, is_checked=True)
+        store = _opened(folder, is_checked=True)
+        changed = [path for path, *known in store.report.files if stat_of(path) != tuple(known)]
+        if changed:
+            notes.append(
+                f"{changed[0]} has changed since its row was tokenised: all rows are again"
+            )
+            return None
+        return store
     except (FileNotFoundError, NotADirectoryError, PermissionError):
         if folder.is_dir():
             notes.append(f"the token cache {folder} was torn (a file is missing); it was rebuilt")
@@ -187,6 +206,18 @@ def open_store(folder: Path, *, notes: list[str]) -> TokenStore | None:
     except (OSError, ValueError, KeyError, TypeError) as error:
         notes.append(f"the token cache {folder} was torn ({error}); it was rebuilt")
         return None
+
+
+def stat_of(path: str) -> tuple[int, int]:
+    """Return a file's size and the time of its last write in ns; -1 where it is not there.
+
+    The time is that of its inode, which no program can set back.
+    """
+    try:
+        found = Path(path).stat()
+    except OSError:
+        return -1, -1
+    return found.st_size, found.st_ctime_ns
 
 
 def _checksum(file: Path) -> int:
@@ -218,6 +249,7 @@ def _opened(folder: Path, *, is_checked: bool = False) -> TokenStore:
             num_duplicates=report["num_duplicates"],
             unused=tuple(report["unused"]),
             num_documents=report["num_documents"],
+            files=tuple((path, size, changed) for path, size, changed in report["files"]),
             remarks={
                 kind: (num, tuple((file, line, what) for file, line, what in first))
                 for kind, (num, first) in report["remarks"].items()
@@ -247,9 +279,17 @@ class Part:
     top_ids: "NDArray[np.int32] | tuple[()]" = ()
     top_logprobs: "NDArray[np.float32] | tuple[()]" = ()
     num_tops: Sequence[int] = ()
+    image_keys: "NDArray[np.void] | tuple[()]" = ()
+    image_tokens: Sequence[int] = ()
+    num_images: Sequence[int] = ()
 
 
-_ENDS = {"offsets": "lengths", "end_offsets": "num_ends", "top_offsets": "num_tops"}
+_ENDS = {
+    "offsets": "lengths",
+    "end_offsets": "num_ends",
+    "top_offsets": "num_tops",
+    "image_offsets": "num_images",
+}
 """Arrays of a store that say where parts end -> the field of a `Part` with their lengths."""
 
 
@@ -517,6 +557,7 @@ class _Chunk:
     digests: tuple[bytes, ...]  # the digests of the good rows
     problems: tuple[_Problem, ...]  # the problems of the other rows
     unused: tuple[str, ...]  # columns that are not read
+    files: tuple[tuple[str, int, int], ...]  # files of images, see `StoreReport.files`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -532,12 +573,14 @@ class _Task:
         good: list[tuple[Place, Fate, list[Example]]] = []
         digests, problems, unused = list[bytes](), list[_Problem](), dict[str, None]()
         tokens, remarks = special_tokens(self.encoder.tokenizer), list[tuple[str, Place, str]]()
+        files = dict[str, tuple[int, int]]()
         for place, name, raw in rows:
             try:
                 row = self.form.read(name, raw)
                 unused |= dict.fromkeys(row.unused)
                 if is_only_read:
                     continue
+                files |= {one.path: stat_of(one.path) for one in row.images if one.path}
                 fate, examples = row.encode(self.encoder)
                 good.append((place, fate, examples))
                 remarks += [(kind, place, detail) for kind, detail in remarks_on(row, tokens)]
@@ -557,6 +600,7 @@ class _Task:
             digests=tuple(digests),
             problems=tuple(problems),
             unused=tuple(unused),
+            files=tuple((path, *known) for path, known in files.items()),
         )
 
 
@@ -589,6 +633,11 @@ def _part(good: Sequence[tuple[Place, Fate, list[Example]]]) -> Part:
             [np.empty(0, dtype=np.float32), *(top.logprobs for top in tops)]
         ),
         num_tops=[len(top.ids) for top in tops],
+        image_keys=np.frombuffer(
+            b"".join(key for _, one in examples for key, _ in one.images), dtype="V16"
+        ),
+        image_tokens=[num for _, one in examples for _, num in one.images],
+        num_images=[len(one.images) for _, one in examples],
     )
 
 
@@ -616,6 +665,7 @@ class _Count:
     problems: list[_Problem] = field(default_factory=list)
     unused: dict[str, None] = field(default_factory=dict)
     seen: set[bytes] = field(default_factory=set)
+    files: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def is_failed(self) -> bool:
@@ -630,6 +680,7 @@ class _Count:
         """
         self.num_rows += chunk.num_rows
         self.unused |= dict.fromkeys(chunk.unused)
+        self.files |= {path: (size, changed) for path, size, changed in chunk.files}
         for kind, place, detail in chunk.remarks:
             num, first = self.remarks.get(kind, (0, ()))
             self.remarks[kind] = num + 1, (*first, (*place, detail))[:NUM_NAMED]
@@ -680,6 +731,7 @@ class _Count:
             unused=tuple(self.unused),
             num_documents=num_documents,
             remarks=self.remarks,
+            files=tuple((path, *known) for path, known in self.files.items()),
         )
 
 
@@ -695,9 +747,9 @@ def _with_rows(chunk: _Chunk, is_kept: "NDArray[np.bool_]") -> _Chunk:
     def examples(values: Sequence[int]) -> list[int]:
         return [value for value, is_taken in zip(values, has, strict=True) if is_taken]
 
-    return _Chunk(
-        num_rows=chunk.num_rows,
-        remarks=chunk.remarks,
+    images = np.repeat(has, part.num_images)
+    return replace(
+        chunk,
         part=Part(
             input_ids=part.input_ids[tokens],
             labels=part.labels[tokens],
@@ -715,10 +767,10 @@ def _with_rows(chunk: _Chunk, is_kept: "NDArray[np.bool_]") -> _Chunk:
             top_ids=np.asarray(part.top_ids)[tops] if len(part.top_ids) else (),
             top_logprobs=np.asarray(part.top_logprobs)[tops] if len(part.top_ids) else (),
             num_tops=examples(part.num_tops) if len(part.num_tops) else (),
+            image_keys=np.asarray(part.image_keys)[images],
+            image_tokens=np.asarray(part.image_tokens, dtype=np.int32)[images].tolist(),
+            num_images=examples(part.num_images),
         ),
-        digests=chunk.digests,
-        problems=chunk.problems,
-        unused=chunk.unused,
     )
 
 
@@ -771,6 +823,7 @@ class _Joined:
             is_truncated=[False] * len(lengths),
             fates=[Fate.WHOLE] * len(lengths),
             places=places,
+            num_images=[0] * len(lengths),
         )
 
 

@@ -28,7 +28,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
@@ -38,17 +38,18 @@ from finetune.data.rows import (
     Conversation,
     Document,
     LossOn,
-    TopTokens,
 )
-from finetune.data.sources import RowError
 from finetune.data.spans import Rendering, Shapes, Span, render_answers
 from finetune.data.turns import Message
-from finetune.errors import DataError
+from finetune.errors import DataError, RowError
 from finetune.recipe.sections import EmptyThink
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from transformers import PreTrainedTokenizerBase
+
+    from finetune.data.pictures.picture import Picture
+    from finetune.data.top_tokens import TopTokens
 
 
 def require_known_ids(
@@ -84,6 +85,7 @@ def require_known_ids(
 
 
 IGNORE_INDEX = -100
+_READS_TEXT_ALONE = "it has images, and the model has no processor for them: it reads text alone"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -108,7 +110,10 @@ class Example:
     # that is not known.
     logprobs: "NDArray[np.float32] | None" = None
     # A teacher's likeliest tokens at each label; None where there is no teacher.
-    top: TopTokens | None = None
+    top: "TopTokens | None" = None
+    # Key and number of tokens of each image, in order; its tokens are those of the model's image
+    # token.
+    images: tuple[tuple[bytes, int], ...] = ()
 
     @property
     def num_loss_tokens(self) -> int:
@@ -133,6 +138,33 @@ class Fate(IntEnum):
     SPLIT = 5
     ALIKE = 6
     """Its answers were cut, and what is left of them is the same."""
+    CUT_IMAGE = 7
+    """It is longer than `seq_len`, and an image would be cut or left out of a part."""
+
+
+class Imaging(Protocol):
+    """What makes tokens of the images of rows."""
+
+    @property
+    def digest(self) -> str:
+        """Digest of all that the tokens of an image depend on."""
+
+    @property
+    def image_id(self) -> int:
+        """The token in the place of each row of features."""
+
+    @property
+    def silent_ids(self) -> frozenset[int]:
+        """Tokens of images and around them, which have no loss."""
+
+    def expanded(
+        self, rendering: Rendering, pictures: "Sequence[Picture]", *, source: str
+    ) -> tuple[Rendering, tuple[tuple[bytes, int], ...]]:
+        """Return a text with the tokens of its images, and key and number of tokens of each.
+
+        Raises:
+            RowError: An image cannot be used, or the text has another number of places for them.
+        """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,6 +177,7 @@ class Encoder:
     loss_on: LossOn  # what is learned
     too_long: TooLong  # what is done with rows of more tokens
     empty_think: EmptyThink  # whether an empty think block is of the prompt, or learned
+    imaging: Imaging | None = None  # for rows with images; None where the model sees none
     _shapes: Shapes = field(init=False)
 
     def __post_init__(self) -> None:
@@ -185,6 +218,8 @@ class Encoder:
         is_long = any(len(whole.input_ids) > self.seq_len for whole in wholes)
         if is_long and self.too_long in ("drop", "error"):
             return Fate.TOO_LONG, []
+        if any(self._cuts_image(whole) for whole in wholes):
+            return Fate.CUT_IMAGE, []
         if is_long and self.too_long == "split":
             return Fate.SPLIT, [p for w in wholes for p in self._parts(w) if p.num_loss_tokens]
         cut = [next(self._parts(whole)) for whole in wholes]
@@ -239,21 +274,39 @@ class Encoder:
 
     def _whole(self, rendering: Rendering, learned: set[int], row: Conversation) -> "_Whole":
         """Tokenise a rendering; its ends are those of all answers, learned or not."""
+        images = tuple[tuple[bytes, int], ...]()
+        pictures = row.images_until(rendering.spans[-1].turn)
+        if pictures:
+            rendering, images = require_imaging(self.imaging).expanded(
+                rendering, pictures, source=row.source
+            )
         spans = rendering.spans
-        ids, answers = _tokenise(rendering.text, spans, self.tokenizer, source=row.source)
+        ids, answers, images_at = _tokenise(rendering, self.tokenizer, source=row.source)
         input_ids = np.array(ids, dtype=np.int32)
         labels = np.full_like(input_ids, IGNORE_INDEX)
         taken = [span for span in spans if span.turn in learned] if self.loss_on != "all" else []
         parts = [part for part, span in zip(answers, spans, strict=True) if span in taken]
         for tokens in [range(len(ids))] if self.loss_on == "all" else parts:
             labels[tokens.start : tokens.stop] = input_ids[tokens.start : tokens.stop]
+        for tokens in images_at:
+            labels[tokens.start : tokens.stop] = IGNORE_INDEX
+        if images:
+            labels[np.isin(input_ids, [*require_imaging(self.imaging).silent_ids])] = IGNORE_INDEX
         return _Whole(
             input_ids=input_ids,
             labels=labels,
             source=row.source,
             ends=tuple(tokens[-1] for tokens in answers),
             kinds=tuple(dict.fromkeys(kind for span in taken for kind in span.kinds)),
+            images=images,
         )
+
+    def _cuts_image(self, whole: "_Whole") -> bool:
+        """Return whether an example of a row would have a part of its images."""
+        if not whole.images or len(whole.input_ids) <= self.seq_len:
+            return False
+        places = np.flatnonzero(whole.input_ids == require_imaging(self.imaging).image_id)
+        return self.too_long == "split" or bool(places[-1] >= self.seq_len)
 
     def _parts(self, whole: "_Whole") -> Iterator[Example]:
         """Give the parts of an example that are of at most `seq_len` tokens.
@@ -273,6 +326,7 @@ class Encoder:
                 is_truncated=length > self.seq_len and self.too_long == "truncate",
                 end_ids=tuple(int(whole.input_ids[e]) for e in whole.ends if start < e < part.stop),
                 kinds=whole.kinds,
+                images=whole.images,
             )
 
 
@@ -288,10 +342,22 @@ class _Whole:
     source: str
     ends: tuple[int, ...]
     kinds: tuple[str, ...]
+    images: tuple[tuple[bytes, int], ...]
 
     @property
     def num_loss_tokens(self) -> int:
         return int(np.count_nonzero(self.labels[1:] != IGNORE_INDEX))
+
+
+def require_imaging(imaging: Imaging | None) -> Imaging:
+    """Return what makes tokens of images.
+
+    Raises:
+        RowError: The model takes none.
+    """
+    if imaging is None:
+        raise RowError(_READS_TEXT_ALONE)
+    return imaging
 
 
 def encode(
@@ -319,12 +385,35 @@ def encode(
     return encoder.last(conversation)
 
 
+class PromptImages(Protocol):
+    """The images of prompts, which have features."""
+
+    def ids_of(self, text: str, pictures: "Sequence[Picture]", *, source: str) -> list[int]:
+        """Return the tokens of a text with images, those of each by its own numbers.
+
+        Args:
+            text: As the chat template writes it.
+            pictures: Its images, in order.
+            source: The row, for errors.
+
+        Raises:
+            RowError: An image cannot be used, or the text has another number of places for them.
+        """
+
+
 def render_prompt(
-    conversation: Conversation, tokenizer: "PreTrainedTokenizerBase", *, empty_think: EmptyThink
+    conversation: Conversation,
+    tokenizer: "PreTrainedTokenizerBase",
+    *,
+    empty_think: EmptyThink,
+    images: PromptImages | None = None,
 ) -> tuple[tuple[int, ...], str, str]:
     """Return the tokens before the last answer, that answer, and what the template was given.
 
     What it was given is a setting such as `enable_thinking=False`; "" where that is the default.
+
+    Raises:
+        RowError: The row has images that cannot be used, or there are no `images`.
     """
     shapes = Shapes(tokenizer=tokenizer, empty_think=empty_think)
     last = _render(conversation, shapes)[-1]
@@ -332,7 +421,9 @@ def render_prompt(
     span, switch = last.spans[-1], shapes.switch
     values = [value for value in (False, True) if switch and switch.kind(value=value) in span.kinds]
     given = f"{switch.name}={values[0]}" if switch and values else ""
-    return tuple(_ids(last.text[: span.start], tokenizer)), answers[-1], given
+    pictures, source = conversation.images_until(span.turn), conversation.source
+    ids = _prompt_ids(last.text[: span.start], pictures, tokenizer, images, source=source)
+    return ids, answers[-1], given
 
 
 def prompt_ids(
@@ -341,15 +432,38 @@ def prompt_ids(
     *,
     source: str,
     empty_think: EmptyThink,
+    images: PromptImages | None = None,
 ) -> tuple[int, ...]:
-    """Return the tokens from which the model answers `messages`, as rows without reasoning do."""
+    """Return the tokens from which the model answers `messages`, as rows without reasoning do.
+
+    Raises:
+        RowError: They have images that cannot be used, or there are no `images`.
+    """
+    pictures = [picture for message in messages for picture in message.images]
     if tokenizer.chat_template is None:
-        return tuple(_ids(_plain_prompt(messages, tokenizer, source=source), tokenizer))
-    switch = switch_of(tokenizer)
-    is_off = switch is not None and empty_think == "prompt"
-    settings = switch.settings(value=False) if switch and is_off else NO_SETTINGS
-    text = render(messages, tokenizer, source=source, is_prompt=True, settings=settings)
-    return tuple(_ids(text, tokenizer))
+        text = _plain_prompt(messages, tokenizer, source=source)
+    else:
+        switch = switch_of(tokenizer)
+        is_off = switch is not None and empty_think == "prompt"
+        settings = switch.settings(value=False) if switch and is_off else NO_SETTINGS
+        text = render(messages, tokenizer, source=source, is_prompt=True, settings=settings)
+    return _prompt_ids(text, pictures, tokenizer, images, source=source)
+
+
+def _prompt_ids(
+    text: str,
+    pictures: "Sequence[Picture]",
+    tokenizer: "PreTrainedTokenizerBase",
+    images: PromptImages | None,
+    *,
+    source: str,
+) -> tuple[int, ...]:
+    """Return the tokens of a prompt with the images of its turns."""
+    if not pictures:
+        return tuple(_ids(text, tokenizer))
+    if images is None:
+        raise RowError(_READS_TEXT_ALONE)
+    return tuple(images.ids_of(text, pictures, source=source))
 
 
 def _render(conversation: Conversation, shapes: Shapes) -> tuple[Rendering, ...]:
@@ -358,9 +472,10 @@ def _render(conversation: Conversation, shapes: Shapes) -> tuple[Rendering, ...]
     if tokenizer.chat_template is not None:
         return render_answers(conversation, shapes)
     source, messages = conversation.source, conversation.messages
-    if conversation.tools or any(turn.calls or turn.thought for turn in messages):
+    has_more = any(turn.calls or turn.thought or turn.images for turn in messages)
+    if conversation.tools or has_more:
         raise DataError(
-            f"{source} has tools or reasoning, and the tokenizer has no chat template",
+            f"{source} has tools, reasoning or images, and the tokenizer has no chat template",
             limit="a template says how they are written",
             hint="set `model.tokenizer` to the instruct model's tokenizer, which has a template",
         )
@@ -399,9 +514,10 @@ def _ids(text: str, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
 
 
 def _tokenise(
-    text: str, spans: Sequence[Span], tokenizer: "PreTrainedTokenizerBase", *, source: str
-) -> tuple[list[int], list[range]]:
-    """Return the tokens of a rendering, and which are learned of each answer."""
+    rendering: Rendering, tokenizer: "PreTrainedTokenizerBase", *, source: str
+) -> tuple[list[int], list[range], list[range]]:
+    """Return the tokens of a rendering, and which are of each answer and of each image."""
+    text, spans = rendering.text, rendering.spans
     cut = spans[-1].start
     ids, offsets = _ids_and_offsets(text, tokenizer)
     if any(start < cut < end for start, end in offsets):
@@ -413,14 +529,16 @@ def _tokenise(
         if tokenizer.decode(ids) != whole:
             raise refused("puts an answer where the tokenizer cannot split the text", source=source)
     starts = [start for start, _ in offsets]
-    learned = [
-        range(bisect_left(starts, span.start), bisect_left(starts, span.end)) for span in spans
-    ]
-    for span, tokens in zip(spans, learned, strict=True):
+
+    def tokens(start: int, end: int) -> range:
+        return range(bisect_left(starts, start), bisect_left(starts, end))
+
+    learned = [tokens(span.start, span.end) for span in spans]
+    for span, own in zip(spans, learned, strict=True):
         end_id = tokenizer.convert_tokens_to_ids(span.end_token)
-        if not tokens or ids[tokens[-1]] != end_id:
+        if not own or ids[own[-1]] != end_id:
             raise refused(f"ends an answer with {span.end_token}, no single token", source=source)
-    return ids, learned
+    return ids, learned, [tokens(*place) for place in rendering.silent]
 
 
 def _ids_and_offsets(
@@ -512,7 +630,7 @@ def _at_labels(drawn: Sequence[float], example: Example, *, is_cut: bool) -> "ND
     return found
 
 
-def _top_at_labels(top: TopTokens, example: Example, *, is_cut: bool) -> TopTokens:
+def _top_at_labels(top: "TopTokens", example: Example, *, is_cut: bool) -> "TopTokens":
     """Put a teacher's likeliest tokens where the tokens of an answer are.
 
     Raises:

@@ -12,6 +12,7 @@ from finetune.recipe.load import load_shape, published_shape
 from finetune.recipe.sections import ModelSection
 from finetune.report.screen import Working
 
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
@@ -143,6 +144,18 @@ def model_folder(section: ModelSection) -> Path:
 
         raise models.not_cached(section)
     return folder
+
+
+def processor_files(section: ModelSection) -> list[Path]:
+    """Return the files of a model's processor of images, in one folder; none if it has none.
+
+    Raises:
+        ModelError: The hub does not give them.
+    """
+    if section.path is not None:  # its tokenizer may be elsewhere
+        section = section.model_copy(update={"tokenizer": None, "tokenizer_revision": None})
+    folder = tokenizer_folder(section)
+    return [folder / name for name in PROCESSOR_FILES if (folder / name).is_file()]
 
 
 def tokenizer_folder(section: ModelSection) -> Path:
