@@ -67,7 +67,7 @@ def load_model(
         UnsupportedModelError: The model's layers cannot be streamed.
     """
     if section.init == "random":
-        loaded = Loaded(model=_random_model(section, seed), backing=None)
+        loaded = Loaded(model=random_model(section, seed), backing=None)
     elif tier == "disk" or codec != NATIVE:
         store, notes = layer_store(section, codec, device, on_put)
         loaded = Loaded(model=_around(store, section), backing=store, notes=notes)
@@ -112,7 +112,12 @@ def set_router_loss(model: PreTrainedModel, coefficient: float | None) -> None:
         vars(model)["router_aux_loss_coef"] = coefficient
 
 
-def _random_model(section: ModelSection, seed: int) -> PreTrainedModel:
+def random_model(section: ModelSection, seed: int) -> PreTrainedModel:
+    """Build a model of a config with weights drawn from a seed.
+
+    Raises:
+        ModelError: transformers builds no model from the config.
+    """
     source = str(section.config or section.path)
     config = config_of(section)
     kind = model_class(config, source=source)

@@ -187,7 +187,7 @@ class CachedModel:
         more = {self._name: cache, "use_cache": True}
         with layered.replaced(stand_ins), unchanged(layered.around), layered.unread_head():
             try:
-                layered.model(input_ids=input_ids_BT, **more)
+                layered.model(**layered.given({"input_ids": input_ids_BT, **more}))
             except TouchedError as error:
                 layered.refuse(str(error), limit=_CACHE_ALONE)
 

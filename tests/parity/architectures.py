@@ -40,6 +40,7 @@ from transformers.models.auto.modeling_auto import (
 
 import offload
 from finetune.adapter.linear_lora import compute_in_base_dtype
+from finetune.images.front import EXACT_TYPES
 from finetune.model.facts import facts_of
 from offload.engine.batch import Batch
 from offload.engine.model.layers import LayeredModel
@@ -413,12 +414,23 @@ def write_table(verdicts: Sequence[Verdict], images: Sequence[Verdict] = ()) -> 
         f" {sum(not v.is_exact for v in images)} are refused. Text does not pass through their"
         " towers, which take no memory and stay in a merged model as they were published.",
         "",
+        seeing_types(),
+        "",
         *_rows(images),
     ]
     return "\n".join(lines) + "\n"
 
 
 IMAGES = "## Models for images and text"
+
+
+def seeing_types() -> str:
+    """Return which types learn from images, those that build a text model for text among them."""
+    names = ", ".join(sorted(EXACT_TYPES))
+    return (
+        f"{len(EXACT_TYPES)} types learn from images as plain transformers does from pixels, by"
+        f" `tests/parity/test_images.py`: {names}. Rows with images are refused for all others."
+    )
 
 
 def _rows(verdicts: Sequence[Verdict]) -> list[str]:

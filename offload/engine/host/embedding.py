@@ -117,9 +117,11 @@ class HostEmbedding:
         """Make room for the rows of a step, and return their bytes, by pass.
 
         Args:
-            tokens: Of each pass (B, T), numbered from 0; best on the host.
+            tokens: Of each pass (B, T), numbered from 0; best on the host. Those that stand for
+                something else than tokens have no rows.
         """
-        self._tokens = {number: ids.cpu().long().unique() for number, ids in tokens.items()}
+        own = {number: ids[ids < len(self.weight)] for number, ids in tokens.items()}
+        self._tokens = {number: ids.cpu().long().unique() for number, ids in own.items()}
         sizes = [self._num_bytes(len(self._tokens[number])) for number in range(len(tokens))]
         most = -(-max(sizes, default=0) // TOKEN_BYTES) * TOKEN_BYTES  # tokens begin each buffer
         buffers = {(0, buffer): most for buffer in range(NUM_ROW_BUFFERS)}

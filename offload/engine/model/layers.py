@@ -889,7 +889,8 @@ def vocabulary_of(model: "PreTrainedModel") -> Vocabulary:
     if head is None:
         num_predicted = getattr(model.config.get_text_config(), "vocab_size", None)
     num_read = _size(embedding, "num_embeddings")
-    num_virtual: int = getattr(embedding, "num_virtual_tokens", 0)  # whose embeddings train
+    # Those that stand for something else: embeddings that train, or images.
+    num_virtual = _size(embedding, "num_virtual_tokens") or 0
     return Vocabulary(
         num_read=None if num_read is None else num_read + num_virtual,
         num_predicted=num_predicted,

@@ -282,9 +282,10 @@ def packed_calls(
         return seen.get(key)
 
     def packed(some: Sequence[Call]) -> PackedCall:
-        call = PackedCall(
-            lens=tuple(lens), rows=tuple(some[: len(lens)]), together=joiner.call(some)
-        )
+        together, own = joiner.call(some), some[: len(lens)]
+        if together is not None:
+            own = [joiner.without_copies(call) for call in own]
+        call = PackedCall(lens=tuple(lens), rows=tuple(own), together=together)
         return replace(call, joined=joined_of(call))
 
     by_layer = list(zip(*rows, strict=True))
@@ -301,6 +302,12 @@ class _Joiner:
         self._lens = lens
         self._num = sum(length is not None for length in lens)
         self._joined: dict[tuple[int, ...], torch.Tensor] = {}
+        self._parts: dict[int, torch.Tensor] = {}  # of what was joined, by what they were before
+
+    def without_copies(self, call: Call) -> Call:
+        """Return a row's call whose tensors are parts of the joined ones, so that each is once."""
+        own = {name: self._parts.get(id(value), value) for name, value in call.kwargs.items()}
+        return replace(call, kwargs=own)
 
     def call(self, calls: Sequence[Call]) -> Call | None:
         """Return one call for the tokens of all; None if an argument cannot be joined."""
@@ -359,7 +366,11 @@ class _Joiner:
             x.shape[dims[0]] != length for x, length in zip(joined, self._lens, strict=False)
         ):
             raise ApartError
-        return torch.cat(list(joined), dim=dims[0])
+        whole = torch.cat(list(joined), dim=dims[0])
+        if not whole.requires_grad:
+            parts = whole.split([x.shape[dims[0]] for x in joined], dim=dims[0])
+            self._parts.update(zip(map(id, joined), parts, strict=True))
+        return whole
 
 
 # ---------------------------------------------------------------------------------------------
