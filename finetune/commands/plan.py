@@ -30,9 +30,10 @@ from finetune.planning.compare import (
 )
 from finetune.planning.parallel import compare_ways, own_choice, share_out, ways_json, ways_table
 from finetune.planning.ranks import GPUS, require_gpus
-from finetune.planning.request import find_machine, with_backend
+from finetune.planning.request import ASSUMED_IMAGE_TOKENS, find_machine, with_backend
 from finetune.planning.runs import plan_variants, variants_of
 from finetune.planning.subject import Subject, model_subject, subject_of
+from finetune.recipe.capabilities import IMAGES, require_images_allowed
 from finetune.recipe.recipe import with_settings
 from finetune.recipe.sections import TrainSection
 from finetune.report.choice import host_map, plan_figures, plan_parts
@@ -41,6 +42,7 @@ from finetune.report.plan import gpus_json, ranks_json
 from finetune.report.rows import Part, Table, as_markdown, as_text
 from finetune.report.runs import runs_json, runs_tables
 from finetune.report.what_if import what_if_json, what_if_table
+from offload.plan.facts.images import Images
 from offload.plan.machine.cards import CARDS
 from offload.plan.machine.machine import (
     EAGER_FRAC,
@@ -52,6 +54,7 @@ from offload.plan.machine.machine import (
     Machine,
     with_interconnect,
 )
+from offload.plan.request import with_images
 from offload.plan.what_if import NUM_CARDS, what_if
 from offload.probe.load import shown_load
 
@@ -119,6 +122,7 @@ def planned(
     wants_ways: bool,
     form: Form,
     note: Callable[[str], None],
+    num_images: int | None = None,
 ) -> RenderableType:
     """Return the plan of a recipe or shape for one machine, or for several that share a step.
 
@@ -130,6 +134,7 @@ def planned(
         wants_ways: Whether other ways to hold and move the model are priced alongside the plan.
         form: Output format.
         note: Reports what takes time.
+        num_images: Distinct images of the rows; None if that is not known, or there are none.
 
     Raises:
         ConfigError: A flag that could have no effect.
@@ -144,9 +149,12 @@ def planned(
     subject = subject_of(model, overrides, note=note)
     dtype = subject.recipe.model.dtype
     named = several_machines(machine)
+    if num_images is not None:
+        subject = with_image_tokens(subject)
     if named:
-        for flag, is_given in (("--gpus", host.num_gpus is not None), ("--what-if", wants_ways)):
-            if is_given:
+        given = {"--gpus": host.num_gpus, "--what-if": wants_ways or None, "--images": num_images}
+        for flag, value in given.items():
+            if value is not None:
                 raise ConfigError(
                     f"{flag} with --machine {machine}",
                     limit="each of several machines has one GPU, and they share a step",
@@ -155,7 +163,14 @@ def planned(
         cards = [host.machine(name, dtype=dtype) for name in named]
         return _of_ranks(subject, cards, form=form, setting=MACHINE)
     here = _one_machine(machine, host, dtype=dtype, note=note)
-    return _one_plan(subject, here, num_gpus=host.num_gpus, wants_ways=wants_ways, form=form)
+    return _one_plan(
+        subject,
+        here,
+        num_gpus=host.num_gpus,
+        wants_ways=wants_ways,
+        form=form,
+        num_images=num_images,
+    )
 
 
 def _one_machine(
@@ -181,7 +196,13 @@ def _one_machine(
 
 @uncollected()
 def _one_plan(
-    subject: Subject, machine: Machine, *, num_gpus: int | None, wants_ways: bool, form: Form
+    subject: Subject,
+    machine: Machine,
+    *,
+    num_gpus: int | None,
+    wants_ways: bool,
+    form: Form,
+    num_images: int | None,
 ) -> RenderableType:
     recipe, facts, num = subject.recipe, subject.facts, num_gpus or 1
     require_gpus(recipe.train, machine, num_gpus=num, setting=GPUS)
@@ -194,7 +215,12 @@ def _one_plan(
         ways = compare_ways(recipe, facts, here, num_ranks=num, setting=GPUS)
     if recipe.train.parallel == "auto" and ways is not None:
         recipe = with_settings(recipe, {"train.parallel": ways.faster.name})
-    choice = chooser(recipe)(facts, here, full_requests(recipe, facts, num_ranks=num))
+    requests = full_requests(recipe, facts, num_ranks=num)
+    most = recipe.image.max_tokens
+    if num_images is not None and most is not None:
+        images = Images(num_images=num_images, most_tokens=most)
+        requests = [with_images(request, images) for request in requests]
+    choice = chooser(recipe)(facts, here, requests)
     made = choice.plan
     others = what_if(made, num_cards=NUM_CARDS) if wants_ways else None
     figures = plan_figures(choice, recipe) | {"notes": notes}
@@ -210,6 +236,20 @@ def _one_plan(
         figures |= what_if_json(others)
         parts.append(what_if_table(others, machine=here))
     return _shown(form, figures, parts)
+
+
+def with_image_tokens(subject: Subject) -> Subject:
+    """Return the same for rows with images, whose tokens are assumed if the recipe says nothing.
+
+    Raises:
+        ConfigError: The recipe cannot have such rows.
+    """
+    require_images_allowed(subject.recipe)
+    if subject.recipe.image.max_tokens is not None:
+        return subject
+    recipe = with_settings(subject.recipe, {IMAGES: ASSUMED_IMAGE_TOKENS})
+    note = f"images are assumed to have {ASSUMED_IMAGE_TOKENS:,} tokens: `{IMAGES}=512`, say"
+    return replace(subject, recipe=recipe, notes=(*subject.notes, note))
 
 
 def several_machines(names: str | None) -> list[str]:

@@ -9,6 +9,7 @@ import difflib
 import re
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,23 @@ def empty_from(fields: Mapping[str, Any], *, folder: Path | None = None) -> PreT
         warnings.simplefilter("ignore")  # about values that only matter to generation
         config = _config_from(fields, source=source)
         return _empty(config, source=source, dtype=torch.float32, folder=folder).model
+
+
+def empty_whole(fields: Mapping[str, Any]) -> PreTrainedModel | None:
+    """Build the model for images and text of a config, without values.
+
+    None if it has none, or transformers builds none here.
+    """
+    source = f"a {fields.get('model_type')} model"
+    with warnings.catch_warnings(), suppress(ModelError):
+        warnings.simplefilter("ignore")
+        config = _config_from(fields, source=source)
+        if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+            with reading_config(source), torch.device("meta"):
+                _take_quantization(config)
+                model: PreTrainedModel = AutoModelForImageTextToText.from_config(config)
+                return model
+    return None
 
 
 def empty_published(path: str, dtype: torch.dtype) -> Empty:

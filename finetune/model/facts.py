@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.model.config import quantization_of
-from finetune.model.empty import empty_from, implementation_of, linear_modules
+from finetune.model.empty import empty_from, empty_whole, implementation_of, linear_modules
 from finetune.model.layer_facts import Reader, is_norm
+from finetune.model.tower import tower_facts
 from offload.engine.experts.products import reason_outside
-from offload.engine.model.layers import ONE_STATE, RESIDENT_HINT, LayeredModel
+from offload.engine.model.layers import ONE_STATE, RESIDENT_HINT, LayeredModel, find_towers
 from offload.engine.model.placement import modules_on_device
 from offload.engine.pointwise.layers import FusedLayers
 from offload.engine.tracing.visits import trace_unread
@@ -90,13 +91,14 @@ def facts_from(
             determined.
     """
     model = empty_from(config, folder=folder).requires_grad_(requires_grad=False)
-    quantization = quantization_of(config)
-    if quantization is None or not is_published:
-        return facts_of(model)
-    from finetune.model.form import kept_parameters
+    quantization, published, kept = quantization_of(config), "", frozenset[str]()
+    if quantization is not None and is_published:
+        from finetune.model.form import kept_parameters
 
-    published, kept = kept_parameters(model, quantization)
-    return replace(facts_of(model, kept), published=published)
+        published, kept = kept_parameters(model, quantization)
+    facts = facts_of(model, kept)
+    tower = tower_facts(model if find_towers(model) else empty_whole(config))
+    return replace(facts, published=published, tower=tower)
 
 
 def facts_of(model: "PreTrainedModel", kept: Set[str] = frozenset()) -> ModelFacts:

@@ -36,7 +36,6 @@ from offload.plan.request import (
 from offload.plan.schedule.schedule import Order
 from offload.plan.search import Choice, search
 from offload.plan.search import nearest_request as nearest
-from offload.plan.sharded import as_sharded, sharded_choice
 
 if TYPE_CHECKING:
     from finetune.data.order import StepSizes
@@ -223,6 +222,8 @@ def choose_sharded(facts: ModelFacts, machine: Machine, requests: Sequence[PlanR
     Raises:
         DoesNotFitError: None fits.
     """
+    from offload.plan.sharded import as_sharded, sharded_choice  # of several cards alone
+
     return sharded_choice(facts, machine, list(dict.fromkeys(map(as_sharded, requests))))
 
 

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from finetune.planning.suggestion import SOME_ROWS, Form, Suggestion
-from finetune.report.format import shown_break_even, shown_time
+from finetune.report.format import shown_break_even, shown_mib, shown_time
+from finetune.report.images import pass_of
 from finetune.report.plan import SOURCES
 from offload.plan.facts.codec import CODECS, NATIVE
 from offload.plan.machine.machine import GIB
@@ -18,6 +19,7 @@ _COMMENTS = {
     "adapter.rank": "columns of A, rows of B",
     "adapter.alpha": "the update is scaled by alpha / rank",
     "data.eval_frac": "held out, never trained on",
+    "image.max_tokens": "of each image; larger ones are made smaller",
     "objective.method": "what is learned from such rows",
     "train.seq_len": "longest sequence; short rows share one",
     "train.tokens_per_step": "each layer is loaded once for all of them",
@@ -50,6 +52,11 @@ def figures(form: Form) -> dict[str, str]:
     budget = plan.request.vram_budget_bytes
     vram_bytes = machine.vram_bytes if budget is None else min(machine.vram_bytes, budget)
     epoch_s = EPOCH_TOKENS / form.tokens_per_s
+    images = {}
+    if plan.request.images is not None:
+        before = pass_of(plan)
+        most, size = before.images.most_tokens, before.images.most_tokens * before.token_bytes
+        images["images"] = f"{shown_mib(size)} of features on disk for each, of {most:,} tokens"
     return {
         "step": f"{plan.step_s:.3f} s of {plan.tokens_per_step:,} tokens",
         "speed": f"{form.tokens_per_s:,.1f} tokens/s; {EPOCH_TOKENS // 10**6} million tokens take"
@@ -58,6 +65,7 @@ def figures(form: Form) -> dict[str, str]:
         "RAM": f"{plan.host_bytes / GIB:.2f} GiB, to be free, of {machine.ram_bytes / GIB:.2f}",
         "streaming": f"adds less than 1% from {shown_break_even(plan.break_even_tokens)} tokens"
         " per step",
+        **images,
     }
 
 
@@ -128,7 +136,17 @@ def reasons(suggestion: Suggestion) -> Iterator[str]:
 
 def _sections(suggestion: Suggestion, comments: Mapping[str, str]) -> Iterator[str]:
     settings = suggestion.chosen.settings
-    order = ("model", "adapter", "data", "objective", "train", "offload", "output", "report")
+    order = (
+        "model",
+        "adapter",
+        "data",
+        "image",
+        "objective",
+        "train",
+        "offload",
+        "output",
+        "report",
+    )
     note, has_experts = suggestion.model.note, suggestion.chosen.plan.facts.has_experts
     for section in order:
         if not settings.get(section):
@@ -140,6 +158,8 @@ def _sections(suggestion: Suggestion, comments: Mapping[str, str]) -> Iterator[s
             about = note if is_model and note else comments.get(f"{section}.{key}")
             if value == SOME_ROWS:
                 about = "for rows of your own: data.path=my/train.jsonl"
+            elif (section, key) == ("data", "path") and "image" in settings:
+                about = "rows with images: docs/guides/images.md"
             line = f"  {key}: {_scalar(value)}"
             is_long = len(line) > _COLUMN - 2 or len(f"  # {about}") > _WIDTH - _COLUMN + 2
             if about and is_long:

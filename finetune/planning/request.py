@@ -20,6 +20,7 @@ from finetune.recipe.capabilities import (
     PROCESSES,
     PUBLISHED,
     READ,
+    TOWERS,
     WEIGHTS,
     require,
     setting,
@@ -36,6 +37,7 @@ from offload.plan.facts.facts import (
     linear_names,
     with_classifier_head,
 )
+from offload.plan.facts.images import Images
 from offload.plan.facts.linears import FP32_BYTES
 from offload.plan.facts.trainable import all_weights, prefix_spec, virtual_shapes
 from offload.plan.facts.workload import (
@@ -61,12 +63,15 @@ from offload.plan.request import (
     PlanRequest,
     Probe,
     Reduction,
+    with_images,
 )
 
 if TYPE_CHECKING:
     from finetune.data.order import StepSizes
 
 MAX_MACHINE_BYTES = 2**20
+ASSUMED_IMAGE_TOKENS = 1024
+"""Tokens of an image before rows are known, where a recipe has no limit to them."""
 ASSUMED_TOP = 20
 """A teacher's tokens at each token before rows are known: the most that vLLM gives by default."""
 
@@ -366,7 +371,7 @@ def _request(
         )
     _require_model(recipe, facts, adapter=typical.adapter, num_ranks=num_ranks)
     has_backward = not recipe.train.is_head_alone
-    return PlanRequest(
+    request = PlanRequest(
         typical=typical,
         largest=largest,
         num_micro_batches=recipe.train.num_micro_batches,
@@ -394,6 +399,8 @@ def _request(
             element_bytes=2 if recipe.train.reduce_dtype == "bf16" else FP32_BYTES,
         ),
     )
+    most = recipe.image.max_tokens
+    return request if most is None else with_images(request, Images(most_tokens=most))
 
 
 def _require_model(
@@ -416,6 +423,7 @@ def _require_model(
         PROCESSES: num_ranks,
         MODEL: "a mixture of experts" if facts.has_experts else "dense",
         PUBLISHED: facts.published or "plain",
+        TOWERS: 0 if facts.tower is None else 1,
         MLPS: "dense" if has_tiles else "a mixture of experts",
         WEIGHTS: 1 if facts.tie_word_embeddings else 2,
         READ: "more than keys and values"

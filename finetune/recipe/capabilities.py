@@ -216,6 +216,11 @@ def _with(
 
 # What may be trained whole whatever the codec: these are on the device as published.
 NEVER_ENCODED = ("norms", "router", EMBEDDING, HEAD, SCORE)
+TOWER_MODULES = (
+    *("visual", "vision_tower", "vision_model", "vision_encoder", "embed_vision"),
+    *("multi_modal_projector", "connector", "merger"),
+)
+"""What transformers' models call their image towers and projectors."""
 _BY_PARTS = optimizers_that(lambda one: one.moments is not None)
 """Optimizers of `train.parallel: fsdp2`."""
 STREAMED = "`train.parallel: stream`, with one process if weights of the model train"
@@ -306,6 +311,10 @@ PAIRS: tuple[Row, ...] = (
         only(()),
         "a run trains something",
         hint="`train.what: all`, or patterns of the names of weights",
+    ),
+    *(
+        Row(field, naming(*TOWER_MODULES), "the tower is frozen: its features are computed once")
+        for field in ("adapter.targets", "adapter.modules_to_save")
     ),
     *_with(
         "model.init",
@@ -904,6 +913,62 @@ PAIRS: tuple[Row, ...] = (
     ),
 )
 
+IMAGES = "image.max_tokens"
+"""The setting that says that rows have images; without it the rows themselves say so."""
+
+OF_IMAGES: tuple[Row, ...] = (
+    *_with(
+        IMAGES,
+        SET,
+        Row(
+            "objective.method",
+            NEW_HEAD,
+            "a head of its own is put on the text model alone",
+            ObjectiveSection.default,
+        ),
+        Row(
+            "objective.method",
+            objectives("with a teacher", lambda one: one.has_teacher),
+            "a teacher is asked about rows of text",
+            ObjectiveSection.default,
+        ),
+        Row(
+            "objective.rewards",
+            SET,
+            "answers are sampled for prompts of text",
+            hint="leave `objective.rewards` out",
+        ),
+        Row(
+            "adapter.method",
+            _VIRTUAL,
+            "virtual tokens and images both take the places of tokens in front of the layers",
+            "lora",
+        ),
+        Row(
+            "train.what",
+            FULL,
+            "an adapter learns from images; weights of the model learn from text",
+            "adapter",
+        ),
+        Row(
+            "train.parallel",
+            but("stream"),
+            "features of images enter a front that streams",
+            "stream",
+        ),
+        Row("train.compile", ON, "layers are compiled for rows of text", "false"),
+        Row(
+            "train.neftune_alpha",
+            SET,
+            "its noise is for embeddings of tokens, which images have none of",
+            "null",
+        ),
+    ),
+)
+"""Rows of `PAIRS` that rows with images break too."""
+
+PAIRS = (*PAIRS, *OF_IMAGES)
+
 CHOICES: Mapping[str, Registry[Any]] = {
     "objective.method": OBJECTIVES,
     "data.format": FORMATS,
@@ -1072,6 +1137,19 @@ SUMS = (
         ),
     ),
     Sum(
+        "image.max_tokens",
+        ("train.seq_len",),
+        "an image is never cut, and its row has text too",
+        "fewer tokens than a sequence has",
+        lambda n: (n.recipe.image.max_tokens or 0) >= n.train.seq_len,
+        lambda n: (
+            f"image.max_tokens is {n.recipe.image.max_tokens} and train.seq_len is"
+            f" {n.train.seq_len}",
+            "an image is never cut, and its row has text too",
+            f"`image.max_tokens: {n.train.seq_len // 2}`, or a longer `train.seq_len`",
+        ),
+    ),
+    Sum(
         "adapter.modules_to_save",
         ("adapter.targets",),
         "a module is trained whole or has an adapter",
@@ -1174,16 +1252,19 @@ def broken_length_rules(recipe: Settings, *, num_steps: int) -> Iterator[Breach]
 # ---------------------------------------------------------------------------------------------
 # A setting with the model, the device or the number of processes
 
+ROWS, TEXT_AND_IMAGES = "what rows hold", "text and images"
 DEVICE, MODEL, PROCESSES = "the device", "the model", "the number of processes"
 MLPS, WEIGHTS = "each MLP", "the number of weights of embedding and head"
 READ = "what layers read of others"
 PUBLISHED = "the form of the published weights"
+TOWERS = "the number of towers for images"
 PLACED = {"offload.embeddings": "the embedding", "offload.head": "the head"}
 """What may have to be on the device, by the setting of its place."""
 _BOTH = " with ".join(f"`{field}: device`" for field in PLACED)
 
 OF_MODEL = (
     *_with(DEVICE, only("cpu"), *_ON_CUDA),
+    *_with(TOWERS, only(0), Row(IMAGES, SET, "only a tower sees images", "null")),
     *_with(
         MODEL,
         only("dense"),
@@ -1314,11 +1395,21 @@ def require(rows: Iterable[Row], get: Get, *, option: str = "") -> None:
         raise replace(breach, hint=breach.hint.format(option=option)).error
 
 
+def require_images_allowed(recipe: Settings) -> None:
+    """Check that rows may have images.
+
+    Raises:
+        ConfigError: The recipe has a setting that goes with rows of text alone.
+    """
+    rows = (replace(row, other=ROWS) for row in OF_IMAGES)
+    require(rows, lambda name: TEXT_AND_IMAGES if name == ROWS else setting(recipe, name))
+
+
 # ---------------------------------------------------------------------------------------------
 # Runs that train together
 
 SHARED_SECTIONS = ("model", "offload")
-SHARED = ("train.neftune_alpha", "train.router_loss_coef")
+SHARED = ("train.neftune_alpha", "train.router_loss_coef", IMAGES)
 """Settings of other sections that runs over one stream of the base have in common."""
 
 OF_RUNS = (

@@ -1,6 +1,6 @@
 """What the user wants: one frozen `Recipe`.
 
-A recipe is YAML in eight sections; their fields are in `finetune.recipe.sections`. This module
+A recipe is YAML in nine sections; their fields are in `finetune.recipe.sections`. This module
 treats recipes as values: their canonical text, their hash, the difference of two, their JSON
 schema, and where the shipped ones are. Rules between fields are in `finetune.recipe.capabilities`;
 `finetune.recipe.load` reads files, with line numbers.

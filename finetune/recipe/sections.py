@@ -177,6 +177,11 @@ class DataSection(Section):
         description="Whether short rows share a sequence, none seeing another. A step then has"
         " `train.tokens_per_step` real tokens. `auto` is `on`, except with `train.compile`.",
     )
+    allow_downloads: bool = Field(
+        default=False,
+        description="Download images that rows name by http(s) URLs, each time they are tokenised;"
+        " files and bytes in the rows need no network.",
+    )
     num_workers: int = Field(
         default=1,
         ge=0,
@@ -206,6 +211,21 @@ class DataSection(Section):
     def sources(self) -> tuple[MixSource, ...]:
         """What is trained on: the sources of the mix, or `path` as the only one."""
         return self.mix or (MixSource(path=self.path or "", revision=self.revision),)
+
+
+class ImageSection(Section):
+    """The images of rows, which a frozen tower turns into tokens once, before step 1."""
+
+    max_tokens: int | None = Field(
+        default=None,
+        ge=4,
+        le=2**16,
+        description="Tokens of an image at most, in the terms of the model's own processor, which"
+        " makes larger images smaller; null takes what the processor is published with. A token of"
+        " features is as many bytes on disk as a hidden state, or four of them (Qwen3-VL), and"
+        " patches are some 28 x 28 to 48 x 48 pixels.",
+        examples=[512],
+    )
 
 
 class OffloadSection(Section):
@@ -720,6 +740,7 @@ class Settings(Section):
         description="What is trained: an adapter, and modules trained whole.",
     )
     data: DataSection = Field(description="The rows to train on.")
+    image: ImageSection = Field(default=ImageSection(), description="How large images may be.")
     objective: SerializeAsAny[ObjectiveSection] = Field(
         default_factory=lambda: ObjectiveSection.model_validate({}),
         description="What is learned from the rows: to repeat them, or to prefer some of them.",

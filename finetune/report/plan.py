@@ -74,12 +74,25 @@ DETAILS: dict[str, dict[str, tuple[str, str]]] = {
         "probe.pass_s": ("features of all rows", "s"),
         "probe.feature_bytes": ("RAM of a feature", "bytes"),
         "probe.num_parameters": ("head on them", "parameters"),
+        "images.step_vram_bytes": ("features of images", "bytes"),
+        "images.step_bytes": ("features that a step reads, at most", "bytes"),
+        "images.step_disk_s": ("from disk, where RAM has none of them", "s"),
         "network.num_ranks": ("ranks", ""),
         "network.num_bytes": ("sent by each rank", "bytes"),
         "network.bytes_per_s": ("network", "Gb/s"),
         "network.source": ("network's rate", ""),
         "network.hidden_frac": ("of it during compute", "%"),
         "network.needed_bytes_per_s": ("network that would add at most 1 %", "Gb/s"),
+    },
+    "Images, before step 1": {
+        "images.num_images": ("images", ""),
+        "images.num_tokens": ("tokens of all", ""),
+        "images.feature_bytes": ("features on disk", "bytes"),
+        "images.host_s": ("decoded and resized", "s"),
+        "images.compute_s": ("by the tower", "s"),
+        "images.load_s": ("its weights copied", "s"),
+        "images.disk_s": ("features written", "s"),
+        "images.peak_vram_bytes": ("peak of device memory", "bytes"),
     },
     "Predicted step": {
         "predicted.phases_s.forward": ("forward", "s"),
@@ -179,6 +192,10 @@ def _figures(plan: Plan) -> dict[str, Any]:
         probe = feature_pass(plan, plan.request)
         assert probe is not None
         figures["probe"] = asdict(probe) | {"pass_s": probe.pass_s}
+    if plan.request.images is not None:
+        from finetune.report.images import images_json
+
+        figures["images"] = images_json(plan)
     if network is not None:
         figures["network"] = {
             "num_ranks": plan.request.num_ranks,
@@ -272,10 +289,21 @@ def _acted_on(
         if num_steps is None
         else Row("", "all steps", num_steps * step_s, "s", f"for {num_steps:,}"),
         *_peaks(plan),
+        *_images(plan),
         Row("", "limited by", figures["limited_by"]),
         *faster[:1],
     ]
     return [row._replace(level="brief") for row in rows]
+
+
+def _images(plan: Plan) -> list[Row]:
+    """Return how many images there are, and what they cost; nothing where rows have none."""
+    if plan.request.images is None:
+        return []
+    from finetune.report.images import images_line, pass_of, shrunk_line
+
+    cost = pass_of(plan)
+    return [Row("", "images", images_line(cost), note=shrunk_line(cost))]
 
 
 def limit_line(plan: Plan, phases: Mapping[str, float]) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 from offload.errors import OffloadError
 from offload.plan.facts.facts import ModelFacts
+from offload.plan.facts.images import Images
 from offload.plan.facts.linears import FP32_BYTES
 from offload.plan.facts.trainable import layer_parameters, trained_parameters
 from offload.plan.facts.workload import Workload
@@ -97,6 +98,7 @@ class PlanRequest:
         objective: What the loss of the run adds to a step; None for a cross-entropy.
         reduction: How the ranks' gradients are added up.
         probe: Steps of the head before the first one; None if there are none.
+        images: The images of its rows, as `with_images` sets them; None if they have none.
         is_sharded: Whether each rank holds a part of the model, which is gathered layer by layer,
             and nothing is streamed; see `offload.plan.sharded`.
         order: Whether all micro-batches of a step pass a layer before the next is used, or each
@@ -129,6 +131,7 @@ class PlanRequest:
     reduction: Reduction = Reduction()
     own_micro_batches: int | None = None
     probe: Probe | None = None
+    images: Images | None = None
     is_sharded: bool = False
 
     @property
@@ -250,6 +253,7 @@ OF_A_RUN = (
     "objective",
     "reduction",
     "probe",
+    "images",
 )
 """What each run of a shared step has of its own."""
 
@@ -393,6 +397,11 @@ def with_workload(request: PlanRequest, **changes: Any) -> PlanRequest:
         largest=replace(request.largest, **changes),
         others=tuple(with_workload(other, **changes) for other in request.others),
     )
+
+
+def with_images(request: PlanRequest, images: Images) -> PlanRequest:
+    """Return the same request for rows with these images."""
+    return replace(with_workload(request, has_images=True), images=images)
 
 
 # Until a launch measures them. Between machines 1 Gb/s Ethernet, of which TCP leaves 0.94.

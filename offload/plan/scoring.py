@@ -27,6 +27,7 @@ from offload.plan.memory.memory import (
     MemoryTerm,
     carried_bytes,
     head_chunk_bytes,
+    image_bytes,
     input_bytes,
     layer_weight_bytes,
     recorded_bytes,
@@ -150,6 +151,7 @@ class _Draft:
         one = replace(request.workload, micro_batch_size=1, seq_len=max(lengths))
         recorded = recorded_bytes(facts, one, is_padded=False)
         held = input_bytes(facts, one) + recorded + carried_bytes(facts, one)
+        held += image_bytes(facts, one, num_micro_batches=1)
         return cls(
             facts=facts,
             machine=machine,

@@ -33,8 +33,10 @@ MODELS = (
     *("llama-3.2-1b", "llama-3.1-8b", "llama-3.1-70b", "gemma-3-4b-text"),
 )
 VRAM_GIB, RAM_GIB = (8, 12, 16, 24, 32), (32, 64, 128)
-SHIPPED: Mapping[str, tuple[str, int, int]] = {
-    # recipe: model, GiB of VRAM, GiB of RAM
+Asking = tuple[str, int, int] | tuple[str, int, int, str, str]
+_ROWS = "data.path=my/images.jsonl"
+SHIPPED: Mapping[str, Asking] = {
+    # recipe: model, GiB of VRAM, GiB of RAM, settings over what is suggested
     "gemma3_4b_8gb": ("gemma-3-4b-text", 8, 32),
     "gemma4_26b_16gb": ("gemma-4-26b-a4b", 16, 64),
     "gemma4_e4b_8gb": ("gemma-4-e4b", 8, 32),
@@ -49,11 +51,18 @@ SHIPPED: Mapping[str, tuple[str, int, int]] = {
     "qwen30b_nvfp4_24gb": ("qwen3-30b-a3b-nvfp4", 24, 32),
     "qwen36_27b_24gb": ("qwen3.6-27b", 24, 64),
     "qwen36_35b_24gb": ("qwen3.6-35b-a3b", 24, 64),
+    "gemma4_26b_images_24gb": ("gemma-4-26b-a4b", 24, 64, "image.max_tokens=280", _ROWS),
+    "gemma4_26b_images_32gb": ("gemma-4-26b-a4b", 32, 64, "image.max_tokens=280", _ROWS),
+    "ministral3_8b_images_16gb": ("ministral-3-8b", 16, 32, "image.max_tokens=1024", _ROWS),
+    "qwen3_vl_8b_12gb": ("qwen3-vl-8b", 12, 32, "image.max_tokens=1024", _ROWS),
+    "qwen3_vl_8b_24gb": ("qwen3-vl-8b", 24, 32, "image.max_tokens=1024", _ROWS),
+    "qwen3_vl_30b_24gb": ("qwen3-vl-30b-a3b", 24, 64, "image.max_tokens=1024", _ROWS),
+    "qwen3_vl_30b_32gb": ("qwen3-vl-30b-a3b", 32, 64, "image.max_tokens=1024", _ROWS),
 }
 
 
-def suggested(model: str, vram_gib: int, ram_gib: int, *, name: str) -> Suggestion:
-    """Return what `sluice recipes for` answers.
+def suggested(model: str, vram_gib: int, ram_gib: int, *overrides: str, name: str) -> Suggestion:
+    """Return what `sluice recipes for` answers, with settings over it.
 
     Raises:
         DoesNotFitError: Nothing fits.
@@ -62,7 +71,8 @@ def suggested(model: str, vram_gib: int, ram_gib: int, *, name: str) -> Suggesti
     target, _ = target_of(asked, dtype="bfloat16")
     wanted = wanted_model(model)
     settings = first_settings(wanted, name=name.replace("_", "-"))
-    return suggest(wanted, target, goal_named(asked.goal), settings=settings)
+    goal = goal_named(asked.goal)
+    return suggest(wanted, target, goal, settings=settings, overrides=overrides)
 
 
 def recipe(name: str) -> str:

@@ -23,6 +23,7 @@ from offload.plan.facts.linears import (
     SoftmaxAttention,
 )
 from offload.plan.facts.optimizer import Shape
+from offload.plan.facts.tower import TowerFacts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -311,6 +312,7 @@ class ModelFacts(HashedOnce):
         own_experts: Why no adapter goes onto its fused experts; empty if one does.
         published: The codec that keeps its published weights to the bit, or else the
             `quant_method` of these; empty if they are plain.
+        tower: Its image tower, which is in no other count; None if it has none.
     """
 
     model_type: str
@@ -335,6 +337,7 @@ class ModelFacts(HashedOnce):
     is_memory_tested: bool = False
     own_experts: str = ""
     published: str = ""
+    tower: TowerFacts | None = None
 
     __hash__ = HashedOnce.__hash__
 
@@ -361,6 +364,8 @@ class ModelFacts(HashedOnce):
         kinds = [_layer_of(**row) for row in values["kinds"]]
         layers = tuple(kinds[kind] for kind, number in values["layers"] for _ in range(number))
         others = {name: value for name, value in values.items() if name != "kinds"}
+        if "tower" in others:
+            others["tower"] = TowerFacts(**others["tower"])
         return cls(**others | {"layers": layers})
 
     @property

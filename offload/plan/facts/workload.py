@@ -144,6 +144,7 @@ class Workload:
         packed_tokens: Tokens of a micro-batch whose rows are packed; None where they are not.
         embeddings: Where the input embedding's weight is; on the host, a step brings rows of it.
         head: Where the output head's weight is; on the host, it is copied to the slots once a step.
+        has_images: Whether rows have images, whose features are there from the front on.
     """
 
     micro_batch_size: int
@@ -162,6 +163,7 @@ class Workload:
     packed_tokens: int | None = None
     embeddings: WeightPlace = "device"
     head: WeightPlace = "device"
+    has_images: bool = False
 
     @property
     def num_tokens(self) -> int:

@@ -48,7 +48,7 @@ from offload.plan.facts.workload import (
     row_buffers_bytes,
 )
 from offload.plan.machine.machine import GIB, MIB, Machine
-from offload.plan.memory.visit import VisitBytes, is_masked, visit_bytes
+from offload.plan.memory.visit import VisitBytes, is_masked, is_masked_by_images, visit_bytes
 from offload.plan.schedule.op import KEPT_OUTPUT, SENT_GRAPH, SENT_OUTPUT
 from offload.plan.schedule.schedule import (
     NUM_CARRIED,
@@ -121,6 +121,7 @@ STATES, KEPT_INPUTS = "optimizer states", "kept layer inputs"
 HIDDEN = "hidden states and their gradients"
 SCORED_ROWS, SCORES_OF_LABELS = "rows that are only scored", "log-probabilities"
 CARRIED, CARRIED_GRADIENTS = "values that layers share", "gradients of values that layers share"
+IMAGES = "features of images"
 # Terms that a trace measures; they replace formulas.
 VISIT, HEAD_CHUNK, RECORDED = "one visit", "head chunk", "recorded arguments"
 
@@ -166,6 +167,7 @@ SHRINKS: Mapping[str, tuple[str, ...]] = {
     RECORDED: (SEQ_LEN, TOKENS),
     CARRIED: (TOKENS,),
     CARRIED_GRADIENTS: (TOKENS,),
+    IMAGES: (TOKENS,),
     SCORED_ROWS: (TOKENS,),
     KEPT_GRAPHS: ("fewer `offload.kept_graphs`",),
     KEPT_OUTPUTS: (NO_OUTPUTS,),
@@ -436,6 +438,7 @@ def device_needs(  # noqa: PLR0913 - everything that uses memory
     num_kept = min(NUM_FETCHED + 1, num_layers) if is_stashed else num_layers
     recorded = traced.recorded if traced else recorded_bytes(facts, workload, is_padded=is_padded)
     recorded += workload.adapter.past_bytes  # and gradients by a prefix
+    recorded += image_mask_bytes(facts, workload, is_padded=is_padded)
     kinds = set(facts.layers)
     visits = {x: visit_bytes(facts, machine, x, workload, is_padded=is_padded) for x in kinds}
     widest = max(visits.values(), key=lambda visit: visit.beside_saved)
@@ -476,7 +479,8 @@ def device_needs(  # noqa: PLR0913 - everything that uses memory
         rows += scoring.rows(
             num_micro_batches * workload.label_tokens,
             num_micro_batches
-            * (input_bytes(facts, workload) + recorded + carried_bytes(facts, workload)),
+            * (input_bytes(facts, workload) + recorded + carried_bytes(facts, workload))
+            + image_bytes(facts, workload, num_micro_batches=num_micro_batches),
         )
     if scoring or are_others_scored:
         without = [replace(x, gradients=0) for x in visits.values()]
@@ -568,6 +572,7 @@ def _kept_rows(
             {Instant.RECOMPUTE, Instant.VISIT},
         ),
         Row(ROUTER_LOSS, int(router_loss_bytes(facts, workload)), IN_PASS),
+        Row(IMAGES, image_bytes(facts, workload, num_micro_batches=num_micro_batches), IN_PASS),
     )
 
 
@@ -581,6 +586,32 @@ def carried_bytes(facts: ModelFacts, workload: Workload) -> int:
     """Return the bytes of what layers compute for later ones, of one micro-batch."""
     index_bytes = 4 * facts.num_carried_indices * min(facts.index_top_k, workload.seq_len)  # int32
     return workload.num_tokens * (facts.carried_features * workload.dtype_bytes + index_bytes)
+
+
+def image_bytes(facts: ModelFacts, workload: Workload, *, num_micro_batches: float) -> int:
+    """Return the bytes of the features of images: each micro-batch's where a layer adds some.
+
+    They are as many as its tokens for each such layer, kept until its backward visit; those that
+    take the places of tokens are there for the one micro-batch in the front.
+    """
+    if not workload.has_images or facts.tower is None:
+        return 0
+    rows = num_micro_batches * facts.tower.num_added + 1
+    return int(rows * workload.num_tokens) * facts.hidden_size * workload.dtype_bytes
+
+
+def image_mask_bytes(facts: ModelFacts, workload: Workload, *, is_padded: bool) -> int:
+    """Return the bytes of the masks that one micro-batch has for its images alone."""
+    windows = {
+        layer.window for layer in facts.layers if isinstance(layer.attention, SoftmaxAttention)
+    }
+    masked = [
+        window
+        for window in windows
+        if is_masked_by_images(facts, window, workload)
+        and not is_masked(window, workload, is_padded=is_padded)
+    ]
+    return len(masked) * workload.num_tokens * workload.num_keys
 
 
 def recorded_bytes(facts: ModelFacts, workload: Workload, *, is_padded: bool) -> int:
@@ -659,6 +690,7 @@ SUMMED = frozenset(
         RECORDED,
         CARRIED,
         CARRIED_GRADIENTS,
+        IMAGES,
         ROUTER_LOGITS,
         ROUTER_LOSS,
         SCORED_ROWS,

@@ -209,8 +209,11 @@ def _visit_bytes(
         fused=fused,
         seq_len=seq_len,
         dtype_bytes=b,
-        is_masked=is_masked(layer.window, workload, is_padded=is_padded)
-        and not workload.joins_rows(layer.attention, is_cuda=is_cuda),
+        is_masked=is_masked_by_images(facts, layer.window, workload)
+        or (
+            is_masked(layer.window, workload, is_padded=is_padded)
+            and not workload.joins_rows(layer.attention, is_cuda=is_cuda)
+        ),
         form=form,
         is_cpu=machine.device == "cpu",
     )
@@ -252,6 +255,12 @@ def is_masked(window: int | None, workload: Workload, *, is_padded: bool) -> boo
     """Return whether a mask is materialized because it is not simply causal."""
     has_past = workload.adapter.num_past > 0
     return is_padded or has_past or (window is not None and window < workload.seq_len)
+
+
+def is_masked_by_images(facts: ModelFacts, window: int | None, workload: Workload) -> bool:
+    """Return whether rows with images have a mask in which the tokens of one see each other."""
+    tower = facts.tower if workload.has_images else None
+    return tower is not None and tower.is_masked(window)
 
 
 def saved_bytes_per_token(

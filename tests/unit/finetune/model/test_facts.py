@@ -32,8 +32,15 @@ from finetune.errors import ConfigError, ModelError
 from finetune.hub.repository import is_hub_reachable
 from finetune.model.classifier_head import with_classifier_head
 from finetune.model.config import has_weights, read_config
-from finetune.model.empty import config_of, empty_from, empty_of, empty_published
+from finetune.model.empty import (
+    config_of,
+    empty_from,
+    empty_of,
+    empty_published,
+    empty_whole,
+)
 from finetune.model.facts import facts_from, facts_of
+from finetune.model.tower import tower_facts
 from finetune.planning.request import adapter_spec
 from finetune.planning.request import facts_of as facts_of_config
 from finetune.planning.request import facts_of as facts_of_section
@@ -51,7 +58,14 @@ from offload.plan.facts.trainable import (
     trained_tensor_shapes,
 )
 from tests.parity.architectures import LACKS, micro_batches, read_table, reason_of, streamed
-from tests.parity.tiny_models import class_of, tiny_config, tiny_model, with_adapters
+from tests.parity.tiny_models import (
+    SPECIAL,
+    class_of,
+    small,
+    tiny_config,
+    tiny_model,
+    with_adapters,
+)
 from tests.tiers import mostly_slow
 
 ROOT = Path(__file__).parents[4]
@@ -205,6 +219,58 @@ def assert_counted(model_type: str) -> None:
     assert sum(stacked) <= counted(facts, "experts") + counted(facts, "shared_experts")
     if model_type not in TOWER_IN_DECODER:
         assert sorted(plan_facts.linear_names(facts)) == list(linear_names(model))
+
+
+TOWERS = (
+    *("gemma3", "gemma4", "glm4v", "internvl", "kimi_k25", "lfm2_vl", "mistral3"),
+    *("qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "smolvlm"),
+)
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize("model_type", mostly_slow(TOWERS, "qwen3_vl"))
+def test_a_tower_is_what_a_model_has_beside_its_text_model(model_type: str) -> None:
+    """Nothing of it is counted among what text passes through, and nothing twice."""
+    kind = CONFIG_MAPPING[model_type]
+    config = small(kind, SPECIAL.get(model_type, {}))
+    facts = facts_from(config.to_dict())
+    tower = facts.tower
+    assert tower is not None
+    model_class: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[kind]
+    with torch.device("meta"):
+        whole = model_class._from_config(config)
+    sounds = (p for name, p in whole.named_parameters() if "audio" in name)
+    num = sum(p.numel() for p in whole.parameters()) - sum(p.numel() for p in sounds)
+    assert facts.num_parameters + tower.num_parameters == num
+    assert 0 < tower.block_parameters <= tower.num_parameters
+    assert ModelFacts.from_json(json.loads(json.dumps(facts.to_json()))) == facts
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "num_patches", "num_added"),
+    [
+        ("qwen3_vl", {"vision_config": {"deepstack_visual_indexes": [3, 5]}}, 4, 2),
+        ("qwen3_5", {}, 4, 0),
+        ("gemma3", {"vision_config": {"image_size": 896, "patch_size": 14}}, 16, 0),
+        ("mistral3", {}, 4, 0),
+        ("internvl", {}, 4, 0),
+        ("smolvlm", {}, 4, 0),
+        ("kimi_k25", {"vision_config": {"merge_kernel_size": [2, 3]}}, 6, 0),
+        ("llava", {}, 1, 0),
+    ],
+)
+def test_patches_are_merged_as_the_config_says(
+    model_type: str, changes: dict[str, Any], num_patches: int, num_added: int
+) -> None:
+    whole = empty_whole({"model_type": model_type, **changes})
+    tower = tower_facts(whole)
+    assert tower is not None
+    assert (tower.patches_per_token, tower.num_added) == (num_patches, num_added)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "chameleon", "no-such-type"])
+def test_a_model_without_a_list_of_layers_over_patches_has_no_tower(model_type: str) -> None:
+    assert tower_facts(empty_whole({"model_type": model_type})) is None
 
 
 @pytest.mark.usefixtures("quiet")

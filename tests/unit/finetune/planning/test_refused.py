@@ -28,6 +28,13 @@ CASES = (
         "`model.layer_kernels: auto`",
     ),
     (
+        "qwen3-8b",
+        "image.max_tokens=512",
+        1,
+        "image.max_tokens is 512 and the number of towers for images is 0",
+        "`image.max_tokens: null`",
+    ),
+    (
         "tiny-qwen3-moe",
         "model.experts_implementation=triton",
         0,

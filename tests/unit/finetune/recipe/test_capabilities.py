@@ -6,6 +6,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
+from finetune.errors import ConfigError
 from finetune.recipe.capabilities import (
     LENGTHS,
     PAIRS,
@@ -13,6 +14,7 @@ from finetune.recipe.capabilities import (
     SUMS,
     Breach,
     broken_with,
+    require_images_allowed,
 )
 from finetune.recipe.recipe import Recipe
 from finetune.recipe.sections import Settings
@@ -48,8 +50,32 @@ def breaches(words: str) -> list[Breach]:
     return []
 
 
+# Settings that rows with images cannot have, what they are, and what to write instead.
+OF_TEXT = (
+    (
+        "objective.method=reward data.too_long=drop",
+        "objective.method is reward",
+        "`objective.method: sft`",
+    ),
+    ("objective.method=distill", "objective.method is distill", "`objective.method: sft`"),
+    (
+        "objective.method=grpo objective.rewards=rewards.py data.format=prompt",
+        "objective.rewards is rewards.py",
+        "leave `objective.rewards` out",
+    ),
+    ("adapter.method=prompt", "adapter.method is prompt", "`adapter.method: lora`"),
+    ("train.what=all", "train.what is all", "`train.what: adapter`"),
+    ("train.parallel=auto", "train.parallel is auto", "`train.parallel: stream`"),
+    ("train.compile=true", "train.compile is true", "`train.compile: false`"),
+    ("train.neftune_alpha=5.0", "train.neftune_alpha is 5.0", "`train.neftune_alpha: null`"),
+)
+
 # Settings over a plain recipe, what is wrong with them, and what to write instead.
 CASES = (
+    *(
+        (f"{words} image.max_tokens=256", f"{what} and image.max_tokens is 256", hint)
+        for words, what, hint in OF_TEXT
+    ),
     (
         "model.config=tiny-qwen3",
         "model.config is tiny-qwen3 and model.path is Qwen/Qwen3-0.6B",
@@ -124,6 +150,16 @@ CASES = (
         "model.config=tiny-qwen3 model.path=null",
         "model.config is tiny-qwen3 and model.init is pretrained",
         "`model.init: random`, or `model.path` in place of `model.config`",
+    ),
+    (
+        "adapter.targets=[q_proj,visual]",
+        "adapter.targets is q_proj, visual",
+        "`adapter.targets: [q_proj]`",
+    ),
+    (
+        "adapter.modules_to_save=[multi_modal_projector,norms]",
+        "adapter.modules_to_save is multi_modal_projector, norms",
+        "`adapter.modules_to_save: [norms]`",
     ),
     (
         "offload.tier=disk model.init=random",
@@ -565,6 +601,12 @@ NUMBERS = (
         "name it once with the sum of the weights, or hold out a file by `data.eval_path`",
     ),
     (
+        "image.max_tokens=512",
+        "image.max_tokens is 512 and train.seq_len is 512",
+        "an image is never cut, and its row has text too",
+        "`image.max_tokens: 256`, or a longer `train.seq_len`",
+    ),
+    (
         "adapter.targets=[q_proj,v_proj] adapter.modules_to_save=[v_proj,norms]",
         "adapter.modules_to_save and adapter.targets both name v_proj",
         "a module is trained whole or has an adapter",
@@ -661,6 +703,9 @@ TOGETHER = (
         for probed in ("train.probe_steps=9 train.probe_lr=0.1", "train.what=head")
     ),
     "objective.method=reward data.too_long=drop train.probe_steps=9",
+    "image.max_tokens=256 data.packing=on offload.codec=nf4 adapter.dora=true",
+    "image.max_tokens=256 objective.method=dpo",
+    "image.max_tokens=256 report.samples=3 data.eval_frac=0.1",
     "train.parallel=fsdp2",
     "train.parallel=fsdp2 train.what=all",
     "train.parallel=fsdp2 offload.codec=native offload.vram_budget=20.0",
@@ -715,6 +760,19 @@ def test_each_row_has_a_case() -> None:
         assert any((b.field, b.reads) == (row.field, reads) and text in b.hint for b in found), row
     for number in (*SUMS, *LENGTHS):
         assert any((b.field, b.reads) == (number.field, number.reads) for b in found), number
+
+
+@pytest.mark.parametrize(("words", "what", "hint"), OF_TEXT)
+def test_rows_with_images_break_the_same_rows(words: str, what: str, hint: str) -> None:
+    recipe = Recipe.model_validate(values(words))
+    with pytest.raises(ConfigError) as caught:
+        require_images_allowed(recipe)
+    assert caught.value.what == f"{what} and what rows hold is text and images"
+    assert caught.value.hint == hint
+
+
+def test_rows_with_images_go_with_a_plain_recipe() -> None:
+    require_images_allowed(Recipe.model_validate(values("")))
 
 
 def test_all_problems_are_found_together() -> None:
