@@ -35,6 +35,7 @@ def model_card(
     data_hash: str,
     prompt: str,
     form: str,
+    images: str = "",
 ) -> str:
     """Return a finished run's card, in Markdown with the header that the hub reads.
 
@@ -46,13 +47,15 @@ def model_card(
         data_hash: Of the training rows, as tokens and labels.
         prompt: What there is to say of the prompts that answers were trained after.
         form: The `quant_method` of the base's published weights; empty if they are plain.
+        images: What there is to say of the images of its rows, as `images_section` writes it;
+            empty if they had none.
     """
     public = public_recipe(recipe)
     base = public.model.path or public.model.config
     is_on_hub = recipe.model.path is not None and recipe.model.path == public.model.path
     header: dict[str, Any] = {
         "library_name": "transformers" if recipe.train.is_full else "peft",
-        "pipeline_tag": _PIPELINES[recipe.model.head],
+        "pipeline_tag": _SEEING if images else _PIPELINES[recipe.model.head],
         "tags": ["sluice"] if recipe.train.what != "adapter" else [recipe.adapter.method, "sluice"],
     }
     unpublished = _UNLINKED if recipe.train.is_full else _UNPUBLISHED
@@ -68,6 +71,7 @@ def model_card(
     )
     published = "" if recipe.train.is_full or not form else _PUBLISHED.format(form=form)
     prompted = f"## Prompt\n\n{prompt}\n\n" if prompt else ""
+    seen = f"## Images\n\n{images}\n\n" if images else ""
     is_by_reward = recipe.objective.samples_answers
     rewards = import_module(ROUNDS).learned_by(recipe, run_dir) if is_by_reward else ""
     return f"""---
@@ -84,7 +88,7 @@ def model_card(
 {call}
 ```
 
-{prompted}## Measured
+{prompted}{seen}## Measured
 
 {as_markdown([figures])}
 
@@ -114,7 +118,9 @@ def merged_card(recipe: Recipe, card: str, *, form: str) -> str:
     """
     path, public = recipe.model.path, public_recipe(recipe).model.path
     header: dict[str, Any] = {"base_model": path} if path == public else {}
-    header |= {"library_name": "transformers", "pipeline_tag": _PIPELINES["tokens"]}
+    tag = re.search(r"(?m)^pipeline_tag: (\S+)$", card)
+    header |= {"library_name": "transformers"}
+    header |= {"pipeline_tag": tag[1] if tag else _PIPELINES["tokens"]}
     header |= {"tags": ["sluice"]}
     weights = f"weights in {form} again" if form else "plain weights"
     about = card.split("---\n", 2)[2] if card.startswith("---\n") else card
@@ -157,6 +163,7 @@ def _what(recipe: Recipe) -> str:
     return f"{{base}} with {which} trained by Sluice: plain weights, without an adapter."
 
 
+_SEEING = "image-text-to-text"
 _PIPELINES = {
     "tokens": "text-generation",
     "reward": "text-classification",

@@ -24,7 +24,7 @@ from finetune.report.format import shown_time
 from finetune.run.run_files import EVAL_LOSS, shown_evaluation
 from offload.plan.machine.machine import GIB
 
-Unit = Literal["bytes", "rows", "answers"]
+Unit = Literal["bytes", "rows", "answers", "images"]
 Memory = Callable[[], Mapping[str, int]]
 """Bytes by name: gpu_used, gpu_total, ram_held, ram_free; only what there is."""
 Work = Callable[[int, int | None], None]

@@ -1,8 +1,9 @@
 """A run's model on its engine: loaded, attached, timed, and begun or restored."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,8 +21,9 @@ from finetune.training.layer_kernels import shown_fused
 from finetune.training.load import load_base
 from finetune.training.loop import Loop, StepEngine, gc_frozen, rehearsed
 from finetune.training.packing import shown_layers
-from finetune.training.prepare import Planned, Prepared
+from finetune.training.prepare import Data, Planned, Prepared
 from finetune.training.ranks import with_others
+from finetune.training.run import Run
 from finetune.training.session import (
     Adapted,
     Kind,
@@ -65,7 +67,9 @@ def on_engine(
     first, ranks = runs[0], runs[0].ranks
     # of several runs some may have a probe; that kind trains the others as adapters too
     kind = kind_of(next((r.recipe for r in runs if r.recipe.train.takes_features), first.recipe))
+    add_images = _with_features([one.data for one in prepared], first, plan)
     loaded = load_base(first, plan)
+    add_images(loaded.model)
     model = kind.load(loaded, runs)
     if first.recipe.train.neftune_alpha is not None:
         add_noise(loaded.model, alpha=first.recipe.train.neftune_alpha)
@@ -106,6 +110,18 @@ def on_engine(
         yield sessions, plan
 
 
+def _with_features(
+    rows: Sequence[Data], first: Run, plan: Plan
+) -> "Callable[[PreTrainedModel], None]":
+    """Compute features of the images of rows; return what puts them into a model's front."""
+    if all(one.images is None for one in rows):
+        return lambda _model: None
+    from finetune.training.images import put_in_front, take
+
+    take(rows, first, plan)
+    return partial(put_in_front, rows)
+
+
 def _attached(
     prepared: Prepared,
     plan: Plan,
@@ -142,6 +158,7 @@ def _attached(
             base=base_eos(model),
             template_kwargs=rows.prompted.template_kwargs,
         ),
+        images=prepared.data.images,
         held_out=prepared.data.held_out(steps),
         objectives=objectives,
     )

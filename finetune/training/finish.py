@@ -89,6 +89,7 @@ def _finish(session: Session, saved: Saved) -> None:
         loader=auto_class(base),
         data_hash=data_hash,
         prompt=session.rows.prompted.section(),
+        images="" if session.images is None else session.images.section(recipe),
         form=published_form(recipe.model),
     )
     write_atomically(folder / MODEL_CARD, card)
@@ -109,9 +110,11 @@ def sample(session: Session, *, when: str) -> None:
         tokenizer,
         seq_len=run.recipe.train.seq_len,
         empty_think=run.recipe.data.empty_think,
+        images=session.images,
     )
     if len(asked) < len(rows):
-        run.screen.note(f"{len(rows) - len(asked)} held-out rows are too long to be asked")
+        others = "" if session.images is None else ", or their images have changed"
+        run.screen.note(f"{len(rows) - len(asked)} held-out rows are too long to be asked{others}")
     if not asked:
         return
     assert isinstance(session.engine, Engine), "a rule of recipes"
@@ -122,6 +125,7 @@ def sample(session: Session, *, when: str) -> None:
             engine=session.engine,
             tokenizer=tokenizer,
             empty_think=run.recipe.data.empty_think,
+            images=session.images,
             stop_ids=session.stops.ids,
             # without gradients a pass takes less than half of what the largest visits take
             max_pass_tokens=2 * session.steps.largest_tokens,

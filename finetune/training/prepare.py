@@ -20,6 +20,7 @@ from finetune.data.order import BatchOrder, PackedOrder, RowCost
 from finetune.data.steps import Steps, num_parts_of, with_virtual_tokens
 from finetune.env import cache_dir, stores_dir
 from finetune.errors import ConfigError
+from finetune.model.config import processor_files
 from finetune.model.tokenizer import load_tokenizer
 from finetune.planning.candidates import chooser, requests_for, with_each_size
 from finetune.planning.ranks import require_ranks_for
@@ -40,7 +41,7 @@ from offload.plan.facts.trainable import layer_parameters
 from offload.plan.facts.workload import WeightPlace
 from offload.plan.machine.machine import Machine, Network
 from offload.plan.plan import Plan
-from offload.plan.request import PlanRequest, Probe
+from offload.plan.request import PlanRequest, Probe, with_images
 from offload.plan.search import Choice
 from offload.probe.load import shown_load
 from offload.probe.machine import NO_GPU, PROBE_S, RUN_FILE_BYTES, disk_rate, probe
@@ -48,7 +49,9 @@ from offload.probe.machine import NO_GPU, PROBE_S, RUN_FILE_BYTES, disk_rate, pr
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from finetune.images.imaging import RowImages
     from finetune.planning.parallel import Shares
+    from finetune.training.images import RunImages
 
 PROBE_DISK_S = 0.5
 
@@ -59,6 +62,7 @@ class Data:
 
     tokenizer: "PreTrainedTokenizerBase"  # the model's
     rows: Rows  # the rows that are trained on, and those held out
+    images: "RunImages | None" = None  # those of the rows; None if no row has any
 
     def held_out(self, steps: Steps) -> Steps | None:
         """Return steps of the held-out rows, cut as those that are trained on.
@@ -330,6 +334,7 @@ def load_data(run: Run, facts: ModelFacts) -> Data:
     """
     recipe, ranks = run.recipe, run.ranks
     tokenizer = load_tokenizer(recipe.model)
+    imaging = imaging_of(recipe, tokenizer)
     with ranks.first_here_first():
         rows = load_rows(
             recipe.data,
@@ -339,6 +344,7 @@ def load_data(run: Run, facts: ModelFacts) -> Data:
             cache_dir=cache_dir(),
             working=run.screen.working,
             formats=recipe.objective.read_formats,
+            imaging=imaging,
         )
     require_known_rows(rows, tokenizer, facts.vocab_size)
     require_comparable(rows, recipe.objective)
@@ -351,8 +357,22 @@ def load_data(run: Run, facts: ModelFacts) -> Data:
         run.screen.note(note)
     num = recipe.adapter.num_in_rows
     rows = with_virtual_tokens(rows, first_id=facts.vocab_size, num=num)
+    images = None
+    if imaging is not None and rows.has_images:
+        from finetune.training.images import images_of
+
+        rows, images = images_of(run, rows, imaging, facts)
     rows = recipe.objective.planned(rows, seq_len=recipe.train.seq_len)
-    return Data(tokenizer=tokenizer, rows=rows)
+    return Data(tokenizer=tokenizer, rows=rows, images=images)
+
+
+def imaging_of(recipe: Recipe, tokenizer: "PreTrainedTokenizerBase") -> "RowImages | None":
+    """Return what makes tokens of images; None where the model has no processor for them."""
+    if not processor_files(recipe.model):
+        return None
+    from finetune.images.imaging import RowImages
+
+    return RowImages.of(recipe.model, tokenizer, max_tokens=recipe.image.max_tokens)
 
 
 def plan_steps(run: Run, facts: ModelFacts, data: Data, cards: Cards) -> Planned:
@@ -388,11 +408,10 @@ def plan_steps(run: Run, facts: ModelFacts, data: Data, cards: Cards) -> Planned
 
     sized = [(one, steps_of(one).sizes) for one in with_each_size(recipe, num_ranks=ranks.num)]
     requests = requests_for(recipe, facts, sized, num_ranks=ranks.num)
-    if ranks.num_machines > 1:
-        requests = [replace(one, most_local_ranks=ranks.most_local) for one in requests]
     if recipe.train.takes_features:
         features = _features_of(recipe, data, steps_of(sized[0][0]))
         requests = [replace(one, probe=features) for one in requests]
+    requests = _with_what_is_known(requests, run, data)
     shares = _shared_out(run, facts, cards, requests)
 
     def chosen(machine: Machine, requests: Sequence[PlanRequest]) -> Choice:
@@ -442,6 +461,15 @@ def plan_steps(run: Run, facts: ModelFacts, data: Data, cards: Cards) -> Planned
         ),
         cards=cards,
     )
+
+
+def _with_what_is_known(requests: list[PlanRequest], run: Run, data: Data) -> list[PlanRequest]:
+    """Return requests with the machines of a run, and the images of its rows."""
+    if run.ranks.num_machines > 1:
+        requests = [replace(one, most_local_ranks=run.ranks.most_local) for one in requests]
+    if data.images is not None:
+        requests = [with_images(one, data.images.counted) for one in requests]
+    return requests
 
 
 def _features_of(recipe: Recipe, data: Data, steps: Steps) -> Probe:

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from finetune.data.pictures.picture import PLACE, TAG
 from finetune.data.rows import Conversation
-from finetune.data.tokenize import render_prompt
+from finetune.data.tokenize import PromptImages, render_prompt
+from finetune.errors import RowError
 from finetune.recipe.sections import EmptyThink
 from finetune.report.screen import Work
 from finetune.training.generate import generate
@@ -42,6 +44,7 @@ def answer(  # noqa: PLR0913 - all that generating is
     engine: Engine,
     tokenizer: "PreTrainedTokenizerBase",
     empty_think: EmptyThink,
+    images: PromptImages | None,
     stop_ids: Collection[int],
     max_pass_tokens: int,
     seq_len: int,
@@ -57,6 +60,7 @@ def answer(  # noqa: PLR0913 - all that generating is
         engine: Runs it.
         tokenizer: Of the model.
         empty_think: Whether an empty think block is of the prompt, or answered.
+        images: Those of the rows; None if no row has any.
         stop_ids: Tokens that end an answer.
         max_pass_tokens: Tokens of a pass, padding included, that are known to fit.
         seq_len: Tokens of a row and its answer at most, as trained.
@@ -64,7 +68,9 @@ def answer(  # noqa: PLR0913 - all that generating is
         note: Reports that the model is computed without a cache.
         progress: Shows how many are answered.
     """
-    rendered = [render_prompt(row, tokenizer, empty_think=empty_think) for row in rows]
+    rendered = [
+        render_prompt(row, tokenizer, empty_think=empty_think, images=images) for row in rows
+    ]
     prompts, wanted, given = zip(*rendered, strict=True)
     longest = max(len(tokenizer.encode(text, add_special_tokens=False)) for text in wanted)
     width = num_past + max(map(len, prompts)) + longest + _SPARE_TOKENS
@@ -91,14 +97,24 @@ def answerable(
     *,
     seq_len: int,
     empty_think: EmptyThink,
+    images: PromptImages | None,
 ) -> list[Conversation]:
-    """Return the rows whose prompt and answer fit into the length that is trained."""
+    """Return the rows whose prompt and answer fit into the length that is trained.
 
-    def num_tokens(row: Conversation) -> int:
-        prompt, answer_text, _ = render_prompt(row, tokenizer, empty_think=empty_think)
-        return len(prompt) + len(tokenizer.encode(answer_text, add_special_tokens=False))
+    Rows whose images are not what they were are left out too.
+    """
 
-    return [row for row in rows if num_tokens(row) + _SPARE_TOKENS <= seq_len]
+    def is_asked(row: Conversation) -> bool:
+        try:
+            prompt, wanted, _ = render_prompt(
+                row, tokenizer, empty_think=empty_think, images=images
+            )
+        except RowError:
+            return False
+        num_answer = len(tokenizer.encode(wanted, add_special_tokens=False))
+        return len(prompt) + num_answer + _SPARE_TOKENS <= seq_len
+
+    return [row for row in rows if is_asked(row)]
 
 
 def pad_id(tokenizer: "PreTrainedTokenizerBase") -> int:
@@ -108,4 +124,5 @@ def pad_id(tokenizer: "PreTrainedTokenizerBase") -> int:
 
 
 def _last_question(row: Conversation) -> str:
-    return next(m.content for m in reversed(row.messages) if m.role == "user")
+    asked = next(m.content for m in reversed(row.messages) if m.role == "user")
+    return asked.replace(PLACE, TAG)

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from finetune.training.images import RunImages
+
 _KINDS = {
     ("adapter", "stream"): "finetune.training.kinds.adapter:AdapterRun",
     ("online", "stream"): "finetune.online.run:OnlineRun",
@@ -83,6 +85,7 @@ class Session:
     engine: StepEngine  # runs it
     loop: Loop  # the optimizer steps of the run
     stops: Stops  # tokens that end an answer
+    images: "RunImages | None" = None  # those of the rows; None if no row has any
     held_out: Steps | None = None  # steps of the held-out rows, where rows are compared
     # Log-probabilities that were taken before step 1; empty if none were.
     references: References = field(default_factory=dict)
