@@ -148,6 +148,10 @@ def plan(
     runs: Annotated[
         int | None, typer.Option(min=2, max=256, help="So many equal runs that share their steps.")
     ] = None,
+    images: Annotated[
+        int | None,
+        typer.Option(min=1, max=10**9, help="Distinct images of the rows: their pass and bytes."),
+    ] = None,
     as_json: AsJson = False,
     as_markdown: AsMarkdown = False,
     is_verbose: Verbose = False,
@@ -173,6 +177,7 @@ def plan(
         )
         if sweep or runs is not None or named_variants(model) is not None:
             flag = "--machines" if machines else "--what-if" if wants_ways else None
+            flag = "--images" if images is not None else flag
             if flag is not None:
                 raise ConfigError(
                     f"{flag} with several runs",
@@ -193,8 +198,9 @@ def plan(
             return
         form = form_of(as_json=as_json, as_markdown=as_markdown, is_verbose=is_verbose)
         if machines is not None:
-            if machine is not None or wants_ways or is_verbose:
+            if machine is not None or wants_ways or is_verbose or images is not None:
                 flag = "--machine" if machine else "--what-if" if wants_ways else "--verbose"
+                flag = "--images" if images is not None else flag
                 raise ConfigError(
                     f"{flag} with --machines",
                     limit="a table of machines has a line for each, and no more",
@@ -214,6 +220,7 @@ def plan(
             wants_ways=wants_ways,
             form=form,
             note=warn,
+            num_images=images,
         )
         show(shown)
 
@@ -628,6 +635,10 @@ def generate(
     ],
     *,
     prompt: Annotated[str, typer.Option(help="What to ask.")],
+    image: Annotated[
+        list[Path] | None,
+        typer.Option(help="An image to ask about, which comes before the prompt; repeatable."),
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 64,
     temperature: Temperature = 0.0,
     top_k: TopK = None,
@@ -645,6 +656,7 @@ def generate(
         answer = answer_prompt(
             run_dir,
             prompt,
+            images=image or [],
             max_new_tokens=max_new_tokens,
             choose=choose,
             stop_strings=stop or [],

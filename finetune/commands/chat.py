@@ -5,13 +5,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from finetune.commands.trained_model import Prepared, TrainedModel
+from finetune.data.pictures.picture import PLACE, Picture
 from finetune.data.turns import Message
 from finetune.errors import ConfigError
 from finetune.model.tokenizer import Choose
 from offload.errors import SluiceError
 
-RESET, END = "/reset", "/exit"
+RESET, END, IMAGE = "/reset", "/exit", "/image"
 HELP = f"{END} or Ctrl-D ends the conversation, {RESET} forgets it."
+HELP_OF_IMAGES = f"{HELP} {IMAGE} PATH shows an image with what you say next."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,25 +46,50 @@ class Chat:
                 limit="an adapter that is switched off leaves the base",
                 hint="leave `--compare` out",
             )
-        turns: list[Message] = []
+        try:
+            prepared, blind = prepared.seeing(), ""
+        except SluiceError as error:
+            blind = f"{error.what}: {error.limit}."
+        shown_help = HELP if blind else HELP_OF_IMAGES
+        turns, seen = list[Message](), list[Picture]()
         with prepared.attached(note=self.note) as model:
-            self.note(HELP)
+            self.note(shown_help)
             for line in lines:
                 said = line.strip()
                 if said == END:
                     break
                 if said == RESET:
                     turns.clear()
+                    seen.clear()
+                elif (file := _file_in(said)) and blind:
+                    self.note(blind)
+                elif file:
+                    self._look(prepared, seen, file)
                 elif said.startswith("/") and said[1:].isalpha():
-                    self.note(HELP)
+                    self.note(shown_help)
                 elif said:
-                    self._answer(prepared, model, turns, said)
+                    self._answer(prepared, model, turns, said, seen)
+
+    def _look(self, prepared: Prepared, seen: list[Picture], file: str) -> None:
+        """Look at an image, which the next message shows."""
+        try:
+            seen.append(prepared.shown(Path(file)))
+        except SluiceError as error:
+            self.note(f"{error.what}; {error.hint}.")
+        else:
+            self.note(f"{file} is shown with what you say next.")
 
     def _answer(
-        self, prepared: Prepared, model: TrainedModel, turns: list[Message], said: str
+        self,
+        prepared: Prepared,
+        model: TrainedModel,
+        turns: list[Message],
+        said: str,
+        seen: list[Picture],
     ) -> None:
-        """Answer a line and remember both; one that is too long is not remembered."""
-        asked = [*turns, Message(role="user", content=said)]
+        """Answer a line with images and remember all; what is too long is not remembered."""
+        content = PLACE * len(seen) + said
+        asked = [*turns, Message(role="user", content=content, images=tuple(seen))]
         try:
             prompt = prepared.ids_of(asked, source="the conversation")
             num_new = max(1, min(self.max_new_tokens, prepared.most_new(len(prompt))))
@@ -75,6 +102,7 @@ class Chat:
         name = "adapter" if self.has_base else None
         answer = self._spoken(model, prompt, num_new, name=name, is_base=False)
         turns[:] = [*asked, Message(role="assistant", content=answer)]
+        seen.clear()
 
     def _spoken(
         self,
@@ -106,3 +134,9 @@ class Chat:
         )
         self.say(f"{answer[len(said) :]}\n")
         return answer
+
+
+def _file_in(said: str) -> str:
+    """Return the file of an image that a line shows; "" if it shows none."""
+    word, _, file = said.partition(" ")
+    return file.strip() if word == IMAGE else ""

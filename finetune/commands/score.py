@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from finetune.data.tokenize import require_known_ids
 from finetune.errors import ConfigError
 from finetune.files.atomic import write_atomically
+from finetune.images.live import LiveImages
 from finetune.model.config import fetch_model
 from finetune.model.tokenizer import load_tokenizer
 from finetune.planning.subject import Subject
@@ -20,6 +23,7 @@ from finetune.scoring.contenders import Contender, contenders_of, waves
 from finetune.scoring.report import ContenderScore, row_lines, scores_json, scores_table
 from finetune.scoring.rows import RowsToScore, read_rows
 from finetune.scoring.scorer import attaching, base_to_score, machine_here, plan_wave
+from finetune.training import preflight
 from offload.plan.machine.machine import Machine
 from offload.plan.scoring import ScorePlan
 
@@ -81,16 +85,27 @@ def score_rows(
         note(one)
     fetch_model(recipe.model, working=working, note=note)
     tokenizer = load_tokenizer(recipe.model)
-    read = read_rows(rows, recipe.data, tokenizer, seq_len=recipe.train.seq_len)
+    images = LiveImages.of(
+        recipe,
+        tokenizer,
+        num_tokens=subject.facts.vocab_size,
+        device=torch.device(preflight.torch_device_name(recipe.offload)),
+    )
+    read = read_rows(rows, recipe.data, tokenizer, seq_len=recipe.train.seq_len, images=images)
     for one in read.notes:
         note(one)
-    ids = [line.ids for line in read.lines]
+    ids = [line.ids if images is None else images.without(line.ids) for line in read.lines]
+    if images is not None:
+        images.let_go()
+        images = None if images.are_none else images
     require_known_ids(ids, tokenizer, subject.facts.vocab_size, where=rows)
     if asked.machine is None:
         note("Measuring this machine ...")
     machine = machine_here(subject, asked.machine)
     assert isinstance(tokenizer.pad_token_id, int)
-    found, runs = _in_waves(subject, machine, contenders, read, tokenizer.pad_token_id, note)
+    found, runs = _in_waves(
+        subject, machine, contenders, read, tokenizer.pad_token_id, note, images=images
+    )
     scores = [found[one.name] for one in contenders]
     if asked.out is not None:
         write_atomically(asked.out, "".join(row_lines(scores)))
@@ -105,6 +120,8 @@ def _in_waves(
     rows: RowsToScore,
     pad_id: int,
     note: Note,
+    *,
+    images: LiveImages | None,
 ) -> tuple[dict[str, ContenderScore], dict[str, Any]]:
     """Score all waves; return the scores by contender, and what was predicted and measured."""
     together = waves(contenders, subject.facts)
@@ -114,11 +131,14 @@ def _in_waves(
             f"peft cannot hold all of these adapters in one model: {len(together)} passes, each"
             f" over the base anew: {shown}"
         )
-    plans = [plan_wave(subject, machine, wave, rows.lines) for wave in together]
+    has_images = images is not None
+    plans = [
+        plan_wave(subject, machine, wave, rows.lines, has_images=has_images) for wave in together
+    ]
     note(shown_plan(plans, num_layers=subject.facts.num_layers))
     found, measured_s, num_loads = dict[str, ContenderScore](), 0.0, 0
     for wave, made in zip(together, plans, strict=True):
-        base = attaching(subject, machine, num_slots=made.num_slots)
+        base = attaching(subject, machine, num_slots=made.num_slots, images=images)
         with closing(base.open(wave, pad_id=pad_id)) as scorer:
             scored = scorer.score(rows.lines, made.sweeps)
         measured_s += scored.sweep_s

@@ -3,9 +3,11 @@
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 import offload
 from finetune.adapter.linear_lora import compute_in_base_dtype
@@ -18,10 +20,12 @@ from finetune.data.chat_template import (
     eos_ids,
     read_generation_config,
 )
+from finetune.data.pictures.picture import Picture
 from finetune.data.rows import Conversation
 from finetune.data.tokenize import encode, prompt_ids, require_known_ids
 from finetune.data.turns import Message
-from finetune.errors import ConfigError
+from finetune.errors import ConfigError, DataError, ModelError, RowError
+from finetune.files.atomic import expanded
 from finetune.model.load import load_model
 from finetune.model.tokenizer import Choose, load_tokenizer
 from finetune.planning.request import facts_of, full_request
@@ -40,6 +44,7 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from finetune.images.live import LiveImages
     from offload.engine.engine import Engine
     from offload.plan.facts.facts import ModelFacts
     from offload.plan.machine.machine import Machine
@@ -61,6 +66,7 @@ class Prepared:
     facts: "ModelFacts"  # the model's shapes
     machine: "Machine"  # where it is to be computed
     plan: "Plan"  # how its layers are streamed
+    images: "LiveImages | None" = None  # those of its prompts; None if they are of text alone
 
     @classmethod
     def of(cls, run_dir: Path, *, note: Note) -> "Prepared":
@@ -99,18 +105,70 @@ class Prepared:
             plan=plan(facts, machine, full_request(recipe, facts)),
         )
 
+    def seeing(self) -> "Prepared":
+        """Return the same for prompts with images.
+
+        Raises:
+            ConfigError: The run has trained virtual tokens.
+            ModelError: The model sees no images, or they were not compared.
+        """
+        from finetune.images.live import LiveImages
+
+        recipe = self.recipe
+        if recipe.adapter.stated.is_virtual:
+            raise ConfigError(
+                f"an image, and {self.run.path} trained virtual tokens",
+                limit="both take the places of tokens in front of the layers",
+                hint="ask in text alone",
+            )
+        device = torch.device(preflight.torch_device_name(recipe.offload))
+        num_tokens = self.facts.vocab_size
+        images = LiveImages.of(recipe, self.tokenizer, num_tokens=num_tokens, device=device)
+        if images is None:
+            raise ModelError(
+                f"an image, and {recipe.model.path} has no processor for them",
+                limit="the model reads text alone",
+                hint="ask in text alone",
+            )
+        images.require_exact()
+        return replace(self, images=images)
+
+    def shown(self, file: Path) -> Picture:
+        """Return an image for prompts, once the tower has looked at it.
+
+        Args:
+            file: The image's.
+
+        Raises:
+            ConfigError: There is no such file.
+            DataError: It is no image that can be used.
+            ModelError: The model has no tower, or no processor that can be loaded here.
+        """
+        assert self.images is not None, "of `seeing`"
+        path = expanded(str(file)).absolute()
+        if not path.is_file():
+            raise ConfigError(f"there is no file {file}", hint="name the file of an image")
+        picture = Picture(name=str(file), path=str(path))
+        with _usable():
+            self.images.look(picture)
+        return picture
+
     def ids_of(self, messages: Sequence[Message], *, source: str) -> Sequence[int]:
         """Return the tokens before an answer to some turns, after the run's system prompt.
 
         Raises:
-            DataError: The model lacks one, or the template takes no such turns.
+            DataError: The model lacks one, or the template takes no such turns or images.
         """
         turns = list(messages)
         if self.recipe.data.system:
             turns.insert(0, Message(role="system", content=self.recipe.data.system))
         empty_think = self.recipe.data.empty_think
-        ids = prompt_ids(turns, self.tokenizer, source=source, empty_think=empty_think)
-        require_known_ids([ids], self.tokenizer, self.facts.vocab_size, where=source)
+        with _usable():
+            ids = prompt_ids(
+                turns, self.tokenizer, source=source, empty_think=empty_think, images=self.images
+            )
+        known = ids if self.images is None else self.images.without(ids)
+        require_known_ids([known], self.tokenizer, self.facts.vocab_size, where=source)
         return ids
 
     def most_new(self, num_prompt: int) -> int:
@@ -152,6 +210,8 @@ class Prepared:
     def attached(self, *, note: Note) -> Iterator["TrainedModel"]:
         """Load the model with its adapter, and put it on an engine in this context."""
         recipe, device = self.recipe, preflight.torch_device_name(self.recipe.offload)
+        if self.images is not None:
+            self.images.let_go()
         loaded = load_model(
             recipe.model,
             codec=recipe.offload.layer_codec,
@@ -160,6 +220,8 @@ class Prepared:
             tier=recipe.offload.load_tier,
             experts_implementation="eager",  # it works on any device, and a token has few rows
         )
+        if self.images is not None:
+            self.images.put_in_front(loaded.model)
         adapted = None
         if self.step is not None:
             section, seed = recipe.adapter, recipe.train.seed
@@ -260,6 +322,15 @@ class TrainedModel:
         else:
             with model.disable_adapter():
                 yield
+
+
+@contextmanager
+def _usable() -> Iterator[None]:
+    """Turn what is wrong with an image into an error that a user sees."""
+    try:
+        yield
+    except RowError as error:
+        raise DataError(str(error), hint="name another file, or ask in text alone") from error
 
 
 def _step_to_try(run: RunDir, recipe: Recipe) -> int | None:

@@ -10,16 +10,20 @@ from typing import TYPE_CHECKING
 
 from finetune.data.dataset import source_rows
 from finetune.data.encode_source import SourceRows
+from finetune.data.pictures.picture import COLUMNS
+from finetune.data.row_images import images_of
 from finetune.data.rows import Conversation, Document, bad_rows
-from finetune.data.sources import RowError, decoded
+from finetune.data.sources import decoded
 from finetune.data.tokenize import IGNORE_INDEX, Encoder, Fate
 from finetune.data.turns import Message
-from finetune.errors import DataError
+from finetune.errors import DataError, RowError
 from finetune.recipe.extensions import repeated_formats
 from finetune.recipe.sections import DataSection, MixSource
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from finetune.images.live import LiveImages
 
 QUESTION = ("prompt", "choices", "answer")
 _MAX_SHOWN = 10
@@ -82,7 +86,12 @@ class RowsToScore:
 
 
 def read_rows(
-    path: str, data: DataSection, tokenizer: "PreTrainedTokenizerBase", *, seq_len: int
+    path: str,
+    data: DataSection,
+    tokenizer: "PreTrainedTokenizerBase",
+    *,
+    seq_len: int,
+    images: "LiveImages | None" = None,
 ) -> RowsToScore:
     """Read and tokenise the rows of a file.
 
@@ -91,6 +100,7 @@ def read_rows(
         data: How rows are read; its own sources are not.
         tokenizer: Of the model.
         seq_len: Most tokens of a line; longer documents are scored in several.
+        images: Looks at the images of rows; None where the model sees none.
 
     Raises:
         DataError: The file is missing or empty, or rows are bad; each is named by file and line.
@@ -104,15 +114,16 @@ def read_rows(
         loss_on=data.loss_on,
         too_long=data.too_long,
         empty_think=data.empty_think,
+        imaging=None if images is None else images.imaging,
     )
     first = next(iter(rows.named()), None)
     found = None if first is None else decoded(first[2])
     if isinstance(found, Mapping) and "choices" in found:
         return _questions(rows, encoder, system=data.system)
-    return _plain_rows(rows, encoder)
+    return _plain_rows(rows, encoder, images)
 
 
-def _plain_rows(rows: SourceRows, encoder: Encoder) -> RowsToScore:
+def _plain_rows(rows: SourceRows, encoder: Encoder, images: "LiveImages | None") -> RowsToScore:
     form, named = rows.opened()
     found, problems, num_rows = list[ScoredRow](), list[str](), 0
     fates = dict.fromkeys(Fate, 0)
@@ -121,7 +132,7 @@ def _plain_rows(rows: SourceRows, encoder: Encoder) -> RowsToScore:
         try:
             row = form.read(name, raw)
             assert isinstance(row, Conversation | Document)
-            fate, lines = _lines(row, encoder)
+            fate, lines = _lines(row, encoder, images)
         except RowError as error:
             problems.append(f"{name}: {error}")
             continue
@@ -135,6 +146,7 @@ def _plain_rows(rows: SourceRows, encoder: Encoder) -> RowsToScore:
     seen = {
         Fate.CUT: f"were cut to {encoder.seq_len} tokens",
         Fate.TOO_LONG: f"have more than {encoder.seq_len} tokens, and are left out",
+        Fate.CUT_IMAGE: f"have an image after {encoder.seq_len} tokens, and are left out",
         Fate.NOTHING_LEFT: f"have no answer within {encoder.seq_len} tokens, and are left out",
         Fate.NOT_TRAINED: "have nothing that is scored, and are left out",
     }
@@ -151,15 +163,20 @@ def _plain_rows(rows: SourceRows, encoder: Encoder) -> RowsToScore:
     return RowsToScore(rows=tuple(found), notes=tuple(notes))
 
 
-def _lines(row: Conversation | Document, encoder: Encoder) -> tuple[Fate, tuple[Line, ...]]:
+def _lines(
+    row: Conversation | Document, encoder: Encoder, images: "LiveImages | None" = None
+) -> tuple[Fate, tuple[Line, ...]]:
     if isinstance(row, Document):
         ids = tuple(encoder.document_ids(row).tolist())
         lines = tuple(windows(ids, max_tokens=encoder.seq_len))
         return Fate.WHOLE if lines else Fate.NOT_TRAINED, lines
     fate, examples = encoder.encode(row)
+    every = [
+        one.input_ids if images is None else images.tokens(one, row.images) for one in examples
+    ]
     return fate, tuple(
-        Line(ids=tuple(one.input_ids.tolist()), labels=tuple(one.labels.tolist()))
-        for one in examples
+        Line(ids=tuple(ids.tolist()), labels=tuple(one.labels.tolist()))
+        for ids, one in zip(every, examples, strict=True)
     )
 
 
@@ -220,6 +237,8 @@ def _question(
     Raises:
         RowError: It is none, or a choice is too long.
     """
+    if images_of(row, COLUMNS):
+        raise RowError("it has images and 'choices', and questions with choices are asked in text")
     prompt, choices = row.get("prompt"), row.get("choices")
     if not isinstance(prompt, str) or not prompt.strip():
         raise RowError("no text 'prompt'")

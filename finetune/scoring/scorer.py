@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
 
+    from finetune.images.live import LiveImages
     from offload.engine.batch import Batch
     from offload.engine.host.store import Backing
     from offload.engine.passes.scoring import TokenScores
@@ -135,6 +136,7 @@ class Attaching:
     experts_implementation: ExpertsImplementation | None
     embeddings: WeightPlace  # where the input embedding is
     head: WeightPlace  # where the output head is
+    images: "LiveImages | None" = None  # those of the lines; None if no line has any
 
     def open(self, wave: Sequence[Contender], *, pad_id: int) -> Scorer:
         """Load the base, add the adapters of a wave, and attach the model.
@@ -152,6 +154,8 @@ class Attaching:
             tier=recipe.offload.load_tier,
             experts_implementation=self.experts_implementation,
         )
+        if self.images is not None:
+            self.images.put_in_front(loaded.model)
         model, names = with_adapters(loaded.model, wave, recipe=recipe, backing=loaded.backing)
         model.eval().requires_grad_(requires_grad=False)
         for path, parameter in model.named_parameters():
@@ -264,6 +268,7 @@ def plan_wave(
     lines: Sequence[Line],
     *,
     num_slots: int | None = None,
+    has_images: bool = False,
 ) -> ScorePlan:
     """Plan how a wave scores lines.
 
@@ -273,13 +278,14 @@ def plan_wave(
         wave: What lines are scored with.
         lines: The lines.
         num_slots: Layers on the device at a time; None takes the recipe's, or as many as fit.
+        has_images: Whether a line has an image.
 
     Raises:
         DoesNotFitError: It does not fit.
     """
     wanted = _request(subject)
     request = ScoreRequest(
-        workload=_workload(subject, wave, wanted),
+        workload=replace(_workload(subject, wave, wanted), has_images=has_images),
         lengths=tuple(len(line.ids) for line in lines),
         num_labels=sum(line.num_labels for line in lines),
         num_adapters=len(wave),
@@ -291,7 +297,9 @@ def plan_wave(
     return plan_scoring(subject.facts, machine, request)
 
 
-def attaching(subject: Subject, machine: Machine, *, num_slots: int) -> Attaching:
+def attaching(
+    subject: Subject, machine: Machine, *, num_slots: int, images: "LiveImages | None" = None
+) -> Attaching:
     """Return how the base is loaded and attached."""
     recipe, has_experts = subject.recipe, subject.facts.has_experts
     return Attaching(
@@ -303,6 +311,7 @@ def attaching(subject: Subject, machine: Machine, *, num_slots: int) -> Attachin
         embeddings=_request(subject).typical.embeddings,
         head=_request(subject).typical.head,
         experts_implementation=machine.experts_implementation.value if has_experts else None,
+        images=images,
     )
 
 

@@ -53,6 +53,7 @@ FLAGS = {
         "--what-if",
         "--sweep",
         "--runs",
+        "--images",  # a plan reads no rows, and images cost time before them and bytes on disk
         "--json",
         "--markdown",
         "--verbose",
@@ -69,7 +70,7 @@ FLAGS = {
     "explain": {"--html", "--json"},
     "compare": {"--out"},  # the page with their curves
     "generate": {
-        *("--prompt", "--max-new-tokens", "--stop"),
+        *("--prompt", "--image", "--max-new-tokens", "--stop"),
         *("--temperature", "--top-k", "--top-p", "--seed"),
     },
     "chat": {
@@ -618,6 +619,59 @@ def test_other_ways_are_priced_against_the_plan_for_people_and_programs(capsys) 
     assert {"name", "standing", "how", "source", "figures", "fits"} == set(
         figures["other_ways"]["options"][0]
     )
+
+
+def test_a_plan_of_images_says_what_they_cost_before_the_first_step(capsys) -> None:
+    words = ("plan", "qwen3-vl-30b-a3b", "--machine", "rtx4090", "--images", "10000")
+    assert run(*words) == 0
+    shown = without_trailing_spaces(capsys)
+    assert shown.startswith("images are assumed to have 1,024 tokens: ")
+    assert " images       10,000 of at most 1,024 tokens: 156.25 GiB on disk, " in shown
+    assert " before step 1 (`image.max_tokens: 512` halves it) " in " ".join(shown.split())
+    assert run(*words, "image.max_tokens=512", "--json") == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["images"]["feature_bytes"] == 10_000 * 512 * 4 * 2048 * 2
+    assert figures["images"]["step_bytes"] == 16_384 * 4 * 2048 * 2
+    assert (
+        figures["images"]["step_vram_bytes"]
+        == (figures["predicted"]["device_memory"]["features of images"])
+    )
+    assert not figures["notes"]
+
+
+def test_a_plan_of_rows_with_images_needs_no_number_of_them(capsys) -> None:
+    words = ("plan", "qwen3-vl-8b", "--machine", "rtx4090")
+    assert run(*words, "image.max_tokens=512") == 0
+    shown = without_trailing_spaces(capsys)
+    assert " images       at most 512 tokens, 16.0 MiB on disk each; " in shown
+    assert run(*words) == 0
+    assert "images" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (("qwen3-vl-8b", "--machines", "rtx4090"), "--images with --machines"),
+        (("qwen3-vl-8b", "--machine", "rtx4090", "--runs", "2"), "--images with several runs"),
+        (
+            ("qwen3-vl-8b", "--machine", "rtx4090,rtx3090"),
+            "--images with --machine rtx4090,rtx3090",
+        ),
+        (
+            ("qwen3-8b", "--machine", "rtx4090"),
+            "image.max_tokens is 1024 and the number of towers for images is 0",
+        ),
+        (
+            ("qwen3-vl-8b", "--machine", "rtx4090", "train.what=all"),
+            "train.what is all and what rows hold is text and images",
+        ),
+    ],
+)
+def test_images_that_could_not_be_planned_are_refused(
+    words: tuple[str, ...], what: str, capsys
+) -> None:
+    assert run("plan", *words, "--images", "9") == 1
+    assert what in capsys.readouterr().err
 
 
 def test_the_same_plan_is_printed_byte_for_byte_again(capsys) -> None:

@@ -21,6 +21,7 @@ from torch.distributed.run import get_args_parser
 import offload
 from finetune import app
 from finetune.data.rows import Compared, RowForm
+from finetune.images.front import EXACT_TYPES
 from finetune.planning.request import full_request
 from finetune.recipe.load import is_recipe, load_recipe, load_shape
 from finetune.recipe.recipe import Recipe, sections, settings, shipped_recipes
@@ -29,6 +30,7 @@ from offload.plan import named_machine, plan
 from tests.bench.gpu.record import PAGE, brief, section, with_section
 from tests.builders import model_facts
 from tests.conversations import read_conversations
+from tests.parity.architectures import seeing_types
 from tests.tools.reference import PARTS, current, with_part
 
 ROOT = Path(__file__).parents[2]
@@ -394,6 +396,11 @@ def test_what_is_said_of_speed_is_made_from_the_results_that_are_kept() -> None:
     assert with_section(README, brief()) == README
     page = PAGE.read_text()
     assert with_section(page, section()) == page
+
+
+def test_types_that_learn_from_images_are_listed() -> None:
+    assert seeing_types() in TEXTS["docs/architectures.md"]
+    assert f"on text and {len(EXACT_TYPES)} learn from" in TEXTS["README.md"]
 
 
 def test_counts_of_architectures_are_those_of_the_table() -> None:

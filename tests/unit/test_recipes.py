@@ -50,6 +50,8 @@ PUBLISHED = {
     "qwen3-32b": 32.8,
     "qwen3-4b": 4.02,
     "qwen3-8b": 8.19,
+    "qwen3-vl-30b-a3b": 30.5,  # 31.1 with its tower
+    "qwen3-vl-8b": 8.19,  # 8.77 with its tower
     "qwen3.5-9b": 9.0,
     "qwen3.6-27b": 26.9,
     "qwen3.6-35b-a3b": 34.7,
@@ -218,9 +220,9 @@ def operand_of(messages: list[dict[str, str]]) -> str:
     return quoted[0] if quoted else " ".join(re.findall(r"\d+", question))
 
 
-def test_everything_committed_stays_below_9_megabytes() -> None:
+def test_everything_committed_stays_below_12_megabytes() -> None:
     sizes_bytes = [path.stat().st_size for path in QUICKSTART_DIR.rglob("*") if path.is_file()]
-    assert sum(sizes_bytes) <= 9_000_000
+    assert sum(sizes_bytes) <= 12_000_000
 
 
 def test_the_script_reproduces_the_committed_rows_byte_for_byte(script: ModuleType) -> None:

@@ -641,6 +641,11 @@ def test_an_answer_past_the_model_s_positions_is_refused(
         prepared(**adapter).require_room(num_prompt, num_new)
 
 
+def test_virtual_tokens_and_images_do_not_go_together() -> None:
+    with pytest.raises(ConfigError, match="an image, and run trained virtual tokens"):
+        prepared(**PREFIX).seeing()
+
+
 def test_a_cache_without_room_is_refused_with_the_tokens_in_front() -> None:
     facts = qwen3_8b(max_position_embeddings=10**9)
     one = prepared(**PREFIX)

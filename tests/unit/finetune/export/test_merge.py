@@ -378,6 +378,23 @@ def test_the_folder_holds_what_belongs_to_a_model(qwen3: SimpleNamespace, tmp_pa
     assert found.chat_template == AutoTokenizer.from_pretrained(tokenizer).chat_template
 
 
+def test_what_prepares_images_is_copied_from_the_base(
+    qwen3: SimpleNamespace, tmp_path: Path
+) -> None:
+    names = ("processor_config", "preprocessor_config", "video_preprocessor_config")
+    for name in names:
+        (qwen3.base / f"{name}.json").write_text(json.dumps({"is": name}))
+    tiny_tokenizer().save_pretrained(tokenizer := tmp_path / "tokenizer")
+    (tokenizer / "chat_template.json").write_text('{"chat_template": "older"}')
+    merge(qwen3.base, qwen3.adapter, qwen3.out, tokenizer=tokenizer)
+    for name in names:
+        assert (qwen3.out / f"{name}.json").read_bytes() == (
+            qwen3.base / f"{name}.json"
+        ).read_bytes()
+    for name in ("chat_template.jinja", "chat_template.json"):
+        assert (qwen3.out / name).read_bytes() == (tokenizer / name).read_bytes()
+
+
 # ----------------------------------------------------------------------------------- merge refusals
 
 
