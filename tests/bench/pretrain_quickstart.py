@@ -197,10 +197,14 @@ CHAT_TEMPLATE = (
 )
 
 
-def build_tokenizer(*, max_seq_len: int) -> PreTrainedTokenizerFast:
+def build_tokenizer(*, max_seq_len: int, **markers: str) -> PreTrainedTokenizerFast:
     """Build a tokenizer with one token per byte, three markers and the three role names.
 
     A byte-level BPE without merges knows every text and loses none of it.
+
+    Args:
+        max_seq_len: Longest sequence of the model.
+        **markers: More markers, by their names as attributes of the tokenizer.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     core = Tokenizer(models.BPE(vocab={byte: i for i, byte in enumerate(alphabet)}, merges=[]))
@@ -215,6 +219,7 @@ def build_tokenizer(*, max_seq_len: int) -> PreTrainedTokenizerFast:
         additional_special_tokens=[START],
         model_max_length=max_seq_len,
         clean_up_tokenization_spaces=False,
+        **markers,
     )
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
