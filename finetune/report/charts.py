@@ -6,6 +6,7 @@ interpreted, so the page needs no `eval`. Nothing is loaded: the page's policy f
 """
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
@@ -107,7 +108,9 @@ MOST_BEYOND = 4.0  # times the longest bar that a limit may be, or it is not dra
 MOST_BARS = 3000  # of a step's drawing
 _ZOOM = [{"name": "zoom", "select": {"type": "interval", "encodings": ["x"]}, "bind": "scales"}]
 _HEIGHT = 260
-_STEPS = {"field": "step", "type": "quantitative", "axis": {"tickMinStep": 1}}
+# Labels that were pushed inwards at the ends, or of each 40 px, touch on a phone.
+_AXIS = {"tickCount": {"expr": "ceil(width / 80)"}, "labelFlush": False}
+_STEPS = {"field": "step", "type": "quantitative", "axis": {**_AXIS, "tickMinStep": 1}}
 _WHICH = ["predicted", "measured"]
 
 
@@ -171,6 +174,8 @@ def curves(
         domain = {"scale": {"domain": list(runs)}, "legend": {"orient": "top"}}
         colour = {"color": {"field": "run", "type": "nominal", "title": None, **domain}}
     last = points[-1]
+    counts = Counter(point.get("run") for point in points)
+    is_marked = is_held_out or 1 in counts.values()
     return Chart(
         name=name,
         title=title,
@@ -180,10 +185,14 @@ def curves(
             "height": _HEIGHT,
             "params": _ZOOM,
             "data": {"values": thinned(points, "run" if runs[1:] else None)},
-            "mark": {"type": "line", "point": is_held_out, "clip": True, "strokeWidth": 2},
+            "mark": {"type": "line", "point": is_marked, "clip": True, "strokeWidth": 2},
             "encoding": {
-                "x": _STEPS,
-                "y": {"field": y, "type": "quantitative", "scale": {"zero": False}},
+                "x": _STEPS | {"scale": _scale([point["step"] for point in points], nice=False)},
+                "y": {
+                    "field": y,
+                    "type": "quantitative",
+                    "scale": _scale([point[y] for point in points], nice=True),
+                },
                 "tooltip": [
                     *([{"field": "run", "type": "nominal"}] if runs[1:] else []),
                     {"field": "step", "type": "quantitative"},
@@ -193,6 +202,16 @@ def curves(
             },
         },
     )
+
+
+def _scale(values: Sequence[float], *, nice: bool) -> dict[str, Any]:
+    """Return a scale on which no mark is cut by the edge, of one value around it."""
+    scale: dict[str, Any] = {"zero": False, "nice": nice, "padding": 8}
+    low, high = min(values), max(values)
+    if low < high:
+        return scale
+    around = abs(low) / 2 if isinstance(low, float) and low else 1
+    return scale | {"domain": [low - around, low + around]}
 
 
 def step_times(rows: Sequence[Row], *, predicted_s: float) -> Chart:
@@ -214,7 +233,7 @@ def step_times(rows: Sequence[Row], *, predicted_s: float) -> Chart:
                     "data": {"values": thinned(points)},
                     "mark": {"type": "point", "filled": True, "size": 40, "clip": True},
                     "encoding": {
-                        "x": _STEPS | {"scale": {"zero": False, "nice": False, "padding": 8}},
+                        "x": _STEPS | {"scale": _scale([row["step"] for row in rows], nice=False)},
                         "y": axis,
                         "tooltip": [{"field": "step"}, {"field": "seconds", "format": ".4~g"}],
                     },
@@ -344,7 +363,7 @@ def _pairs(name: str, title: str, bars: Sequence[Row], *, x: str, y: str, unit: 
             "encoding": {
                 "y": {"field": y, "sort": order, "title": None, "axis": _WRAPPED},
                 "yOffset": {"field": "which", "type": "nominal", "sort": _WHICH},
-                "x": {"field": x, "type": "quantitative", "title": unit},
+                "x": {"field": x, "type": "quantitative", "title": unit, "axis": _AXIS},
                 "color": {
                     "field": "which",
                     "type": "nominal",
@@ -394,7 +413,7 @@ def gantt(timelines: Mapping[str, Timeline]) -> Chart:
             "mark": {"type": "bar", "clip": True, "height": 18},
             "encoding": {
                 "y": {"field": "row", "sort": rows, "title": None, "axis": {"labelLimit": 150}},
-                "x": {"field": "start", "type": "quantitative", "title": "ms"},
+                "x": {"field": "start", "type": "quantitative", "title": "ms", "axis": _AXIS},
                 "x2": {"field": "end"},
                 "color": {
                     "field": "op",

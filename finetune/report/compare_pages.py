@@ -6,7 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from finetune.report.charts import metric_charts, page
-from finetune.report.compared_runs import ComparedRun, runs_tables
+from finetune.report.compared_runs import (
+    ComparedRun,
+    differences_of,
+    runs_table,
+    verdict_lines,
+)
 from finetune.report.rows import Table, as_html
 from finetune.run.run_files import EVAL_LOSS
 
@@ -51,27 +56,31 @@ def sweep_page(title: str, facts: Sequence[tuple[str, str]], runs: Sequence[Swep
     """
     drawn = metric_charts({run.name: run.rows for run in runs}, ("eval", "loss"))
     fields = list(dict.fromkeys(field for run in runs for field in run.settings))
-    settings: list[str] = ["run", *fields]
+    ordered = best_first(runs)
     lines = [
         (
-            *(run.name, *(str(run.settings.get(field, "")) for field in fields)),
-            *(_number(run.eval_loss), _number(run.last_loss)),
+            *(run.name, _number(run.eval_loss), _number(run.last_loss)),
+            *(str(run.settings.get(field, "")) for field in fields),
             run.rows[-1]["step"] if run.rows else 0,
             *(run.rows[-1]["tokens_per_s"] if run.rows else None, run.state),
         )
-        for run in best_first(runs)
+        for run in ordered
     ]
-    columns = [*settings, "held-out loss|loss", "training loss|loss", "steps|whole"]
-    tables = [
-        Table("All runs together", [""] * 2, facts, level="brief"),
-        Table(
-            "Runs, the best first",
-            [*columns, "tokens/s|whole", "state"],
-            lines,
-            level="brief",
-        ),
-    ]
-    return page(title, "\n".join([as_html(tables), *(chart.html for chart in drawn)]), drawn)
+    losses = ("held-out loss|loss", "training loss|loss")
+    columns = ["run", *losses, *fields, "steps|whole", "tokens/s|whole", "state"]
+    best, name = ordered[0], "training"
+    if not math.isnan(best.eval_loss):
+        name = "held-out"
+    loss = best.last_loss if math.isnan(best.eval_loss) else best.eval_loss
+    is_known = not math.isnan(loss)
+    settings = ", ".join(f"{field} {value}" for field, value in best.settings.items())
+    said = f"Best: {best.name} ({settings}), with a {name} loss of {loss:.4f}."
+    table = Table(
+        "Runs, the best first", columns, lines, level="brief", best=0 if is_known else None
+    )
+    together = Table("All runs together", [""] * 2, facts, level="brief")
+    body = [as_html([said, table] if is_known else [table]), *(chart.html for chart in drawn)]
+    return page(title, "\n".join([*body, as_html([together])]), drawn)
 
 
 def _number(value: float) -> float | None:
@@ -81,5 +90,9 @@ def _number(value: float) -> float | None:
 def compare_page(runs: Sequence[ComparedRun]) -> str:
     """Return the page of two runs or more."""
     drawn = metric_charts({run.name: run.rows for run in runs})
-    body = [as_html(runs_tables(runs)), *(chart.html for chart in drawn)]
+    body = [
+        as_html([*verdict_lines(runs), runs_table(runs)]),
+        *(chart.html for chart in drawn),
+        as_html(differences_of(runs)),
+    ]
     return page(f"{len(runs)} runs", "\n".join(body), drawn)

@@ -10,14 +10,15 @@ from finetune.recipe.recipe import Recipe, differences
 from finetune.report.energy import RunEnergy, cost_of, run_energy
 from finetune.report.explain import Explanation, explain
 from finetune.report.rows import Part, Table
+from finetune.report.verdict import exact_match
 from finetune.run.run_dir import RunDir
 from finetune.run.run_files import EVAL_LOSS
 
 NAMES = ("output.name:", "output.dir:")  # in which all runs differ
 COLUMNS: tuple[str, ...] = (
-    *("run", "steps|whole", "loss|loss", "held-out|loss"),
+    *("run", "steps|whole", "held-out|loss", "loss|loss"),
     *("tokens/s|whole", "predicted|s", "measured|s"),
-    *("J/token", "energy|kWh", "cost", "reward"),
+    *("right|%", "J/token", "energy|kWh", "cost", "reward"),
 )
 ALWAYS = 7  # columns that are shown where all are empty
 
@@ -30,6 +31,7 @@ class ComparedRun:
     recipe: Recipe  # the recipe that it was begun with
     rows: Sequence[Mapping[str, Any]]  # the rows of its metrics
     explanation: Explanation | None  # None before its first step
+    right: float | None  # the share of held-out answers that are right after training
 
     @property
     def loss(self) -> float | None:
@@ -112,6 +114,7 @@ def _read(folder: Path, name: str) -> ComparedRun:
         recipe=run.recipe(),
         rows=rows,
         explanation=explain(folder) if rows else None,
+        right=exact_match(folder, "after"),
     )
 
 
@@ -130,38 +133,69 @@ def figures_of(run: ComparedRun) -> tuple[Any, ...]:
     """Return a run's figures, in the order of COLUMNS; None for what there is not."""
     cost, currency = cost_of(run.energy.kwh, run.recipe.report), run.recipe.report.currency
     return (
-        *(run.name, run.rows[-1]["step"] if run.rows else 0, run.loss, run.eval_loss),
-        *(run.tokens_per_s, *(run.step_s or (None, None)), run.energy.j_per_token, run.energy.kwh),
+        *(run.name, run.rows[-1]["step"] if run.rows else 0, run.eval_loss, run.loss),
+        *(run.tokens_per_s, *(run.step_s or (None, None)), run.right),
+        *(run.energy.j_per_token, run.energy.kwh),
         None if cost is None else f"{cost:,.3g} {currency or ''}".strip(),
         run.reward_span,
     )
 
 
+def best_of(runs: Sequence[ComparedRun]) -> int | None:
+    """Return the number of the run of the lowest held-out loss.
+
+    None where fewer than two were evaluated, or their losses are not of one kind.
+    """
+    losses = {n: run.eval_loss for n, run in enumerate(runs) if run.eval_loss is not None}
+    kinds = {runs[n].recipe.objective.method for n in losses}
+    is_comparable = len(losses) > 1 and len(kinds) == 1
+    return min(losses, key=lambda n: losses[n]) if is_comparable else None
+
+
+def verdict_lines(runs: Sequence[ComparedRun]) -> list[Part]:
+    """Return which run learned best and which was fastest, in words."""
+    best, found = best_of(runs), list[Part]()
+    if best is not None:
+        found.append(f"Best: {runs[best].name}, held-out loss {runs[best].eval_loss:.4f}")
+    rates = {run.name: run.tokens_per_s for run in runs if run.tokens_per_s is not None}
+    if len(rates) > 1:
+        name = max(rates, key=lambda name: rates[name])
+        found.append(f"Fastest: {name}, {rates[name]:,.0f} tokens/s")
+    return found
+
+
+def runs_table(runs: Sequence[ComparedRun]) -> Table:
+    """Return a line for each run, the best marked; no column is empty."""
+    cells = [figures_of(run) for run in runs]
+    shown = [i for i, column in enumerate(zip(*cells, strict=True)) if i < ALWAYS or any(column)]
+    columns, lines = [COLUMNS[i] for i in shown], [[row[i] for i in shown] for row in cells]
+    return Table("Runs", columns, lines, level="brief", best=best_of(runs))
+
+
+def differences_of(runs: Sequence[ComparedRun]) -> list[Part]:
+    """Return the settings that differ, paths last, and what is missing of a run."""
+    changes = [
+        (name, line)
+        for name, lines in recipe_changes(runs).items()
+        for line in sorted(lines, key=lambda line: "path" in line.split(":")[0]) or ["none"]
+    ]
+    uncounted: dict[str, list[str]] = {}
+    for run in runs:
+        if run.energy.joules is None and run.energy.missing:
+            for line in run.energy.lines():
+                uncounted.setdefault(line, []).append(run.name)
+    title = f"Settings that differ from those of {runs[0].name}"
+    return [
+        Table(title, ["run", "setting"], changes, level="brief"),
+        *(f"{run.name} has done no step yet." for run in runs if not run.rows),
+        *(f"{', '.join(names)}: energy: {line}" for line, names in uncounted.items()),
+    ]
+
+
 def runs_tables(runs: Sequence[ComparedRun]) -> list[Part]:
-    """Return a line for each run, and the differences of their recipes; no column is empty.
+    """Return the verdict, a line for each run, and the differences of their recipes.
 
     Args:
         runs: Two or more.
     """
-    cells = [figures_of(run) for run in runs]
-    shown = [i for i, column in enumerate(zip(*cells, strict=True)) if i < ALWAYS or any(column)]
-    changes = [
-        (name, line) for name, lines in recipe_changes(runs).items() for line in lines or ["none"]
-    ]
-    title = f"Settings that differ from those of {runs[0].name}"
-    return [
-        Table(
-            "Runs",
-            [COLUMNS[i] for i in shown],
-            [[row[i] for i in shown] for row in cells],
-            level="brief",
-        ),
-        Table(title, ["run", "setting"], changes, level="brief"),
-        *(f"{run.name} has done no step yet." for run in runs if not run.rows),
-        *(
-            f"{run.name}: energy: {line}"
-            for run in runs
-            if run.energy.joules is None and run.energy.missing
-            for line in run.energy.lines()
-        ),
-    ]
+    return [*verdict_lines(runs), runs_table(runs), *differences_of(runs)]

@@ -458,7 +458,7 @@ def rows_of(run: Explanation, recipe: Recipe) -> list[Row]:
         run: What its files say.
         recipe: The run's recipe, which has the price of energy.
     """
-    lines = {"steps of the run": f"{run.num_done:,} of {run.num_steps:,} done"}
+    lines = {}
     if run.features is not None:
         lines["features"] = features_took(run.features)
     if run.probe is not None:
@@ -471,12 +471,14 @@ def rows_of(run: Explanation, recipe: Recipe) -> list[Row]:
     return [Row("", *line) for line in named]
 
 
+def changes(explanation: Explanation) -> list[Part]:
+    """Return which predictions were changed since the steps were run, as warnings."""
+    return [Text(f"PREDICTION CHANGED: {one}", style="bold red") for one in explanation.changes]
+
+
 def compared(explanation: Explanation) -> list[Part]:
     """Return step time and peaks, predicted against measured, and where they differ."""
-    found = explanation
-    parts: list[Part] = [
-        Text(f"PREDICTION CHANGED: {change}", style="bold red") for change in found.changes
-    ]
+    found, parts = explanation, changes(explanation)
     if found.num_done < found.num_steps:
         left = f"{found.num_done} of {found.num_steps} steps are done"
         parts.append(f"{left}; `--resume` runs the others")

@@ -22,14 +22,15 @@ from finetune.report.charts import (
 from finetune.report.explain import (
     METRICS,
     Explanation,
+    changes,
     compared,
     details_of,
     explain,
-    learned_rows,
     rows_of,
 )
-from finetune.report.rows import Part, Table, as_html, tables
+from finetune.report.rows import Part, Table, as_html, as_tiles, tables
 from finetune.report.rows import Row as FactRow
+from finetune.report.verdict import ANSWERS, verdict
 from finetune.run.run_dir import RunDir
 from finetune.run.run_files import SAMPLES, read_rows, read_sealed
 
@@ -78,49 +79,56 @@ def run_page(run_dir: Path, *, goes_on: bool = False) -> str:
     recipe, rows = RunDir(run_dir).recipe(), read_rows(run_dir / METRICS)
     explanation = explain(run_dir) if rows else None
     drawn = _charts(rows, explanation) if explanation is not None else {}
-    body = [as_html([*_notes(rows, run_dir, goes_on=goes_on), *_facts(recipe, rows, explanation)])]
-    for pair in (
-        *(("reward", "lengths"), ("functions",), ("shares", "kl", "loss", "eval")),
-        *(("lr", "rate"), ("times", "parts"), ("memory",), ("gantt",)),
-    ):
-        found = "".join(drawn[name].html for name in pair if name in drawn)
-        body.append(f'<div class="pair">{found}</div>' if found and pair[1:] else found)
-    seals = [] if explanation is None else [one.sha256 for one in explanation.sections]
+
+    def charts(*names: str) -> str:
+        found = "".join(drawn[name].html for name in names if name in drawn)
+        return f'<div class="pair">{found}</div>' if found and names[1:] else found
+
+    body = [as_html(_notes(recipe, rows, run_dir, goes_on=goes_on))]
+    more: list[Part] = []
+    if explanation is not None:
+        if explanation.rounds is not None:
+            more = explanation.rounds.answers()
+        body += [as_html(changes(explanation)), as_tiles(verdict(run_dir, rows, explanation))]
+    body += [as_html([*_samples(run_dir), *more]), charts("reward", "lengths")]
+    body += [charts("functions"), charts("shares", "kl", "eval", "loss"), charts("lr", "rate")]
+    if explanation is not None:
+        body += [
+            *(as_html(compared(explanation)), charts("times", "parts"), charts("gantt")),
+            *(charts("memory"), as_html(details_of(explanation))),
+        ]
     text = escape(RunDir(run_dir).recipe_file.read_text("utf-8"))
     recipe_part = f"<details><summary><b>Recipe</b></summary>\n<pre>{text}</pre></details>"
-    sealed = Table("Seals of what was predicted", [""], [[seal] for seal in seals])
-    more = [
-        *(explanation.rounds.answers() if explanation and explanation.rounds else []),
-        *(details_of(explanation) if explanation else []),
-        *_samples(run_dir),
-    ]
-    body += [as_html(more), recipe_part, as_html([sealed] if seals else [])]
+    seals = [] if explanation is None else [[one.sha256] for one in explanation.sections]
+    sealed = [Table("Seals of what was predicted", [""], seals)] if seals else []
+    body += [as_html(_facts(recipe, explanation)), recipe_part, as_html(sealed)]
     return page(f"Run {recipe.output.run_dir.name}", "\n".join(body), list(drawn.values()))
 
 
-def _notes(rows: Sequence[Row], run_dir: Path, *, goes_on: bool) -> list[str]:
+def _notes(recipe: Recipe, rows: Sequence[Row], run_dir: Path, *, goes_on: bool) -> list[str]:
+    """Return what the run is, without paths, and how far it is."""
+    data = " and ".join(Path(source.path).name for source in recipe.data.sources)
+    name = Path(str(recipe.model.path)).name
+    trained = _TRAINED.get(str(recipe.train.what), "weights of the model")
+    found = [f"{name}: {trained}, learned by {recipe.objective.method} from {data}."]
     if not rows:
-        return ["The run has done no step yet."]
+        return [*found, "The run has done no step yet."]
     if not goes_on:
-        return []
+        return found
     return [
+        *found,
         f"Written after step {rows[-1]['step']:,}, when the run went on; `sluice explain"
-        f" {run_dir} --html` writes this page again."
+        f" {run_dir} --html` writes this page again.",
     ]
 
 
-def _facts(recipe: Recipe, rows: Sequence[Row], explanation: Explanation | None) -> list[Part]:
-    """Return what the run is and has learned, and its prediction against what was measured."""
+def _facts(recipe: Recipe, explanation: Explanation | None) -> list[Table]:
+    """Return where the run has all from, and what it ran on."""
     facts = [
         FactRow("", "model", str(recipe.model.path)),
-        FactRow("", "trains", _TRAINED.get(str(recipe.train.what), "weights of the model")),
-        FactRow("", "learns by", recipe.objective.method),
         FactRow("", "data", ", ".join(source.path for source in recipe.data.sources)),
-        *learned_rows(rows),
     ]
-    if explanation is None:
-        return [*tables("The run", facts)]
-    return [*tables("The run", [*facts, *rows_of(explanation, recipe)]), *compared(explanation)]
+    return tables("The run", [*facts, *(rows_of(explanation, recipe) if explanation else ())])
 
 
 def _charts(rows: Sequence[Row], explanation: Explanation) -> dict[str, Chart]:
@@ -147,7 +155,7 @@ def answers(run_dir: Path) -> list[Answer]:
     """
     before, after = (
         read_sealed(SAMPLES, file)["rows"][:NUM_SAMPLES] if file.exists() else []
-        for file in (run_dir / "samples_before.json", run_dir / "samples_after.json")
+        for file in (run_dir / name for name in ANSWERS.values())
     )
     return [
         Answer(
@@ -162,10 +170,13 @@ def answers(run_dir: Path) -> list[Answer]:
 
 def _samples(run_dir: Path) -> list[Part]:
     """Return the first answers, and after which prompts they were drawn."""
-    lines = [(one.prompt, one.wanted, one.before, one.after) for one in answers(run_dir)]
+    lines = [
+        (one.prompt, one.wanted, *("(nothing)" if x == "" else x for x in (one.before, one.after)))
+        for one in answers(run_dir)
+    ]
     if not lines:
         return []
-    files = (run_dir / "samples_before.json", run_dir / "samples_after.json")
+    files = [run_dir / name for name in ANSWERS.values()]
     found = next(read_sealed(SAMPLES, file) for file in files if file.exists())
     said = [
         f"{num:,} after "

@@ -21,6 +21,7 @@ from finetune.report.data_view import printable, shortened
 from finetune.report.explain import LOW, REPORT, Section
 from finetune.report.format import shown_time
 from finetune.report.rows import Part, Row, Table
+from finetune.report.verdict import against, change
 from finetune.run.run_dir import RunDir
 from finetune.run.run_files import (
     EVAL_PREFIX,
@@ -228,6 +229,30 @@ class Rounds:
         """The mean reward of sampled answers in the first and the last step."""
         return f"{self.rows[0]['reward']:.4f} -> {self.rows[-1]['reward']:.4f}"
 
+    def verdict(self, section: Section) -> list[Row]:
+        """Return what was learned by reward, and what sampling took.
+
+        Args:
+            section: The newest start of the run, whose times are taken.
+        """
+        before = [] if self.before is None else [("before training", self.before)]
+        rewards = {
+            "reward of held-out prompts": [*before, *self._at(_EVAL_REWARD)],
+            "reward of sampled answers": self._at("reward"),
+        }
+        sampled = [one for one in self.phases(section) if one.name == "sampling"]
+        return [
+            *(change(label, values) for label, values in rewards.items() if values),
+            *(
+                against("sampling took", one.predicted_s, one.measured_s, shown_time)
+                for one in sampled
+                if one.predicted_s is not None
+            ),
+        ]
+
+    def _at(self, key: str) -> list[tuple[str, float]]:
+        return [(f"step {step:,}", value) for step, value in _points(self.rows, key)]
+
     def learned(self) -> list[Part]:
         """Return in words how rewards have changed."""
         first, last = self.rows[0]["step"], self.rows[-1]["step"]
@@ -371,10 +396,6 @@ def _chart(
     drawn = [line for line, of in lines.items() if of]
     is_marked = len(points) <= MOST_MARKED
     chart = curves(name, title, points, y=y, runs=drawn, is_held_out=is_marked)
-    encoding: dict[str, Any] = chart.spec["encoding"]
-    padded = {"zero": False, "padding": 8}  # no mark is cut by the edge
-    scales = {"x": {**padded, "nice": False}, "y": padded}
-    encoding |= {axis: encoding[axis] | {"scale": scale} for axis, scale in scales.items()}
     ends = (
         f"{line} {of[0][1]:.5g} in step {of[0][0]}, {of[-1][1]:.5g} in step {of[-1][0]}".strip()
         for line, of in lines.items()

@@ -65,6 +65,7 @@ class Table(NamedTuple):
     lines: Sequence[Sequence[Any]]  # the cells of each line
     note: str = ""  # what is said below
     level: Level = "verbose"  # whether it is always shown, or where details are asked for
+    best: int | None = None  # the number of the line that is marked; None for no line
 
     @property
     def heads(self) -> list[str]:
@@ -235,6 +236,16 @@ def _html(part: Part) -> str:
     return f"<h2>{title}</h2>\n{inner}"
 
 
+def as_tiles(rows: Iterable[Row]) -> str:
+    """Return a few facts as HTML, each with its figure large."""
+    tiles = "".join(
+        f"<div><dt>{escape(row.label)}</dt><dd><b>{escape(shown(row.value, row.unit))}</b>"
+        f" {escape(row.note)}</dd></div>\n"
+        for row in rows
+    )
+    return f'<dl class="tiles">\n{tiles}</dl>'
+
+
 def html_table(table: Table) -> str:
     """Return a table alone; where it is wider than the screen it is scrolled, by keys too."""
     written = ("".join(map(str, column)) for column in zip(table.heads, *table.cells, strict=True))
@@ -250,7 +261,11 @@ def html_table(table: Table) -> str:
         )
 
     head = cells('th scope="col"', table.heads)
-    lines = "".join(f"<tr>{cells('td', line)}</tr>\n" for line in table.cells)
+    marks = [' class="best"' if number == table.best else "" for number in range(len(table.lines))]
+    lines = "".join(
+        f"<tr{mark}>{cells('td', line)}</tr>\n"
+        for mark, line in zip(marks, table.cells, strict=True)
+    )
     return (
         f'<div class="wide" tabindex="0" role="group" aria-label="{escape(table.title)}"><table>\n'
         f"<tr>{head}</tr>\n{lines}</table></div>"
