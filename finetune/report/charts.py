@@ -176,6 +176,7 @@ def curves(
     last = points[-1]
     counts = Counter(point.get("run") for point in points)
     is_marked = is_held_out or 1 in counts.values()
+    values, steps = ([point[name] for point in points] for name in (y, "step"))
     return Chart(
         name=name,
         title=title,
@@ -187,11 +188,11 @@ def curves(
             "data": {"values": thinned(points, "run" if runs[1:] else None)},
             "mark": {"type": "line", "point": is_marked, "clip": True, "strokeWidth": 2},
             "encoding": {
-                "x": _STEPS | {"scale": _scale([point["step"] for point in points], nice=False)},
+                "x": _STEPS | {"scale": _scale(steps, is_padded=True) | {"nice": False}},
                 "y": {
                     "field": y,
                     "type": "quantitative",
-                    "scale": _scale([point[y] for point in points], nice=True),
+                    "scale": _scale(values, is_padded=is_marked),
                 },
                 "tooltip": [
                     *([{"field": "run", "type": "nominal"}] if runs[1:] else []),
@@ -204,18 +205,24 @@ def curves(
     )
 
 
-def _scale(values: Sequence[float], *, nice: bool) -> dict[str, Any]:
-    """Return a scale on which no mark is cut by the edge, of one value around it."""
-    scale: dict[str, Any] = {"zero": False, "nice": nice, "padding": 8}
+def _scale(values: Sequence[float], *, is_padded: bool) -> dict[str, Any]:
+    """Return the scale of some values; where they are all equal it goes around them.
+
+    Args:
+        values: All that are drawn.
+        is_padded: Whether a mark at the edge has room.
+    """
+    scale: dict[str, Any] = {"zero": False} | ({"padding": 8} if is_padded else {})
     low, high = min(values), max(values)
     if low < high:
         return scale
-    around = abs(low) / 2 if isinstance(low, float) and low else 1
+    around = 1 if low == int(low) else abs(low) / 2
     return scale | {"domain": [low - around, low + around]}
 
 
 def step_times(rows: Sequence[Row], *, predicted_s: float) -> Chart:
     """Return the time of each step, and the predicted one as a line."""
+    steps = [row["step"] for row in rows]
     points = [{"step": row["step"], "seconds": row["phases_s"]["step"]} for row in rows]
     most_s = max(predicted_s, *(point["seconds"] for point in points))
     scale = {"domain": [0, 1.05 * most_s]}  # no point is cut by the edge
@@ -233,7 +240,7 @@ def step_times(rows: Sequence[Row], *, predicted_s: float) -> Chart:
                     "data": {"values": thinned(points)},
                     "mark": {"type": "point", "filled": True, "size": 40, "clip": True},
                     "encoding": {
-                        "x": _STEPS | {"scale": _scale([row["step"] for row in rows], nice=False)},
+                        "x": _STEPS | {"scale": _scale(steps, is_padded=True) | {"nice": False}},
                         "y": axis,
                         "tooltip": [{"field": "step"}, {"field": "seconds", "format": ".4~g"}],
                     },
@@ -419,7 +426,7 @@ def gantt(timelines: Mapping[str, Timeline]) -> Chart:
                     "field": "op",
                     "type": "nominal",
                     "title": None,
-                    "legend": {"orient": "top", "columns": 4},
+                    "legend": {"orient": "top", "columns": 3},
                     "scale": {"scheme": "tableau20"},
                 },
                 "tooltip": [

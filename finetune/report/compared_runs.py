@@ -17,7 +17,7 @@ from finetune.run.run_files import EVAL_LOSS
 NAMES = ("output.name:", "output.dir:")  # in which all runs differ
 COLUMNS: tuple[str, ...] = (
     *("run", "steps|whole", "held-out|loss", "loss|loss"),
-    *("tokens/s|whole", "predicted|s", "measured|s"),
+    *("tokens/s|whole", "step predicted|s", "step measured|s"),
     *("right|%", "J/token", "energy|kWh", "cost", "reward"),
 )
 ALWAYS = 7  # columns that are shown where all are empty

@@ -5,7 +5,7 @@ the board's power is not known, or nothing was counted, the figures are None and
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from finetune.recipe.sections import ReportSection
@@ -52,8 +52,7 @@ class RunEnergy:
     num_steps: int  # steps that are done
     parts: tuple[PartEnergy, ...]  # the parts that were counted
     missing: Mapping[str, str]  # the parts that were not counted, or not to the end, and why
-    # The predicted energy of the GPUs; None if there was no prediction.
-    at_most_j_per_token: float | None = None
+    predicted: Mapping[str, Any] = field(default_factory=dict)  # as `plan_energy` returns it
 
     @property
     def joules(self) -> float | None:
@@ -85,7 +84,7 @@ class RunEnergy:
                 for one in self.parts
             },
             "missing": dict(self.missing),
-            "at_most_j_per_token": self.at_most_j_per_token,
+            "at_most_j_per_token": self.predicted.get("at_most_j_per_token"),
         }
 
     def lines(self, prices: ReportSection | None = None) -> list[str]:
@@ -98,8 +97,11 @@ class RunEnergy:
             for one in self.parts
         ] + [f"{part} not counted: {why}" for part, why in self.missing.items()]
         found = found or ["not counted"]
-        if self.at_most_j_per_token is not None:
-            found.append(f"GPU predicted: at most {self.at_most_j_per_token:.3g} J per token")
+        if (most := self.predicted.get("at_most_j_per_token")) is not None:
+            found.append(
+                f"GPU predicted: at most {most:.3g} J per token, of {self.predicted['board_w']} W"
+                " board power (published)"
+            )
         cost = None if prices is None else cost_of(self.kwh, prices)
         if cost is not None and prices is not None:
             counted = " and ".join(one.part for one in self.parts)
@@ -108,14 +110,14 @@ class RunEnergy:
 
 
 def run_energy(
-    rows: Sequence[Row], missing: Mapping[str, str], *, at_most_j_per_token: float | None = None
+    rows: Sequence[Row], missing: Mapping[str, str], predicted: Mapping[str, Any] | None = None
 ) -> RunEnergy:
     """Add up a run's rows, those before a resume among them.
 
     Args:
         rows: Of metrics.jsonl.
         missing: Parts that the run could not measure, and why.
-        at_most_j_per_token: As it was predicted.
+        predicted: What `plan_energy` returned for the run.
     """
     parts, why = [], dict(missing)
     for part in PARTS:
@@ -139,7 +141,7 @@ def run_energy(
         num_steps=len(rows),
         parts=tuple(parts),
         missing=why,
-        at_most_j_per_token=at_most_j_per_token,
+        predicted=predicted or {},
     )
 
 

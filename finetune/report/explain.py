@@ -218,7 +218,7 @@ def explain(run_dir: Path) -> Explanation:
         energy=run_energy(
             rows,
             (measured or {}).get("energy_missing", {}),
-            at_most_j_per_token=newest.calibrated.get("energy", {}).get("at_most_j_per_token"),
+            newest.calibrated["energy"],
         ),
         versions=(measured or {}).get("versions", {}),
         probe=read_probe(run_dir),
@@ -610,9 +610,8 @@ def largest_misses(section: Section) -> str:
     how = "longer" if apart_s >= 0 else "shorter"
     largest = [miss for miss in section.misses[:NUM_NAMED] if miss.difference_s]
     causes = "; ".join(_cause(miss) for miss in largest)
-    return (
-        f"A step took {shown_time(abs(apart_s))} {how} than predicted"
-        f" ({apart_s / section.predicted_s:+.1%})" + (f": {causes}" if causes else "")
+    return f"A step took {shown_time(abs(apart_s))} {how} than predicted" + (
+        f": {causes}" if causes else ""
     )
 
 

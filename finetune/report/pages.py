@@ -91,10 +91,11 @@ def run_page(run_dir: Path, *, goes_on: bool = False) -> str:
             more = explanation.rounds.answers()
         body += [as_html(changes(explanation)), as_tiles(verdict(run_dir, rows, explanation))]
     body += [as_html([*_samples(run_dir), *more]), charts("reward", "lengths")]
-    body += [charts("functions"), charts("shares", "kl", "eval", "loss"), charts("lr", "rate")]
+    body += [charts("functions"), charts("shares", "kl", "eval", "loss")]
     if explanation is not None:
         body += [
-            *(as_html(compared(explanation)), charts("times", "parts"), charts("gantt")),
+            *(as_html(compared(explanation)), charts("times", "parts")),
+            *(charts("rate", "lr"), charts("gantt")),
             *(charts("memory"), as_html(details_of(explanation))),
         ]
     text = escape(RunDir(run_dir).recipe_file.read_text("utf-8"))

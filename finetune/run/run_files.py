@@ -116,7 +116,8 @@ class ScheduleContent(_Content):
 class EnergyContent(_Content):
     """What a plan's cards can take."""
 
-    at_most_j_per_token: Joules | None = None
+    board_w: Count | None
+    at_most_j_per_token: Joules | None
 
 
 class PlanContent(_Content):
@@ -126,7 +127,7 @@ class PlanContent(_Content):
     grade: str
     schedule: ScheduleContent
     predicted: PredictedContent
-    energy: EnergyContent = EnergyContent()
+    energy: EnergyContent
 
 
 class PredictionContent(TimelineContent):

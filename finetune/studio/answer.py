@@ -413,6 +413,9 @@ def _work(work: Work, figures: Json) -> Json:
     predicted = figures["predicted"]
     hours = work.data_tokens / predicted["tokens_per_s"] / 3600
     kwh = hours * work.power_watts / 1000
+    if not work.power_watts:  # what the cards may draw at most, if that is published
+        per_million = figures["energy"]["at_most_kwh_per_million_tokens"]
+        kwh = work.data_tokens / 1e6 * (per_million or 0.0)
     return {
         "steps": -(-work.data_tokens // figures["schedule"]["tokens_per_step"]),
         "hours": hours,

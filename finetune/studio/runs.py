@@ -93,7 +93,7 @@ def plan_page(*, is_static: bool) -> str:
                 "Data and prices",
                 _number("data_tokens", "tokens to train on", "10000000", least="0", step="1"),
                 _number("price_per_hour", "price per hour of the machine", "0", least="0"),
-                _number("power_watts", "power, W", "0", least="0"),
+                _number("power_watts", "power, W (0: that of the card)", "0", least="0"),
                 _number("price_per_kwh", "price per kWh", "0", least="0"),
             ),
         )

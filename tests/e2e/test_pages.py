@@ -17,17 +17,21 @@ from finetune import app
 from finetune.recipe.load import load_shape
 from finetune.report import charts
 from finetune.report.charts import page as page_of
+from finetune.report.compare_pages import SweptRun, compare_page, sweep_page
+from finetune.report.compared_runs import read_runs
 from finetune.report.memory import MemoryRow
-from finetune.report.pages import write_run_page
+from finetune.report.pages import run_page, write_run_page
 from finetune.studio.answer import DRAWN_WIDTH, Planner
 from offload.plan.machine.machine import GIB
 from tests.bench.bench_studio import Quiet, compared, website
 from tests.studios import axe_script, browser, serious_findings, served
 from tests.tools.site import write_page, write_site
+from tests.unit.finetune.report.test_rounds import a_run as a_run_of_rounds
+from tests.unit.finetune.report.test_rounds import write_round
 from tests.unit.finetune.studio.runs_made import begun, write_answers, write_run
 
 DRAWN = {
-    "report": "html[data-drawn]",
+    **dict.fromkeys(("report", "online", "compare", "sweep"), "html[data-drawn]"),
     "plan": "body[data-complete]",
     "runs": "body[data-shown]",
     "static": "body[data-complete]",
@@ -63,6 +67,37 @@ def finished_run(folder: Path) -> Path:
     return write_run_page(folder)
 
 
+def pages_of_runs(folder: Path) -> dict[str, str]:
+    """Write the page of a run that samples its answers, and those of several runs."""
+    online = a_run_of_rounds(folder / "online")
+    write_round(online, 1, [("p", "good", 1.0), ("p", "bad", 0.0)])
+    finished = [folder / name for name in ("a", "b")]
+    for run in finished:
+        run.mkdir()
+        write_run(begun(run), slow_s=[0.5, 0.0, 0.0, 0.0])
+        file = run / "metrics.jsonl"
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        rows = [line | {"eval_loss": 1 / line["step"]} for line in lines]
+        file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    long = [
+        SweptRun(
+            name=name,
+            settings={"train.lr": 0.1},
+            state="done",
+            rows=[{"step": n, "loss": 1 / n, "tokens_per_s": 9.0} for n in range(1, num_steps)],
+        )
+        for name, num_steps in (("long", 1388), ("one step", 2))
+    ]
+    texts = {
+        "online": run_page(online),
+        "compare": compare_page(read_runs(finished)),
+        "sweep": sweep_page("Sweep", [("directory", "runs/sweep")], long),
+    }
+    for name, text in texts.items():
+        (folder / f"{name}.html").write_text(text)
+    return {name: (folder / f"{name}.html").as_uri() for name in texts}
+
+
 @pytest.fixture(name="addresses", scope="module")
 def addresses_of_pages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     folder = tmp_path_factory.mktemp("pages")
@@ -76,6 +111,7 @@ def addresses_of_pages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dic
     ):
         yield {
             "report": report.as_uri(),
+            **pages_of_runs(tmp_path_factory.mktemp("runs")),
             "plan": made.studio.address,
             "runs": f"{made.studio.address}runs#run=done",
             "static": site,
@@ -102,7 +138,8 @@ def pages_that_are_opened(addresses: dict[str, str], started: Any) -> Callable[[
 
 
 slow = pytest.mark.slow  # the planner first answers all that is drawn
-PAGES = ["report", "runs", *(pytest.param(name, marks=slow) for name in ("plan", "static"))]
+OF_RUNS = ["report", "online", "compare", "sweep"]
+PAGES = [*OF_RUNS, "runs", *(pytest.param(name, marks=slow) for name in ("plan", "static"))]
 
 
 @pytest.mark.browser
@@ -112,6 +149,33 @@ def test_a_page_has_no_serious_finding_in_light_or_dark(opened, name: str) -> No
         for scheme in ("light", "dark"):
             page.emulate_media(color_scheme=scheme)
             assert (scheme, serious_findings(page, axe_script())) == (scheme, [])
+
+
+TOUCHING = """
+[...document.querySelectorAll(".role-axis-label")].flatMap((axis) => {
+  const shown = [...axis.querySelectorAll("text")].filter((label) => label.style.opacity !== "0"
+    && label.getAttribute("opacity") !== "0");
+  const boxes = shown.map((label) => [label.getBoundingClientRect(), label.textContent]);
+  return boxes.flatMap(([a, name], i) => boxes.slice(i + 1).filter(([b]) => a.left < b.right + 2
+    && b.left < a.right + 2 && a.top < b.bottom && b.top < a.bottom)
+    .map(([, other]) => [name, other]));
+})
+"""
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("name", OF_RUNS)
+def test_labels_of_a_chart_do_not_touch_and_no_page_of_runs_is_wider_than_its_screen(
+    opened, name: str
+) -> None:
+    with opened(name) as page:
+        for width in (390, 1280):
+            page.set_viewport_size({"width": width, "height": 844})
+            page.reload()
+            page.wait_for_selector(DRAWN[name], state="attached")
+            assert page.locator(".role-axis-label text").count() > 5
+            assert page.evaluate(TOUCHING) == []
+            assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
 @pytest.mark.browser

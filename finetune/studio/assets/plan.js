@@ -168,7 +168,7 @@ function show(answer, question) {
     ...memoryTiles(answer),
     ["my data", time(work.hours * 3600), "hours", work.hours],
     ["steps", whole(work.steps), "steps", work.steps],
-    ["energy", work.kwh ? `${work.kwh.toFixed(2)} kWh` : "give the power", "kwh", work.kwh],
+    ["energy", work.kwh ? `${work.kwh.toFixed(2)} kWh` : "power not known", "kwh", work.kwh],
     ["cost", work.cost ? work.cost.toFixed(2) : "give a price", "cost", work.cost],
   ];
   for (const [name, shown, key, value] of tiles) {

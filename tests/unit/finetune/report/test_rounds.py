@@ -135,6 +135,12 @@ def test_the_page_draws_rewards_lengths_and_shares_and_kl_where_there_is_one(
     tmp_path: Path,
 ) -> None:
     text = run_page(a_run(tmp_path))
+    for said in (
+        "reward of held-out prompts 0.2500 -> 0.7500 before training -> step 5",
+        "reward of sampled answers 0.1000 -> 0.5000 step 1 -> step 5",
+        "sampling took 2.00 s predicted 1.00 s, -50%",
+    ):
+        assert said in Seen(text).text
     drawn = specs(text)
     assert {"reward", "lengths", "shares", "functions", "loss"} <= set(drawn)
     assert not {"kl", "eval"} & set(drawn)

@@ -17,16 +17,18 @@ from finetune.files.manifest import sealed_json
 from finetune.recipe.recipe import Recipe, resolved_yaml
 from finetune.recipe.sections import MixSource
 from finetune.report import charts
-from finetune.report.charts import LIBRARIES, Chart, page
+from finetune.report.charts import LIBRARIES, Chart, metric_charts, page
 from finetune.report.choice import choice_tables, faster_rows, plan_parts, plan_rows
 from finetune.report.compare_pages import SweptRun, best_first, compare_page, sweep_page
 from finetune.report.compared_runs import (
     COLUMNS,
+    best_of,
     figures_of,
     read_runs,
     recipe_changes,
     runs_tables,
 )
+from finetune.report.explain import explain
 from finetune.report.format import shown_gib, shown_time
 from finetune.report.memory import MemoryRow
 from finetune.report.model_card import public_recipe
@@ -42,6 +44,8 @@ from finetune.report.rows import (
     html_table,
     tables,
 )
+from finetune.report.rows import shown as shown_figure
+from finetune.report.verdict import verdict
 from finetune.training.report import PAGE_EVERY_S, page_at_checkpoint
 from offload.plan.machine.machine import GIB, Rate, named_machine
 from offload.plan.request import ObjectiveCost, with_workload
@@ -342,8 +346,8 @@ def test_figures_are_those_of_each_runs_own_files(folders: list[Path]) -> None:
     assert (fast["energy"], fast["cost"]) == (None, None)
     assert (slow["steps"], slow["loss"], slow["held-out"]) == (4, 0.5, None)
     assert (slow["J/token"], slow["energy"], slow["cost"]) == (1.8e4, 2.0, "1 EUR")
-    assert slow["predicted"] == fast["predicted"]
-    assert slow["measured"] - fast["measured"] == pytest.approx(1.0, abs=0.02)
+    assert slow["step predicted"] == fast["step predicted"]
+    assert slow["step measured"] - fast["step measured"] == pytest.approx(1.0, abs=0.02)
     lines = (folders[0] / "metrics.jsonl").read_text().splitlines()
     times = [json.loads(line)["phases_s"] for line in lines]
     rate = 200 / sum(one["step"] + one["data wait"] for one in times)
@@ -480,14 +484,17 @@ def test_the_page_of_a_run_says_what_it_did_and_draws_every_step(tmp_path: Path)
     (tmp_path / "samples_after.json").write_text(sealed_json(answers))
     text = run_page(tmp_path)
     seen, drawn = Seen(text), specs(text)
-    assert "5 of 12 done" in seen.text
-    assert "training loss, step 1 1.0000 training loss, step 5 1.0000" in seen.text
+    assert "held-out answers right 50% after training" in seen.text
+    assert "training loss 1.0000 -> 1.0000 step 1 -> step 5" in seen.text
+    assert "5 of 12 steps, 500 tokens" in seen.text
+    order = ("a step took", "Answers to held-out", "Training loss", "Predicted from", "The run")
+    assert sorted(order, key=seen.text.index) == list(order)
     assert "<b>g</b>" in seen.text
     assert (
         "Answers were drawn: 7 after the prompt with enable_thinking=False, 2 after the chat"
         " template's default prompt." in seen.text
     )
-    assert seen.tags.count("b") == seen.tags.count("summary")
+    assert seen.tags.count("b") == seen.tags.count("summary") + seen.tags.count("dt")
     assert "p4" in seen.text
     assert "p5" not in seen.text
     assert [point["step"] for point in drawn["loss"]["data"]["values"]] == [1, 2, 3, 4, 5]
@@ -533,12 +540,64 @@ def test_the_page_of_a_run_has_its_energy_and_its_cost(tmp_path: Path) -> None:
     write_run(begun(tmp_path, report__price_per_kwh=0.5, report__currency="EUR"), slow_s=[0.0])
     text = Seen(run_page(tmp_path)).text
     assert "energy not counted energy GPU predicted: at most" in text
+    assert "J per token, of 170 W board power (published)" in text
     file = tmp_path / "metrics.jsonl"
     energy = {"energy_j": {"GPU": 7.2e6}, "energy_window_s": 36000.0}
     file.write_text(json.dumps(json.loads(file.read_text()) | energy) + "\n")
     text = Seen(run_page(tmp_path)).text
     assert "GPU: 2 kWh, 7.2e+04 J per token, 200 W on average" in text
     assert "cost of GPU: 1.00 EUR at 0.5 EUR per kWh" in text
+
+
+def test_a_page_begins_with_what_was_learned_and_how_well_it_was_predicted(tmp_path: Path) -> None:
+    write_run(begun(tmp_path), slow_s=[1.0] * 5)
+    file = tmp_path / "metrics.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    for row, loss in zip(rows, (None, 0.5, 0.25, None, 0.375), strict=True):
+        row |= {} if loss is None else {"eval_loss": loss}
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+    def tiles() -> dict[str, tuple[str, str]]:
+        found = verdict(tmp_path, rows, explain(tmp_path))
+        return {row.label: (shown_figure(row.value, row.unit), row.note) for row in found}
+
+    assert list(tiles()) == ["held-out loss", "training loss", "training took", "a step took"]
+    lowest = "; lowest 0.2500, step 3"
+    assert tiles()["held-out loss"] == ("0.5000 -> 0.3750", f"step 2 -> step 5{lowest}")
+    assert tiles()["a step took"] == ("6.62 s", "predicted 5.50 s, -17%")
+    took_s = sum(row["phases_s"]["step"] + row["phases_s"]["data wait"] for row in rows)
+    assert tiles()["training took"][0] == shown_time(took_s)
+    before = sealed_json(json.dumps({"eval_loss": 2.0}, indent=1))
+    (tmp_path / "evaluation_before.json").write_text(before)
+    assert tiles()["held-out loss"] == ("2.0000 -> 0.3750", f"before training -> step 5{lowest}")
+    for when, share in (("before", 0.0), ("after", 0.875)):
+        samples = json.dumps({"exact_match": share, "prompts": {"": 8}, "rows": []}, indent=1)
+        (tmp_path / f"samples_{when}.json").write_text(sealed_json(samples))
+    assert tiles()["held-out answers right"] == ("0% -> 88%", "before -> after training")
+
+
+def test_a_curve_of_one_point_or_one_value_is_seen() -> None:
+    (one,) = metric_charts({"": [{"step": 7, "loss": 0.5}]}, ("loss",))
+    assert one.spec["mark"]["point"] is True
+    scales = {axis: one.spec["encoding"][axis]["scale"]["domain"] for axis in ("x", "y")}
+    assert scales == {"x": [6, 8], "y": [0.25, 0.75]}
+    (many,) = metric_charts({"": [{"step": n, "loss": n} for n in (1, 2)]}, ("loss",))
+    assert many.spec["mark"]["point"] is False
+    assert "domain" not in many.spec["encoding"]["y"]["scale"]
+
+
+def test_the_best_run_is_named_and_marked_where_losses_can_be_compared(
+    folders: list[Path], tmp_path: Path
+) -> None:
+    better = a_run(tmp_path / "better", slow_s=[0.0], more={"eval_loss": 1.25})
+    runs = read_runs([*folders, better])
+    text = compare_page(runs)
+    assert Seen(text).text.startswith("3 runs 3 runs Best: better, held-out loss 1.2500 Fastest: ")
+    assert text.index('<tr class="best"><td>better<') < text.index("Held-out loss")
+    assert best_of(runs[:2]) is None  # one alone was evaluated
+    method = runs[0].recipe.objective.model_copy(update={"method": "dpo"})
+    of_other = runs[0].recipe.model_copy(update={"objective": method})
+    assert best_of([replace(runs[0], recipe=of_other), runs[2]]) is None
 
 
 def test_a_run_without_a_step_has_a_page_too(tmp_path: Path) -> None:
@@ -615,6 +674,9 @@ def test_the_runs_of_a_sweep_are_listed_the_best_first() -> None:
     assert [one.name for one in best_first(runs)] == ["a", "b", "c", "d", "none"]
     text = sweep_page("Sweep", [("together", "1 s")], runs)
     seen = Seen(text)
+    assert "Best: a (train.lr 0.4), with a held-out loss of 1.5000." in seen.text
+    assert text.count('<tr class="best">') == text.count('<tr class="best"><td>a<') == 1
+    assert 'class="best"' not in sweep_page("Sweep", [], [none])
     assert seen.text.index(" a ") < seen.text.index(" b ") < seen.text.index("none")
     assert {point["run"] for point in specs(text)["eval"]["data"]["values"]} == {"a", "b"}
 
