@@ -26,8 +26,7 @@ from offload.plan.machine.machine import GIB
 from tests.bench.bench_studio import Quiet, compared, website
 from tests.studios import axe_script, browser, serious_findings, served
 from tests.tools.site import write_page, write_site
-from tests.unit.finetune.report.test_rounds import a_run as a_run_of_rounds
-from tests.unit.finetune.report.test_rounds import write_round
+from tests.unit.finetune.report.made_up import a_run_of_rounds, write_round
 from tests.unit.finetune.studio.runs_made import begun, write_answers, write_run
 
 DRAWN = {

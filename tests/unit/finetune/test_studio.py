@@ -112,6 +112,11 @@ def test_hours_and_money_are_those_of_the_predicted_rate(planner: Planner) -> No
     assert answer["work"]["kwh"] == pytest.approx(0.4 * hours)
     assert answer["work"]["cost"] == pytest.approx(0.5 * hours + 0.25 * 0.4 * hours)
     assert answer["work"]["steps"] == 4395  # 36e6 / 8192, rounded up
+    values = question_values()
+    values["work"] = values["work"] | {"power_watts": 0}  # the card's, as `plan` has it
+    own = planner.answer("plan", Question.model_validate(values))["work"]
+    assert own["kwh"] == pytest.approx(0.17 * hours)
+    assert own["cost"] == pytest.approx(0.5 * hours + 0.25 * 0.17 * hours)
 
 
 def test_what_does_not_fit_says_what_is_short_by_how_much_and_what_would(planner: Planner) -> None:
@@ -710,7 +715,7 @@ def test_a_report_is_the_page_of_the_run_and_reaches_nothing(site, tmp_path: Pat
     write_run(begun(tmp_path / "runs" / "one"), slow_s=[0.0] * 3)
     found = client.get(f"{at}/report", params={"name": "one"})
     assert found.status_code == 200
-    assert "3 of 12 done" in found.text
+    assert "3 of 12 steps" in found.text
     assert "connect-src" not in found.headers["content-security-policy"]
     assert found.headers["content-security-policy"].startswith("default-src 'none'")
     (tmp_path / "runs" / "one" / "metrics.jsonl").write_text("no json\n")

@@ -3,7 +3,9 @@
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+from finetune.files.manifest import sealed_json
 from finetune.report.plan import plan_json
 from finetune.report.prediction import write_prediction
 from finetune.training.loop import StepRecord
@@ -14,6 +16,7 @@ from offload.plan.schedule.simulate import simulate
 from offload.plan.step import duration_of
 from offload.plan.time.costs import Speed
 from tests.unit.finetune.report.sealed import tiny_plan
+from tests.unit.finetune.report.seen import begun
 
 NUM_STEPS = 12
 
@@ -89,3 +92,60 @@ def write_rows(
                 seal=promised.seal,
             )
             file.write(json.dumps(row) + "\n")
+
+
+NUM_ROUNDS = 5
+EVALUATED = {3: 0.5, 5: 0.75}
+
+
+def a_run_of_rounds(folder: Path, **more: Any) -> Path:
+    """Write a run of five rounds of 16 answers: 2 s of sampling, 1/4 s of rewards, 1/16 s else."""
+    folder.mkdir(exist_ok=True)
+    begun(
+        folder,
+        objective__method="grpo",
+        objective__rewards=["exact_match", "rewards.py:short"],
+        objective__num_answers=4,
+        data__format="prompt",
+        train__micro_batch_size=4,
+    )
+    write_run(folder, slow_s=[1.0] * NUM_ROUNDS, wait_s=2.3125)
+    metrics = folder / "metrics.jsonl"
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    for row in rows:
+        step = row["step"]
+        row |= {
+            "reward": step / 10,
+            "frac_reward_zero_std": 0.25,
+            "completions/mean_length": 8.0,
+            "completions/clipped_ratio": 0.5,
+            "rewards/exact_match/mean": step / 20,
+            "rewards/short/mean": 1.0,
+            "sample_s": 2.0,
+            "predicted_sample_s": 1.0,
+            "reward_s": 0.25,
+            **more,
+        }
+        if step in EVALUATED:
+            row |= {"eval_loss": -EVALUATED[step], "eval_reward": EVALUATED[step]}
+    metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    before = {"eval_loss": -0.25, "eval_reward": 0.25}
+    (folder / "evaluation_before.json").write_text(sealed_json(json.dumps(before, indent=1)))
+    (folder / "rounds").mkdir(exist_ok=True)
+    return folder
+
+
+def write_round(folder: Path, step: int, answers: list[tuple[str, str, float | None]]) -> Path:
+    lines = [
+        {
+            "row": prompt,
+            "prompt": prompt,
+            "answer": answer,
+            "reward": reward,
+            "is_cut": answer == "cut",
+        }
+        for prompt, answer, reward in answers
+    ]
+    file = folder / "rounds" / f"{step:06d}.jsonl"
+    file.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+    return file

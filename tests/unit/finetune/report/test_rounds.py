@@ -8,72 +8,16 @@ import pytest
 from rich.console import Console
 
 from finetune.errors import CheckpointError
-from finetune.files.manifest import sealed_json
 from finetune.report.compared_runs import COLUMNS, figures_of, read_runs
 from finetune.report.explain import compared, explain, learned_rows
 from finetune.report.pages import run_page
 from finetune.report.rounds import learned_by
 from finetune.report.rows import as_text
 from finetune.run.run_dir import RunDir
-from tests.unit.finetune.report.made_up import write_run
-from tests.unit.finetune.report.seen import Seen, begun, specs
+from tests.unit.finetune.report.made_up import EVALUATED, NUM_ROUNDS, a_run_of_rounds, write_round
+from tests.unit.finetune.report.seen import Seen, specs
 
-NUM_ROUNDS = 5
-EVALUATED = {3: 0.5, 5: 0.75}
 HOSTILE = "<script>alert(1)</script>\x1b[2J\u202e" + "&" * 100_000
-
-
-def a_run(folder: Path, **more: Any) -> Path:
-    """Write a run of five rounds of 16 answers: 2 s of sampling, 1/4 s of rewards, 1/16 s else."""
-    folder.mkdir(exist_ok=True)
-    begun(
-        folder,
-        objective__method="grpo",
-        objective__rewards=["exact_match", "rewards.py:short"],
-        objective__num_answers=4,
-        data__format="prompt",
-        train__micro_batch_size=4,
-    )
-    write_run(folder, slow_s=[1.0] * NUM_ROUNDS, wait_s=2.3125)
-    metrics = folder / "metrics.jsonl"
-    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
-    for row in rows:
-        step = row["step"]
-        row |= {
-            "reward": step / 10,
-            "frac_reward_zero_std": 0.25,
-            "completions/mean_length": 8.0,
-            "completions/clipped_ratio": 0.5,
-            "rewards/exact_match/mean": step / 20,
-            "rewards/short/mean": 1.0,
-            "sample_s": 2.0,
-            "predicted_sample_s": 1.0,
-            "reward_s": 0.25,
-            **more,
-        }
-        if step in EVALUATED:
-            row |= {"eval_loss": -EVALUATED[step], "eval_reward": EVALUATED[step]}
-    metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    before = {"eval_loss": -0.25, "eval_reward": 0.25}
-    (folder / "evaluation_before.json").write_text(sealed_json(json.dumps(before, indent=1)))
-    (folder / "rounds").mkdir(exist_ok=True)
-    return folder
-
-
-def write_round(folder: Path, step: int, answers: list[tuple[str, str, float | None]]) -> Path:
-    lines = [
-        {
-            "row": prompt,
-            "prompt": prompt,
-            "answer": answer,
-            "reward": reward,
-            "is_cut": answer == "cut",
-        }
-        for prompt, answer, reward in answers
-    ]
-    file = folder / "rounds" / f"{step:06d}.jsonl"
-    file.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
-    return file
 
 
 def shown(folder: Path) -> str:
@@ -86,7 +30,7 @@ def shown(folder: Path) -> str:
 def test_a_step_is_compared_without_sampling_and_sampling_with_its_own_prediction(
     tmp_path: Path,
 ) -> None:
-    found = explain(a_run(tmp_path))
+    found = explain(a_run_of_rounds(tmp_path))
     (section,) = found.sections
     step = section.comparison[0]
     apart = {miss.name: miss.difference_s for miss in section.misses if miss.difference_s}
@@ -111,7 +55,7 @@ def test_a_step_is_compared_without_sampling_and_sampling_with_its_own_predictio
 
 
 def test_a_round_that_was_sampled_before_a_resume_has_no_part_in_the_mean(tmp_path: Path) -> None:
-    a_run(tmp_path)
+    a_run_of_rounds(tmp_path)
     metrics = tmp_path / "metrics.jsonl"
     first, *others = [json.loads(line) for line in metrics.read_text().splitlines()]
     first |= {"sample_s": 0.0, "predicted_sample_s": 0.0, "reward_s": 0.0}
@@ -124,7 +68,7 @@ def test_a_round_that_was_sampled_before_a_resume_has_no_part_in_the_mean(tmp_pa
 
 
 def test_programs_get_the_same_figures(tmp_path: Path) -> None:
-    found = explain(a_run(tmp_path)).to_json()["rounds"]
+    found = explain(a_run_of_rounds(tmp_path)).to_json()["rounds"]
     assert found["phases"]["sampling"] == {"predicted_s": 1.0, "measured_s": 2.0}
     assert (found["num_answers"], found["sampled_tokens_per_s"]) == (16, 64.0)
     assert found["reward"] == {"first": 0.1, "last": 0.5}
@@ -134,7 +78,7 @@ def test_programs_get_the_same_figures(tmp_path: Path) -> None:
 def test_the_page_draws_rewards_lengths_and_shares_and_kl_where_there_is_one(
     tmp_path: Path,
 ) -> None:
-    text = run_page(a_run(tmp_path))
+    text = run_page(a_run_of_rounds(tmp_path))
     for said in (
         "reward of held-out prompts 0.2500 -> 0.7500 before training -> step 5",
         "reward of sampled answers 0.1000 -> 0.5000 step 1 -> step 5",
@@ -154,12 +98,12 @@ def test_the_page_draws_rewards_lengths_and_shares_and_kl_where_there_is_one(
     assert "0.1 in step 1, 0.5 in step 5" in drawn["reward"]["description"]
     assert {one["run"] for one in drawn["functions"]["data"]["values"]} == {"exact_match", "short"}
     assert [one["tokens"] for one in drawn["lengths"]["data"]["values"]] == [8.0] * NUM_ROUNDS
-    with_kl = specs(run_page(a_run(tmp_path / "kl", kl=0.125)))
+    with_kl = specs(run_page(a_run_of_rounds(tmp_path / "kl", kl=0.125)))
     assert [one["nats"] for one in with_kl["kl"]["data"]["values"]] == [0.125] * NUM_ROUNDS
 
 
 def test_the_page_has_the_best_and_the_worst_answer_of_three_rounds(tmp_path: Path) -> None:
-    a_run(tmp_path)
+    a_run_of_rounds(tmp_path)
     write_round(tmp_path, 1, [("even", "a", 0.5), ("even", "b", 0.5), ("p1", "lost", None)])
     write_round(tmp_path, 2, [("unseen", "no", 1.0)])
     differ = [("p3", "low", -1.0), ("p3", "mid", 0.0), ("p3", "cut", 1.0), ("p3", "failed", None)]
@@ -170,11 +114,11 @@ def test_the_page_has_the_best_and_the_worst_answer_of_three_rounds(tmp_path: Pa
     assert "3, worst of 3 p3 low -1.0000" in text
     for word in ("unseen", "lost", "mid", "failed"):
         assert f" {word} " not in text
-    assert "Answers by round" not in run_page(a_run(tmp_path / "none"))
+    assert "Answers by round" not in run_page(a_run_of_rounds(tmp_path / "none"))
 
 
 def test_a_hostile_answer_is_text_that_is_short(tmp_path: Path) -> None:
-    a_run(tmp_path)
+    a_run_of_rounds(tmp_path)
     plain = len(run_page(tmp_path))
     write_round(tmp_path, 5, [(HOSTILE, HOSTILE, 1.0), (HOSTILE, "\ud7ff", 0.0)])
     page = run_page(tmp_path)
@@ -195,7 +139,7 @@ def test_a_hostile_answer_is_text_that_is_short(tmp_path: Path) -> None:
     "content", [b"{", b"[]", b'{"prompt": "\xff"}', b'{"prompt": "a", "answer": 1, "reward": 1}']
 )
 def test_a_damaged_file_of_answers_is_named(content: bytes, tmp_path: Path) -> None:
-    file = write_round(a_run(tmp_path), 1, [])
+    file = write_round(a_run_of_rounds(tmp_path), 1, [])
     file.write_bytes(content)
     with pytest.raises(CheckpointError, match=r"000001\.jsonl(.|\n)*remove it"):
         run_page(tmp_path)
@@ -204,11 +148,11 @@ def test_a_damaged_file_of_answers_is_named(content: bytes, tmp_path: Path) -> N
 @pytest.mark.parametrize("change", [{"sample_s": -1.0}, {"reward": "no"}, {"reward_s": None}])
 def test_a_line_that_is_no_round_is_refused(change: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="step 1 is no round"):
-        explain(a_run(tmp_path, **change))
+        explain(a_run_of_rounds(tmp_path, **change))
 
 
 def test_what_was_learned_is_a_reward(tmp_path: Path) -> None:
-    rows = explain(a_run(tmp_path)).rounds
+    rows = explain(a_run_of_rounds(tmp_path)).rounds
     assert rows is not None
     facts = {row.label: row.value for row in learned_rows(rows.rows, step=3)}
     assert facts["mean reward, step 1"] == 0.1
@@ -218,7 +162,7 @@ def test_what_was_learned_is_a_reward(tmp_path: Path) -> None:
 
 
 def test_a_card_says_by_what_rewards_it_learned(tmp_path: Path) -> None:
-    recipe = RunDir(a_run(tmp_path)).recipe()
+    recipe = RunDir(a_run_of_rounds(tmp_path)).recipe()
     report: dict[str, Any] = {"adapter_step": 5, "held_out": {}}
     words = "exact_match, short, 5 rounds of 4 prompts with 4 answers each"
     file = tmp_path / "report.json"
@@ -231,6 +175,6 @@ def test_a_card_says_by_what_rewards_it_learned(tmp_path: Path) -> None:
 
 
 def test_runs_are_compared_by_reward(tmp_path: Path) -> None:
-    runs = read_runs([a_run(tmp_path / name) for name in ("one", "two")])
+    runs = read_runs([a_run_of_rounds(tmp_path / name) for name in ("one", "two")])
     figures = dict(zip([name.split("|")[0] for name in COLUMNS], figures_of(runs[0]), strict=True))
     assert figures["reward"] == "0.1000 -> 0.5000"
