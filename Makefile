@@ -1,5 +1,5 @@
 # What a contributor runs; CONTRIBUTING.md says when. `.ci/run` runs all of it in a fresh environment.
-.PHONY: check test test-all nightly docs site generate
+.PHONY: check test test-all nightly wheel docs site generate
 
 check: ## lint, types, import rules, generated pages
 	ruff format --check .
@@ -16,6 +16,9 @@ test-all: ## and the thorough and the slow ones
 
 nightly: ## quickstart, default tests and architectures on the oldest and newest versions; slow tests
 	bash .ci/nightly
+
+wheel: ## sdist and wheel into build/wheel/dist, installed from there without this tree; the quickstart
+	bash .ci/wheel build/wheel
 
 docs: ## the documentation, into site/
 	NO_MKDOCS_2_WARNING=1 mkdocs build --strict

@@ -756,7 +756,7 @@ def studio(
             raise ConfigError(
                 f"the page needs {error.name}, which is not installed",
                 limit="it is in the extra `studio`",
-                hint='`python -m pip install ".[studio]"` in the repository',
+                hint="`pip install 'sluice-finetune[studio]'`",
             ) from error
         from tempfile import TemporaryDirectory
 

@@ -11,9 +11,15 @@ what is trained on are not logged: `entropy`, and `mean_token_accuracy` of steps
 
 from typing import Any
 
+try:
+    from trl import SFTTrainer
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"{error.name} is not installed: `pip install 'sluice-finetune[trl]'`", name=error.name
+    ) from error
+
 import torch
 from torch import nn
-from trl import SFTTrainer
 
 from finetune.integrations.trainer import BatchLoss, SluiceTrainer, Streaming
 

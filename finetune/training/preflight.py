@@ -131,7 +131,7 @@ def require_loggers(log_to: Sequence[str]) -> None:
         if find_spec(place) is None:
             raise ConfigError(
                 f"report.log_to: {place}, but the package {place} is not installed",
-                hint=f"`pip install {place}`, or `report.log_to: []`",
+                hint=f"`pip install 'sluice-finetune[{place}]'`, or `report.log_to: []`",
             )
 
 

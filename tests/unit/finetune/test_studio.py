@@ -751,4 +751,4 @@ def test_without_its_extra_the_command_says_what_to_install(tmp_path, capsys, mo
     assert ended.value.code == 1
     said = capsys.readouterr().err
     assert "the page needs uvicorn, which is not installed" in said
-    assert 'hint: `python -m pip install ".[studio]"`' in said
+    assert "hint: `pip install 'sluice-finetune[studio]'`" in said
