@@ -19,9 +19,7 @@ from pathlib import Path
 from shutil import copy
 from tempfile import TemporaryDirectory
 
-from tests.tools.reference import ROOT
-
-DOCKERFILE = ROOT / "Dockerfile"
+DOCKERFILE = Path(__file__).parents[2] / "Dockerfile"
 OF_THE_SYSTEM = ("apt-get", "useradd")
 
 

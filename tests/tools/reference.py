@@ -39,7 +39,7 @@ from offload.errors import DoesNotFitError, SluiceError
 from offload.plan import Machine, Plan
 from offload.plan.machine.cards import CARDS
 from offload.plan.machine.machine import GIB, Dtype, named_machine
-from tests.tools import clusters, compatibility
+from tests.tools import clusters, compatibility, measured
 
 ROOT = Path(__file__).parents[2]
 
@@ -60,6 +60,16 @@ def cell(text: str) -> str:
 def clusters_table() -> str:
     """Return which way of sharing a step the plan takes on four clusters."""
     return table(clusters.HEAD, clusters.rows())
+
+
+def measured_cards() -> str:
+    """Return how far predictions were off, by card."""
+    return table(measured.CARDS, measured.cards())
+
+
+def measured_rows() -> str:
+    """Return each step that was predicted and measured."""
+    return table(measured.ROWS, measured.rows())
 
 
 # ------------------------------------------------------------------------------- recipe
@@ -522,6 +532,7 @@ PARTS: Mapping[str, Mapping[str, Part]] = {
         "runs": runs,
     },
     "docs/reference/cli.md": {"commands": commands},
+    "docs/measured.md": {"measured_cards": measured_cards, "measured_rows": measured_rows},
     "docs/reference/errors.md": {"errors": errors},
     "docs/reference/machine-file.md": {"cards": cards},
     "docs/development/architecture.md": {"folders": folders, "contracts": contracts},
