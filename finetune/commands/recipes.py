@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 from finetune.commands.plan import HostOptions, assumed, machine_notes, shared_by
 from finetune.errors import ConfigError
@@ -46,7 +47,8 @@ def recipe_for(
     """
     require_new(out)
     wanted, goal = wanted_model(model), goal_named(asked.goal)
-    dtype: Dtype = "float32" if "model.dtype=float32" in overrides else "bfloat16"
+    asked_types = [kind for kind in get_args(Dtype) if f"model.dtype={kind}" in overrides]
+    dtype: Dtype = asked_types[0] if asked_types else "bfloat16"
     target, notes = target_of(asked, dtype=dtype)
     several = f"-x{target.num_gpus}" if target.num_gpus > 1 else ""
     name = run_name(f"{wanted.name}-{target.machine.name}{several}")

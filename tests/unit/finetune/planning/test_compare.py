@@ -940,6 +940,13 @@ def test_settings_of_the_command_line_are_written(capsys) -> None:
     assert "train.rank is not a setting" in capsys.readouterr().err
 
 
+def test_a_card_without_bfloat16_has_a_recipe_in_float16(capsys) -> None:
+    words = ("recipes", "for", "qwen3-0.6b", "--machine", "t4")
+    assert run(*words) == 1
+    assert "hint: `model.dtype: float16`" in capsys.readouterr().err
+    assert "\n  dtype: float16\n" in suggested(capsys, *words[2:], "model.dtype=float16")
+
+
 @pytest.mark.thorough
 def test_a_recipe_for_experts_says_how_to_train_them(capsys) -> None:
     assert "\n  # experts: true " in suggested(capsys, "olmoe", "--vram", 24)
