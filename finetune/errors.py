@@ -9,7 +9,7 @@ FinetuneError            see offload.errors.SluiceError for the three parts
   RankError              another process of the run has failed
   RunFailedError         one of several runs, which all its ranks know
     DivergedError        its loss or its gradients are no numbers
-  StudioError            the page's second process has died
+  StudioError            what the page cannot do: start or stop a run; its second process died
 ApartError               runs that are to train in waves, by their plan
 RowError                 what is wrong with one row, which becomes a part of a DataError
 TrialDoesNotFitError     the longest batch ran out of memory when it was tried

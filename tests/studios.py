@@ -13,6 +13,7 @@ import uvicorn
 
 from finetune.studio.answer import Planner, Question
 from finetune.studio.guard import new_token
+from finetune.studio.launcher import Launcher
 from finetune.studio.server import Background, Studio, listening
 
 SETUP: dict[str, Any] = {
@@ -55,19 +56,30 @@ class Served:
     token: str
 
 
-def studio_of(folder: Path, planner: Planner, *, port: int = 8765) -> Served:
-    """Return a studio that nothing serves yet."""
+def studio_of(
+    folder: Path,
+    planner: Planner,
+    *,
+    port: int = 8765,
+    root: Path | None = None,
+    machine_file: Path | None = None,
+) -> Served:
+    """Return a studio that nothing serves yet; without a root it starts nothing."""
     token = new_token()
-    studio = Studio(planner, folder=folder, token=token, port=port)
+    launcher = Launcher(folder, root=root or folder, machine_file=machine_file)
+    studio = Studio(planner, launcher, folder=folder, token=token, port=port)
     return Served(studio=studio, port=port, token=token)
 
 
 @contextmanager
-def served(folder: Path, configs: Path) -> Iterator[Served]:
+def served(
+    folder: Path, configs: Path, root: Path | None = None, machine_file: Path | None = None
+) -> Iterator[Served]:
     """Serve a studio in a thread."""
     with listening(0) as sockets, Background(configs) as background:
         planner = Planner(here=None, folder=configs, background=background.answer)
-        made = studio_of(folder, planner, port=sockets.getsockname()[1])
+        port = sockets.getsockname()[1]
+        made = studio_of(folder, planner, port=port, root=root, machine_file=machine_file)
         config = uvicorn.Config(made.studio.app, log_level="error", lifespan="off")
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [sockets]})

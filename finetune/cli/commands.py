@@ -748,7 +748,7 @@ def studio(
     ] = PORT,
     machine: Machine = None,
 ) -> None:
-    """Serve a page on this machine alone: plan by sliders, and watch runs."""
+    """Serve a page on this machine alone: plan by sliders; start, stop and watch runs."""
     with explained("sluice studio"):
         try:
             from finetune.studio.server import serve
@@ -763,6 +763,7 @@ def studio(
         from finetune.commands.plan import probed
         from finetune.planning.request import find_machine
         from finetune.studio.answer import Planner
+        from finetune.studio.launcher import Launcher
         from finetune.studio.server import Background
 
         known = None if machine is None else find_machine(machine, dtype="bfloat16")
@@ -775,7 +776,9 @@ def studio(
                 folder=Path(configs),
                 background=background.answer,
             )
-            serve(planner, folder=folder, port=port, announce=print_address)
+            measured = Path(machine).absolute() if machine and Path(machine).is_file() else None
+            launcher = Launcher(folder, root=Path.cwd(), machine_file=measured)
+            serve(planner, launcher, folder=folder, port=port, announce=print_address)
 
 
 def print_address(address: str) -> None:

@@ -37,6 +37,7 @@ from finetune.run.run_lock import LOCK_FILE, holder
 from offload.plan.machine.machine import ExpertsImplementation
 
 _EXPERTS = "experts.json"
+RUN_LOG, RUN_STOP = "log.txt", "stop.txt"  # of a run that the page has started
 # In a recipe with DoRA, unless the run was begun before: then peft computes it, in float32.
 # Temporary names, which a kill may leave.
 _REPLACED = (
@@ -120,7 +121,9 @@ class RunDir:
         """Return whether nothing is there, or only the remains of a start that was killed."""
         is_begun = not self.checkpoints.steps() and RUN_CHECKPOINTS in found
         torn = (f"{PARTIAL}{_EXPERTS}", f"{PARTIAL}{RUN_RECIPE}")
-        found = {name for name in found - {LOCK_FILE} if not name.startswith(torn)}
+        found = {
+            name for name in found - {LOCK_FILE, RUN_LOG, RUN_STOP} if not name.startswith(torn)
+        }
         return not found or (is_begun and found <= {RUN_CHECKPOINTS, _EXPERTS})
 
     def start(self, recipe: Recipe, *, experts_implementation: str | None) -> None:

@@ -74,19 +74,28 @@ def locked(folder: Path) -> Iterator[tuple[str, ...]]:
 
 def holder(folder: Path) -> str | None:
     """Return which process writes a directory; None if none does."""
+    return str(_living(folder / LOCK_FILE) or _UNNAMED) if _is_held(folder) else None
+
+
+def holding(folder: Path) -> Holder | None:
+    """Return the process that writes a directory; None if none does, or it is not recorded yet."""
+    return _living(folder / LOCK_FILE) if _is_held(folder) else None
+
+
+def _is_held(folder: Path) -> bool:
     try:
         descriptor = os.open(folder / LOCK_FILE, os.O_RDONLY)
     except OSError:
-        return None
+        return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        return _living_name(folder / LOCK_FILE) or _UNNAMED
+        return True
     except OSError:
-        return None  # no locks here
+        return False  # no locks here
     finally:
         os.close(descriptor)
-    return None
+    return False
 
 
 @contextmanager
@@ -132,12 +141,13 @@ def _taken(folder: Path) -> tuple[int, tuple[str, ...]]:
 
 def _lock(descriptor: int, file: Path) -> tuple[str, ...]:
     """Lock the file; wait only while the lock is held and no living holder is recorded."""
-    end_s, name = time.monotonic() + _WAIT_FOR_NAME_S, None
+    end_s = time.monotonic() + _WAIT_FOR_NAME_S
+    name: Holder | None = None
     while name is None and time.monotonic() < end_s:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            name = _living_name(file)
+            name = _living(file)
             time.sleep(_POLL_S)
         except OSError as error:  # some network file systems have none
             return (
@@ -178,11 +188,11 @@ def _write_name(descriptor: int, folder: Path) -> None:
         raise _unwritable(folder, error) from error
 
 
-def _living_name(file: Path) -> str | None:
+def _living(file: Path) -> Holder | None:
     """Read who holds the lock; None if that is not recorded yet, or the process is dead."""
     with suppress(OSError, ValueError, TypeError):
         named = Holder(**json.loads(file.read_text()))
-        return str(named) if named.is_alive else None
+        return named if named.is_alive else None
     return None
 
 

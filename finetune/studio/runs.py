@@ -17,16 +17,17 @@ from typing import Any
 
 from finetune.errors import CheckpointError
 from finetune.recipe.extensions import OBJECTIVES, ObjectiveSection
-from finetune.recipe.load import published_ids
+from finetune.recipe.load import RUN_RECIPE, published_ids
 from finetune.report.charts import COLOURS, LIBRARIES, STYLE, Chart, curves
 from finetune.report.charts import asset as report_asset
 from finetune.report.pages import answers, run_page
 from finetune.report.prediction import FIRST, read_predictions
-from finetune.run.run_dir import RunDir
+from finetune.run.run_dir import RUN_LOG, RunDir
 from finetune.run.run_files import EVAL_LOSS, NewRows
 from finetune.run.run_lock import holder
 from finetune.studio.answer import CONFIG, HERE, TRAINED, counted_by_peft
 from finetune.studio.guard import inside
+from finetune.studio.launcher import at_work, is_stopping
 from offload.errors import SluiceError
 from offload.plan.facts.codec import CODECS
 from offload.plan.machine.cards import CARDS
@@ -121,15 +122,21 @@ def plan_page(*, is_static: bool) -> str:
 
 def runs_page() -> str:
     """Return the Runs room."""
-    body = """<p id="folder" class="soft"></p>
+    body = """<form id="start" autocomplete="off">
+<label>recipe<select name="recipe"></select></label>
+<label>name of the run<input name="name" maxlength="100" required></label>
+<button>Start</button> <span id="said" role="status"></span></form>
+<p id="folder" class="soft"></p>
 <div class="wide" tabindex="0" role="group" aria-label="Runs"><table><thead><tr>
 <th scope="col">run</th><th scope="col">state</th><th scope="col" class="figure">steps</th>
 <th scope="col" class="figure">loss</th><th scope="col" class="figure">held-out</th>
 <th scope="col" class="figure">tokens/s</th><th scope="col" class="figure">ends in</th>
-<th scope="col">report</th></tr></thead><tbody id="runs"></tbody></table></div>
+<th scope="col">report</th><th scope="col">do</th></tr></thead>
+<tbody id="runs"></tbody></table></div>
 <p id="none" role="status"></p>
 <section id="one" hidden><h2 id="name"></h2><p id="problem" class="bad"></p>
 <table id="settings"></table>
+<details id="log-part"><summary>What it printed</summary><pre id="log" tabindex="0"></pre></details>
 <div class="pair" id="curves"></div>
 <section id="samples-part"><h2>Answers to held-out rows</h2><div id="samples" class="wide"
  tabindex="0" role="group" aria-label="Answers to held-out rows"></div></section></section>"""
@@ -234,20 +241,29 @@ def _other_model() -> str:
 
 DEPTH = 2  # the runs of a sweep are in a folder of their own
 MOST_RUNS = 200
+LOG_BYTES = 4096  # of the end of a log, which are shown
 NUM_LAST = 20  # steps whose time tells when the run will end
 Json = dict[str, Any]
 
 
 def run_names(folder: Path) -> list[str]:
-    """Return the runs of a folder, the one written last first; no link leads out of it."""
+    """Return the runs of a folder, the one written last first; no link leads out of it.
+
+    A run that the page has started is one before it has its recipe: its log may say why it has not.
+    """
     root = folder.resolve()
-    found = (
-        recipe.parent
+    found = {
+        file.parent
         for depth in range(DEPTH)
-        for recipe in root.glob("/".join(["*"] * (depth + 1)) + "/recipe.yaml")
-    )
+        for name in (RUN_RECIPE, RUN_LOG)
+        for file in root.glob("/".join(["*"] * (depth + 1)) + f"/{name}")
+    }
     named = [(run.relative_to(root).as_posix(), _written_s(run)) for run in found]
-    inner = [pair for pair in named if inside(folder, f"{pair[0]}/recipe.yaml") is not None]
+    inner = [
+        pair
+        for pair in named
+        if all(inside(folder, f"{pair[0]}/{name}") is not None for name in (RUN_RECIPE, RUN_LOG))
+    ]
     return [name for name, _ in sorted(inner, key=lambda pair: (-pair[1], pair[0]))][:MOST_RUNS]
 
 
@@ -266,7 +282,7 @@ class Runs:
             names = run_names(self.folder)
             known = {name: self._progress.get(name) for name in names}
             self._progress = {n: p or _Progress(self.folder / n) for n, p in known.items()}
-            runs = [{"name": name, **one.line()} for name, one in self._progress.items()]
+            runs = [self._line(name, one) for name, one in self._progress.items()]
         return {"folder": str(self.folder), "runs": runs}
 
     def one(self, name: str) -> Json:
@@ -278,9 +294,10 @@ class Runs:
         run = self.folder / require_run(self.folder, name)
         with self._lock:
             progress = self._progress.setdefault(name, _Progress(run))
-            found = {"name": name, **progress.line(), "charts": {}, "samples": [], "settings": []}
+            found = self._line(name, progress) | {"charts": {}, "samples": [], "settings": []}
             charts = {chart.name: chart.complete_spec for chart in progress.charts()}
-        if "problem" in found:
+        found["log"] = _tail(run / RUN_LOG)
+        if "problem" in found or not (run / RUN_RECIPE).is_file():
             return found
         try:
             recipe = RunDir(run).recipe()
@@ -296,6 +313,34 @@ class Runs:
         except (SluiceError, OSError) as error:
             found["problem"] = str(error)
         return found
+
+    def _line(self, name: str, progress: "_Progress") -> Json:
+        """Return a run's line, and what may be done with it."""
+        line = progress.line() | {"can": None}
+        is_at_work = at_work(self.folder, name) is not None
+        if is_at_work and line["state"] not in ("training", "damaged"):
+            line["state"] = "starting"
+        if is_stopping(self.folder, name):
+            line["state"] = "stopping"
+        elif is_at_work:
+            line["can"] = "stop"
+        elif (
+            line["state"] in ("stopped", "died before step 1")
+            and "/" not in name
+            and (self.folder / name / RUN_RECIPE).is_file()
+        ):
+            line["can"] = "resume"
+        return {"name": name, **line}
+
+
+def _tail(log: Path) -> str:
+    """Return the end of a log; nothing if there is none."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - LOG_BYTES))
+            return file.read().decode("utf-8", "replace")
+    except OSError:
+        return ""
 
 
 def report_of(folder: Path, name: str) -> str:
@@ -355,7 +400,14 @@ class _Progress:
 
     def line(self) -> Json:
         """Return how far the run is; what is damaged is said and not raised."""
-        found: Json = {"state": "stopped", "steps": 0, "of": None, "loss": None, "eta_s": None}
+        found: Json = {
+            "state": "stopped",
+            "steps": 0,
+            "of": None,
+            "loss": None,
+            "eta_s": None,
+            "can": None,
+        }
         try:
             self._read()
             if (self._run.path / FIRST).exists():
@@ -406,7 +458,7 @@ def _curve(
 def _written_s(run: Path) -> float:
     """Return when a run was last written, for the order of the list."""
     times = [0.0]
-    for name in ("metrics.jsonl", "recipe.yaml"):
+    for name in ("metrics.jsonl", RUN_RECIPE, RUN_LOG):
         with suppress(OSError):  # it may be removed meanwhile
             times.append((run / name).stat().st_mtime)
     return max(times)

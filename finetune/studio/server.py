@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Self
 
 import uvicorn
+from pydantic import Field, ValidationError
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
@@ -23,10 +24,20 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from finetune.errors import ConfigError, StudioError
 from finetune.interrupts import SIGNALS
 from finetune.processes import prepare_worker, process_context
+from finetune.recipe.extensions import Section
 from finetune.report.charts import page
 from finetune.studio import guard
 from finetune.studio.answer import Json, Kind, Planner, Question
-from finetune.studio.runs import ASSETS, Runs, asset, plan_page, report_of, runs_page
+from finetune.studio.launcher import Launcher
+from finetune.studio.runs import (
+    ASSETS,
+    Runs,
+    asset,
+    plan_page,
+    report_of,
+    require_run,
+    runs_page,
+)
 from offload.errors import SluiceError
 from offload.plan.machine.machine import Machine
 
@@ -127,7 +138,20 @@ def _answer_all(pipe: "Connection[Json, tuple[Kind, Question, Machine | None]]",
 
 
 MAX_QUESTION_BYTES = 2**21
-NO_FILE, TOO_LONG = 404, 413
+NO_FILE, REFUSED, TOO_LONG = 404, 409, 413
+
+
+class Start(Section):
+    """A run that is to be started."""
+
+    recipe: str = Field(max_length=4096, description="A recipe, relative to the studio's folder.")
+    name: str = Field(max_length=100, description="Of the run.")
+
+
+class Named(Section):
+    """A run that is to be stopped or resumed."""
+
+    name: str = Field(max_length=4096, description="Of the run.")
 
 
 class Studio:
@@ -135,14 +159,17 @@ class Studio:
 
     Args:
         planner: Answers questions.
+        launcher: Starts, stops and resumes runs.
         folder: The folder of the runs that are shown.
         token: The token of the address.
         port: Where the server listens.
     """
 
-    def __init__(self, planner: Planner, *, folder: Path, token: str, port: int) -> None:
+    def __init__(
+        self, planner: Planner, launcher: Launcher, *, folder: Path, token: str, port: int
+    ) -> None:
         """Build the application; nothing listens yet."""
-        self._planner, self._folder = planner, folder
+        self._planner, self._launcher, self._folder = planner, launcher, folder
         self._runs_here = Runs(folder)
         self._token, self._port = token, port
         at = f"/{token}"
@@ -154,6 +181,10 @@ class Studio:
             Route(f"{at}/runs.json", self._runs),
             Route(f"{at}/run.json", self._run),
             Route(f"{at}/report", self._report),
+            Route(f"{at}/recipes.json", self._recipes),
+            Route(f"{at}/start", self._start, methods=["POST"]),
+            Route(f"{at}/resume", self._resume, methods=["POST"]),
+            Route(f"{at}/stop", self._stop, methods=["POST"]),
         ]
         self.app: ASGIApp = _Guarded(Starlette(routes=routes), token=token, port=port)
 
@@ -202,6 +233,46 @@ class Studio:
             said = page("No report", f"<pre>{escape(str(error))}</pre>")
             return HTMLResponse(said, NO_FILE, headers=headers)
         return HTMLResponse(text, headers=headers)
+
+    async def _recipes(self, _: Request) -> Response:
+        return JSONResponse({"recipes": await run_in_threadpool(self._launcher.recipes)})
+
+    async def _start(self, request: Request) -> Response:
+        def start(body: bytes) -> None:
+            asked = Start.model_validate_json(body)
+            self._launcher.start(asked.recipe, asked.name)
+
+        return await _done(request, start)
+
+    async def _resume(self, request: Request) -> Response:
+        def resume(body: bytes) -> None:
+            asked = Named.model_validate_json(body)
+            self._launcher.resume(require_run(self._folder, asked.name))
+
+        return await _done(request, resume)
+
+    async def _stop(self, request: Request) -> Response:
+        def stop(body: bytes) -> None:
+            asked = Named.model_validate_json(body)
+            self._launcher.stop(require_run(self._folder, asked.name))
+
+        return await _done(request, stop)
+
+
+async def _done(request: Request, do: Callable[[bytes], None]) -> Response:
+    """Do what a body asks, or say why not."""
+    body = await request.body()
+    if len(body) > MAX_QUESTION_BYTES:
+        return PlainTextResponse("too long a question", TOO_LONG)
+    try:
+        await run_in_threadpool(do, body)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the request"
+        return JSONResponse({"problem": f"{where}: {first['msg']}"}, REFUSED)
+    except SluiceError as error:
+        return JSONResponse({"problem": str(error)}, REFUSED)
+    return JSONResponse({"problem": None})
 
 
 class _Guarded:
@@ -257,11 +328,19 @@ def listening(port: int) -> socket.socket:
     return found
 
 
-def serve(planner: Planner, *, folder: Path, port: int, announce: Callable[[str], None]) -> None:
-    """Serve both rooms until Ctrl-C.
+def serve(
+    planner: Planner,
+    launcher: Launcher,
+    *,
+    folder: Path,
+    port: int,
+    announce: Callable[[str], None],
+) -> None:
+    """Serve both rooms until Ctrl-C; runs that were started go on.
 
     Args:
         planner: Answers questions.
+        launcher: Starts, stops and resumes runs.
         folder: Of the runs that are shown.
         port: Where to listen; 0 takes any that is free.
         announce: Gets the address, once it can be opened.
@@ -271,7 +350,7 @@ def serve(planner: Planner, *, folder: Path, port: int, announce: Callable[[str]
     """
     with listening(port) as found:
         own = found.getsockname()[1]
-        studio = Studio(planner, folder=folder, token=guard.new_token(), port=own)
+        studio = Studio(planner, launcher, folder=folder, token=guard.new_token(), port=own)
         announce(studio.address)
         config = uvicorn.Config(studio.app, log_level="error", access_log=False, lifespan="off")
         uvicorn.Server(config).run(sockets=[found])

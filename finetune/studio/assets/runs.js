@@ -9,6 +9,38 @@ async function read(address) {
   return answer.json();
 }
 
+// What is done with a run is done on the server, which says why it is not.
+async function ask(what, values) {
+  const post = () => fetch(what, { method: "POST", body: JSON.stringify(values) });
+  byId("said").className = "";
+  byId("said").textContent = `${what}: ${values.name} ...`;
+  try {
+    const { problem } = await (await post()).json();
+    byId("said").textContent = problem ?? `${what}: ${values.name}`;
+    byId("said").className = problem === null ? "good" : "bad";
+    if (problem === null) open = values.name;
+    await showAll();
+  } catch (error) {
+    byId("said").textContent = `There is no answer: ${error.message}. Is sluice studio still running?`;
+    byId("said").className = "bad";
+  }
+}
+
+const form = byId("start"), fields = form.elements;
+const named = () => fields.recipe.value.split("/").pop().replace(/\.ya?ml$/, "");
+form.addEventListener("submit", (event) => {
+  event.preventDefault();
+  ask("start", { recipe: fields.recipe.value, name: fields.name.value });
+});
+fields.recipe.addEventListener("change", () => { fields.name.value = named(); });
+
+async function listRecipes() {
+  const { recipes } = await read("recipes.json");
+  form.hidden = !recipes.length;
+  fields.recipe.replaceChildren(...recipes.map((one) => element("option", one)));
+  fields.name.value = recipes.length ? named() : "";
+}
+
 function line(run) {
   const row = element("tr"), name = element("td", "", { class: "name" }), button = element("button", run.name, { type: "button" });
   button.addEventListener("click", () => {
@@ -25,17 +57,24 @@ function line(run) {
   const state = element("td", run.state, run.state === "damaged" || run.state.startsWith("died") ? { class: "bad" } : {});
   const report = element("td");
   report.append(element("a", "report", { href: `report?${new URLSearchParams({ name: run.name })}`, "aria-label": `report of ${run.name}` }));
-  row.append(name, state, ...figures.map((text) => element("td", text, { class: "figure" })), report);
+  const act = element("td");
+  if (run.can) {
+    const button = element("button", run.can, { type: "button", "aria-label": `${run.can} ${run.name}` });
+    button.addEventListener("click", () => ask(run.can, { name: run.name }));
+    act.append(button);
+  }
+  row.append(name, state, ...figures.map((text) => element("td", text, { class: "figure" })), report, act);
   return row;
 }
 
 async function showAll() {
   const { folder, runs } = await read("runs.json");
   byId("folder").textContent = `Runs in ${folder}, the newest first; read again every two seconds.`;
-  byId("none").textContent = runs.length ? "" : "No run here yet: sluice finetune RECIPE writes one, or start with another folder: sluice studio DIR.";
-  const focused = document.activeElement?.textContent, isInList = byId("runs").contains(document.activeElement);
+  byId("none").textContent = runs.length ? "" : "No run here yet: start a recipe above, sluice finetune RECIPE writes one, or start with another folder: sluice studio DIR.";
+  const label = (one) => one?.ariaLabel ?? one?.textContent;
+  const focused = label(document.activeElement), isInList = byId("runs").contains(document.activeElement);
   byId("runs").replaceChildren(...runs.map(line));
-  if (isInList) [...byId("runs").querySelectorAll("button")].find((one) => one.textContent === focused)?.focus();
+  if (isInList) [...byId("runs").querySelectorAll("button, a")].find((one) => label(one) === focused)?.focus();
   if (open === null && runs.length) open = runs[0].name;
   if (open !== null) await showOne();
 }
@@ -49,7 +88,10 @@ async function showOne() {
   byId("name").textContent = name;
   byId("problem").textContent = run.problem ?? "";
   const facts = [...(run.settings ?? [])];
-  if (run.state?.startsWith("died")) facts.push(["why it has no curve", "it ended before its first step; its messages were on the terminal that started it"]);
+  if (run.state?.startsWith("died")) facts.push(["why it has no curve", "it ended before its first step; its messages were on the terminal that started it, or are below"]);
+  byId("log-part").hidden = !run.log;
+  if (run.state?.startsWith("died")) byId("log-part").open = true;
+  byId("log").textContent = run.log ?? "";
   byId("settings").replaceChildren(...facts.map(([key, value]) => {
     const row = element("tr");
     row.append(element("th", key, { scope: "row" }), element("td", value));
@@ -77,4 +119,5 @@ async function again() {
   }
   setTimeout(again, EVERY_MS);
 }
+listRecipes().catch((error) => { byId("said").textContent = `The recipes cannot be read: ${error.message}`; });
 again();
