@@ -4,6 +4,8 @@ A run may be written to meanwhile, may have died before its first step, or may b
 shown with what there is, and never keeps the others from being shown.
 """
 
+import math
+import statistics
 from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,6 +13,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from html import escape
 from importlib import resources
+from itertools import pairwise
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -129,7 +132,9 @@ def runs_page() -> str:
 <p id="folder" class="soft"></p>
 <div class="wide" tabindex="0" role="group" aria-label="Runs"><table><thead><tr>
 <th scope="col">run</th><th scope="col">state</th><th scope="col" class="figure">steps</th>
-<th scope="col" class="figure">loss</th><th scope="col" class="figure">held-out</th>
+<th scope="col" class="figure">loss</th><th scope="col">its course</th>
+<th scope="col" class="figure">held-out</th><th scope="col" class="figure">a step</th>
+<th scope="col" class="figure">predicted</th>
 <th scope="col" class="figure">tokens/s</th><th scope="col" class="figure">ends in</th>
 <th scope="col">report</th><th scope="col">do</th></tr></thead>
 <tbody id="runs"></tbody></table></div>
@@ -242,6 +247,7 @@ def _other_model() -> str:
 DEPTH = 2  # the runs of a sweep are in a folder of their own
 MOST_RUNS = 200
 LOG_BYTES = 4096  # of the end of a log, which are shown
+NUM_SPARK = 32  # points of a sparkline
 NUM_LAST = 20  # steps whose time tells when the run will end
 Json = dict[str, Any]
 
@@ -379,7 +385,8 @@ class _Progress:
         self._steps = array("q")
         self._curves = {"loss": array("d"), "tokens_per_s": array("d")}
         self._evaluated: list[tuple[int, float]] = []
-        self._last_s: deque[float] = deque(maxlen=NUM_LAST)  # times of steps
+        self._last_s: deque[float] = deque(maxlen=NUM_LAST)  # times of steps, with their data
+        self._last_step_s: deque[float] = deque(maxlen=NUM_LAST)  # without
 
     def _read(self) -> None:
         """Read the rows that are new.
@@ -396,6 +403,7 @@ class _Progress:
                 curve.append(row[key])
             if EVAL_LOSS in row:
                 self._evaluated.append((row["step"], row[EVAL_LOSS]))
+            self._last_step_s.append(row["phases_s"]["step"])
             self._last_s.append(row["phases_s"]["step"] + row["phases_s"]["data wait"])
 
     def line(self) -> Json:
@@ -411,7 +419,9 @@ class _Progress:
         try:
             self._read()
             if (self._run.path / FIRST).exists():
-                found["of"] = read_predictions(self._run.path)[-1].num_steps
+                newest = read_predictions(self._run.path)[-1]
+                found["of"] = newest.num_steps
+                found["predicted_s"] = newest.calibrated["predicted"]["step_s"]
         except (SluiceError, OSError) as error:
             return {**found, "state": "damaged", "problem": str(error)}
         is_written = holder(self._run.path) is not None
@@ -419,6 +429,8 @@ class _Progress:
             found["steps"] = self._steps[-1]
             found |= {key: curve[-1] for key, curve in self._curves.items()}
             found["eval_loss"] = self._evaluated[-1][1] if self._evaluated else None
+            found["measured_s"] = statistics.median(self._last_step_s)
+            found["spark"] = self._spark()
         if is_written:
             found["state"] = "training" if self._steps else "starting"
             found["eta_s"] = self._eta_s(found["of"])
@@ -427,6 +439,13 @@ class _Progress:
         elif not self._steps:
             found["state"] = "died before step 1"
         return found
+
+    def _spark(self) -> list[float]:
+        """Return the loss in a few numbers, the mean of each stretch of steps."""
+        losses = [loss for loss in self._curves["loss"] if math.isfinite(loss)]
+        num = min(NUM_SPARK, len(losses))
+        ends = [len(losses) * i // num for i in range(num + 1)]
+        return [statistics.fmean(losses[a:b]) for a, b in pairwise(ends)]
 
     def _eta_s(self, num_steps: int | None) -> float | None:
         """Return the seconds of the steps to come, at the pace of the last ones."""

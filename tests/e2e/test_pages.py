@@ -363,6 +363,10 @@ def test_the_runs_room_draws_a_run_and_reads_well_without_steps(room) -> None:
     page.wait_for_selector("#run-loss svg")
     cells = page.locator("#samples tbody td").all_inner_texts()
     assert cells == ["p0", "w0", "<b>worse</b>", "better"]
+    row = page.locator("#runs tr", has=page.locator("button:text-is('done')"))
+    assert row.locator("progress").get_attribute("value") == "4"
+    assert len(row.locator("polyline").get_attribute("points").split()) == 4
+    assert row.locator("td").nth(7).inner_text().endswith(" %)")  # predicted against measured
     page.click("#runs button:text('dead')")
     page.wait_for_selector("body[data-shown=dead]")
     assert "ended before its first step" in page.inner_text("#settings")

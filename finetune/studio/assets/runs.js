@@ -41,6 +41,20 @@ async function listRecipes() {
   fields.name.value = recipes.length ? named() : "";
 }
 
+// The loss from the first step to the last, as wide as a word.
+function sparkline({ name, spark }) {
+  const make = (tag, attributes) => {
+    const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
+    for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+    return made;
+  };
+  const low = Math.min(...spark), high = Math.max(...spark), words = `loss of ${name}: ${spark[0].toFixed(3)}, at last ${spark.at(-1).toFixed(3)}`;
+  const at = (loss, i) => `${(96 * i) / (spark.length - 1) + 2},${22 - (20 * (loss - low)) / (high - low || 1)}`;
+  const drawing = make("svg", { class: "spark", viewBox: "0 0 100 24", role: "img", "aria-label": words });
+  drawing.append(make("polyline", { points: spark.map(at).join(" ") }));
+  return drawing;
+}
+
 function line(run) {
   const row = element("tr"), name = element("td", "", { class: "name" }), button = element("button", run.name, { type: "button" });
   button.addEventListener("click", () => {
@@ -49,10 +63,16 @@ function line(run) {
     showOne();
   });
   name.append(button);
+  const figure = (text) => element("td", text, { class: "figure" });
+  const steps = figure(run.of === null ? whole(run.steps) : `${whole(run.steps)} of ${whole(run.of)}`);
+  if (run.of) steps.append(element("progress", "", { max: run.of, value: run.steps, "aria-label": `progress of ${run.name}` }));
+  const course = element("td");
+  if (run.spark?.length > 1) course.append(sparkline(run));
+  const error = run.measured_s ? ` (${run.predicted_s >= run.measured_s ? "+" : ""}${(100 * (run.predicted_s / run.measured_s - 1)).toFixed(1)} %)` : "";
   const figures = [
-    run.of === null ? whole(run.steps) : `${whole(run.steps)} of ${whole(run.of)}`,
-    run.loss === null ? "-" : run.loss.toFixed(4), run.eval_loss == null ? "-" : run.eval_loss.toFixed(4),
-    run.tokens_per_s == null ? "-" : whole(run.tokens_per_s), run.eta_s === null ? "-" : time(run.eta_s),
+    steps, figure(run.loss === null ? "-" : run.loss.toFixed(4)), course, figure(run.eval_loss == null ? "-" : run.eval_loss.toFixed(4)),
+    figure(run.measured_s == null ? "-" : time(run.measured_s)), figure(run.predicted_s == null ? "-" : time(run.predicted_s) + error),
+    figure(run.tokens_per_s == null ? "-" : whole(run.tokens_per_s)), figure(run.eta_s === null ? "-" : time(run.eta_s)),
   ];
   const state = element("td", run.state, run.state === "damaged" || run.state.startsWith("died") ? { class: "bad" } : {});
   const report = element("td");
@@ -63,7 +83,7 @@ function line(run) {
     button.addEventListener("click", () => ask(run.can, { name: run.name }));
     act.append(button);
   }
-  row.append(name, state, ...figures.map((text) => element("td", text, { class: "figure" })), report, act);
+  row.append(name, state, ...figures, report, act);
   return row;
 }
 

@@ -21,6 +21,7 @@ from finetune import app
 from finetune.errors import CheckpointError, ConfigError, StudioError
 from finetune.files.atomic import write_atomically
 from finetune.report.pages import NUM_SAMPLES
+from finetune.report.prediction import read_predictions
 from finetune.run.run_files import line_of, read_rows
 from finetune.run.run_lock import locked
 from finetune.studio import browser
@@ -577,6 +578,19 @@ def test_a_run_that_drops_steps_and_goes_on_is_read_anew(tmp_path: Path, is_repl
     assert runs.one("run")["charts"] == {}
     metrics.write_text(text)
     assert steps_of(runs) == [1, 2, 5, 6, 7, 8]
+
+
+def test_a_line_has_the_course_of_the_loss_and_the_predicted_step_by_the_measured(
+    tmp_path: Path,
+) -> None:
+    run = three_steps(tmp_path / "run")
+    found = Runs(tmp_path).all()["runs"][0]
+    assert found["spark"] == [0.5, 1.0, 1.5]
+    assert found["predicted_s"] == read_predictions(run)[-1].calibrated["predicted"]["step_s"]
+    assert found["measured_s"] == read_rows(run / "metrics.jsonl")[-1]["phases_s"]["step"]
+    (run / "metrics.jsonl").write_text(with_steps(run, *range(1, 641)))
+    course = Runs(tmp_path).all()["runs"][0]["spark"]
+    assert course == [10 * i + 5.25 for i in range(32)]  # means of twenty steps each
 
 
 def test_a_line_in_two_halves_is_read_once_it_is_whole(tmp_path: Path) -> None:
