@@ -142,6 +142,9 @@ def runs_page() -> str:
 <section id="one" hidden><h2 id="name"></h2><p id="problem" class="bad"></p>
 <table id="settings"></table>
 <details id="log-part"><summary>What it printed</summary><pre id="log" tabindex="0"></pre></details>
+<div id="how"><label>mean of <output id="smooth-shown">1</output> points
+<input id="smooth" type="range" min="0" max="8" value="0" aria-valuetext="1"></label>
+<label><input id="is-log" type="checkbox"> logarithmic</label></div>
 <div class="pair" id="curves"></div>
 <section id="samples-part"><h2>Answers to held-out rows</h2><div id="samples" class="wide"
  tabindex="0" role="group" aria-label="Answers to held-out rows"></div></section></section>"""

@@ -20,7 +20,8 @@ from finetune.report.charts import page as page_of
 from finetune.report.compare_pages import SweptRun, compare_page, sweep_page
 from finetune.report.compared_runs import read_runs
 from finetune.report.memory import MemoryRow
-from finetune.report.pages import run_page, write_run_page
+from finetune.report.pages import write_run_page
+from finetune.run.run_files import read_rows
 from finetune.studio.answer import DRAWN_WIDTH, Planner
 from offload.plan.machine.machine import GIB
 from tests.bench.bench_studio import Quiet, compared, website
@@ -354,6 +355,27 @@ def test_what_does_not_fit_and_what_cannot_be_planned_are_said(room) -> None:
     assert not problems
 
 
+def curve_is_asked_for(page, losses: list[float]) -> None:
+    """Check the point under the pointer, the mean and the axis of a curve of four losses."""
+    page.locator("#run-loss svg").scroll_into_view_if_needed()
+    box = page.locator("#run-loss svg").bounding_box()
+    page.mouse.move(box["x"] + box["width"] - 25, box["y"] + box["height"] / 2)
+    page.wait_for_selector("#run-loss text:text-matches('^step 4: [0-9.]+$')")
+    linear = page.inner_html("#run-loss svg .role-axis")
+    page.locator("#smooth").fill("2")
+    assert page.inner_text("#smooth-shown") == "4"
+    page.wait_for_function("document.querySelectorAll('#run-loss .mark-line path').length === 2")
+    page.mouse.move(box["x"] + box["width"] - 26, box["y"] + box["height"] / 2)
+    said = page.wait_for_selector("#run-loss text:text-matches('mean')").text_content()
+    assert float(said.rpartition(" ")[2]) == pytest.approx(sum(losses) / 4, rel=1e-4)
+    page.check("#is-log")
+    page.wait_for_function(
+        "(before) => document.querySelector('#run-loss svg .role-axis').innerHTML !== before",
+        arg=linear,
+    )
+    page.locator("#smooth").fill("0")
+
+
 @pytest.mark.browser
 def test_the_runs_room_draws_a_run_and_reads_well_without_steps(room) -> None:
     page, made, problems = room
@@ -363,6 +385,9 @@ def test_the_runs_room_draws_a_run_and_reads_well_without_steps(room) -> None:
     page.wait_for_selector("#run-loss svg")
     cells = page.locator("#samples tbody td").all_inner_texts()
     assert cells == ["p0", "w0", "<b>worse</b>", "better"]
+    folder = Path(page.inner_text("#folder").split(" ")[2].rstrip(","))
+    rows = read_rows(folder / "done" / "metrics.jsonl")
+    curve_is_asked_for(page, [row["loss"] for row in rows])
     row = page.locator("#runs tr", has=page.locator("button:text-is('done')"))
     assert row.locator("progress").get_attribute("value") == "4"
     assert len(row.locator("polyline").get_attribute("points").split()) == 4

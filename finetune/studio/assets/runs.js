@@ -99,6 +99,40 @@ async function showAll() {
   if (open !== null) await showOne();
 }
 
+// A curve as it is asked for: its mean over points before it, a logarithmic axis, and the point under the pointer.
+function curve({ data, encoding, mark, params, ...rest }) {
+  const field = encoding.y.field, num = mark.point ? 1 : 2 ** Number(byId("smooth").value);
+  const points = data.values.map((point, i, all) => {
+    const last = all.slice(Math.max(0, i + 1 - num), i + 1), mean = last.reduce((sum, one) => sum + one[field], 0) / last.length;
+    const words = `step ${whole(point.step)}: ${point[field].toPrecision(5)}${num > 1 ? `, mean ${mean.toPrecision(5)}` : ""}`;
+    return { step: point.step, [field]: point[field], mean, words };
+  });
+  const isLog = byId("is-log").checked && points.every((point) => point[field] > 0);
+  const y = { type: "quantitative", title: field, scale: isLog ? { type: "log", nice: false } : { zero: false } };
+  const raw = { x: encoding.x, y: { ...y, field } }, smooth = { x: encoding.x, y: { ...y, field: "mean" } };
+  const near = { name: "near", select: { type: "point", nearest: true, encodings: ["x"], on: "pointermove", clear: "pointerout" } };
+  const isNear = { condition: { param: "near", empty: false, value: 1 }, value: 0 };
+  return { ...rest, data: { values: points }, layer: [
+    { params, mark: { ...mark, opacity: num > 1 ? 0.3 : 1 }, encoding: raw },
+    ...(num > 1 ? [{ mark, encoding: smooth }] : []),
+    { params: [near], mark: { type: "point", filled: true, size: 60 }, encoding: { ...smooth, opacity: isNear } },
+    { transform: [{ filter: { param: "near", empty: false } }], mark: { type: "text", align: "right", baseline: "top", fontSize: 13 },
+      encoding: { x: { value: "width" }, y: { value: 2 }, text: { field: "words" } } },
+  ] };
+}
+
+let charts = [];
+async function drawAll() {
+  for (const [id, spec] of charts) await draw(id, curve(spec));
+}
+byId("smooth").addEventListener("input", () => {
+  const num = 2 ** Number(byId("smooth").value);
+  byId("smooth-shown").textContent = num;
+  byId("smooth").setAttribute("aria-valuetext", num);
+  drawAll();
+});
+byId("is-log").addEventListener("change", drawAll);
+
 async function showOne() {
   const name = open, run = await read(`run.json?${new URLSearchParams({ name })}`);
   const text = JSON.stringify(run);
@@ -117,13 +151,14 @@ async function showOne() {
     row.append(element("th", key, { scope: "row" }), element("td", value));
     return row;
   }));
-  const charts = Object.entries(run.charts ?? {});
+  charts = Object.entries(run.charts ?? {});
+  byId("how").hidden = !charts.length;
   byId("curves").replaceChildren(...charts.map(([id, spec]) => {
     const figure = element("figure");
     figure.append(element("div", "", { class: "chart", id }), element("figcaption", spec.description));
     return figure;
   }));
-  for (const [id, spec] of charts) await draw(id, spec);
+  await drawAll();
   const samples = run.samples ?? [];
   byId("samples-part").hidden = !samples.length;
   const answers = samples.map(({ prompt, wanted, before, after }) => [prompt, wanted, before ?? "-", after ?? "-"]);
