@@ -142,7 +142,7 @@ def runs_page() -> str:
 <section id="one" hidden><h2 id="name"></h2><p id="problem" class="bad"></p>
 <table id="settings"></table>
 <details id="log-part"><summary>What it printed</summary><pre id="log" tabindex="0"></pre></details>
-<div id="how"><label>mean of <output id="smooth-shown">1</output> points
+<div id="how"><label>points in a mean <output id="smooth-shown">1</output>
 <input id="smooth" type="range" min="0" max="8" value="0" aria-valuetext="1"></label>
 <label><input id="is-log" type="checkbox"> logarithmic</label></div>
 <div class="pair" id="curves"></div>

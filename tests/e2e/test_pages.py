@@ -21,7 +21,7 @@ from finetune.report.compare_pages import SweptRun, compare_page, sweep_page
 from finetune.report.compared_runs import read_runs
 from finetune.report.memory import MemoryRow
 from finetune.report.pages import write_run_page
-from finetune.run.run_files import read_rows
+from finetune.run.run_files import line_of, read_rows
 from finetune.studio.answer import DRAWN_WIDTH, Planner
 from offload.plan.machine.machine import GIB
 from tests.bench.bench_studio import Quiet, compared, website
@@ -238,6 +238,9 @@ ROOT = Path(__file__).parents[2]
 def an_opened_page(tmp_path_factory: pytest.TempPathFactory, started: Any):
     folder = tmp_path_factory.mktemp("studio")
     write_run(begun(folder / "runs" / "done"), slow_s=[0.0] * 4)
+    metrics = folder / "runs" / "done" / "metrics.jsonl"
+    rows = [row | {"loss": 9.0 / row["step"]} for row in read_rows(metrics)]
+    metrics.write_text("".join(map(line_of, rows)))
     write_answers(folder / "runs" / "done", "before", "<b>worse</b>")
     write_answers(folder / "runs" / "done", "after", "better")
     begun(folder / "runs" / "dead")
@@ -361,7 +364,10 @@ def curve_is_asked_for(page, losses: list[float]) -> None:
     box = page.locator("#run-loss svg").bounding_box()
     page.mouse.move(box["x"] + box["width"] - 25, box["y"] + box["height"] / 2)
     page.wait_for_selector("#run-loss text:text-matches('^step 4: [0-9.]+$')")
-    linear = page.inner_html("#run-loss svg .role-axis")
+    axes = (
+        "[...document.querySelectorAll('#run-loss .role-axis')].map((one) => one.innerHTML).join()"
+    )
+    linear = page.evaluate(axes)
     page.locator("#smooth").fill("2")
     assert page.inner_text("#smooth-shown") == "4"
     page.wait_for_function("document.querySelectorAll('#run-loss .mark-line path').length === 2")
@@ -369,10 +375,7 @@ def curve_is_asked_for(page, losses: list[float]) -> None:
     said = page.wait_for_selector("#run-loss text:text-matches('mean')").text_content()
     assert float(said.rpartition(" ")[2]) == pytest.approx(sum(losses) / 4, rel=1e-4)
     page.check("#is-log")
-    page.wait_for_function(
-        "(before) => document.querySelector('#run-loss svg .role-axis').innerHTML !== before",
-        arg=linear,
-    )
+    page.wait_for_function(f"(before) => {axes} !== before", arg=linear)
     page.locator("#smooth").fill("0")
 
 

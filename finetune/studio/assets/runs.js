@@ -103,12 +103,12 @@ async function showAll() {
 function curve({ data, encoding, mark, params, ...rest }) {
   const field = encoding.y.field, num = mark.point ? 1 : 2 ** Number(byId("smooth").value);
   const points = data.values.map((point, i, all) => {
-    const last = all.slice(Math.max(0, i + 1 - num), i + 1), mean = last.reduce((sum, one) => sum + one[field], 0) / last.length;
+    const last = all.slice(Math.max(0, i + 1 - num), i + 1), mean = Number((last.reduce((sum, one) => sum + one[field], 0) / last.length).toPrecision(9));
     const words = `step ${whole(point.step)}: ${point[field].toPrecision(5)}${num > 1 ? `, mean ${mean.toPrecision(5)}` : ""}`;
     return { step: point.step, [field]: point[field], mean, words };
   });
   const isLog = byId("is-log").checked && points.every((point) => point[field] > 0);
-  const y = { type: "quantitative", title: field, scale: isLog ? { type: "log", nice: false } : { zero: false } };
+  const y = { type: "quantitative", title: field, axis: { format: ".4~g" }, scale: isLog ? { type: "log", nice: false } : { zero: false } };
   const raw = { x: encoding.x, y: { ...y, field } }, smooth = { x: encoding.x, y: { ...y, field: "mean" } };
   const near = { name: "near", select: { type: "point", nearest: true, encodings: ["x"], on: "pointermove", clear: "pointerout" } };
   const isNear = { condition: { param: "near", empty: false, value: 1 }, value: 0 };
