@@ -89,6 +89,7 @@ def served(
         finally:
             server.should_exit = True
             thread.join()
+            made.studio.talk.close()
 
 
 @contextmanager

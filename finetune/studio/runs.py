@@ -146,6 +146,10 @@ def runs_page() -> str:
 <input id="smooth" type="range" min="0" max="8" value="0" aria-valuetext="1"></label>
 <label><input id="is-log" type="checkbox"> logarithmic</label></div>
 <div class="pair" id="curves"></div>
+<section id="chat-part" hidden><h2>Talk with it</h2>
+<div id="talk" role="log" aria-label="Conversation"></div>
+<form id="chat" autocomplete="off"><label>message<input name="said" required></label>
+<button>Send</button></form></section>
 <section id="samples-part"><h2>Answers to held-out rows</h2><div id="samples" class="wide"
  tabindex="0" role="group" aria-label="Answers to held-out rows"></div></section></section>"""
     return _frame("Runs", body, script="runs.js", is_static=False)

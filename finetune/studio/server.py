@@ -1,5 +1,6 @@
 """The server of the page: Starlette on uvicorn, on the loopback address alone."""
 
+import json
 import os
 import signal
 import socket
@@ -17,7 +18,13 @@ from pydantic import Field, ValidationError
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.responses import (
+    HTMLResponse,
+    JSONResponse,
+    PlainTextResponse,
+    Response,
+    StreamingResponse,
+)
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -38,6 +45,7 @@ from finetune.studio.runs import (
     require_run,
     runs_page,
 )
+from finetune.studio.talk import Talk
 from offload.errors import SluiceError
 from offload.plan.machine.machine import Machine
 
@@ -148,6 +156,13 @@ class Start(Section):
     name: str = Field(max_length=100, description="Of the run.")
 
 
+class Said(Section):
+    """What is said to a finished run."""
+
+    name: str = Field(max_length=4096, description="Of the run.")
+    said: str = Field(min_length=1, max_length=2**16, description="A message.")
+
+
 class Named(Section):
     """A run that is to be stopped or resumed."""
 
@@ -171,6 +186,7 @@ class Studio:
         """Build the application; nothing listens yet."""
         self._planner, self._launcher, self._folder = planner, launcher, folder
         self._runs_here = Runs(folder)
+        self.talk = Talk(folder)
         self._token, self._port = token, port
         at = f"/{token}"
         routes = [
@@ -185,6 +201,7 @@ class Studio:
             Route(f"{at}/start", self._start, methods=["POST"]),
             Route(f"{at}/resume", self._resume, methods=["POST"]),
             Route(f"{at}/stop", self._stop, methods=["POST"]),
+            Route(f"{at}/chat", self._chat, methods=["POST"]),
         ]
         self.app: ASGIApp = _Guarded(Starlette(routes=routes), token=token, port=port)
 
@@ -240,6 +257,7 @@ class Studio:
     async def _start(self, request: Request) -> Response:
         def start(body: bytes) -> None:
             asked = Start.model_validate_json(body)
+            self.talk.end()
             self._launcher.start(asked.recipe, asked.name)
 
         return await _done(request, start)
@@ -247,6 +265,7 @@ class Studio:
     async def _resume(self, request: Request) -> Response:
         def resume(body: bytes) -> None:
             asked = Named.model_validate_json(body)
+            self.talk.end()
             self._launcher.resume(require_run(self._folder, asked.name))
 
         return await _done(request, resume)
@@ -258,21 +277,31 @@ class Studio:
 
         return await _done(request, stop)
 
+    async def _chat(self, request: Request) -> Response:
+        def answer(body: bytes) -> Response:
+            asked = Said.model_validate_json(body)
+            parts = self.talk.answer(require_run(self._folder, asked.name), asked.said)
+            return StreamingResponse(
+                (json.dumps(part) + "\n" for part in parts), media_type="application/x-ndjson"
+            )
 
-async def _done(request: Request, do: Callable[[bytes], None]) -> Response:
+        return await _done(request, answer)
+
+
+async def _done(request: Request, do: Callable[[bytes], Response | None]) -> Response:
     """Do what a body asks, or say why not."""
     body = await request.body()
     if len(body) > MAX_QUESTION_BYTES:
         return PlainTextResponse("too long a question", TOO_LONG)
     try:
-        await run_in_threadpool(do, body)
+        answer = await run_in_threadpool(do, body)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the request"
         return JSONResponse({"problem": f"{where}: {first['msg']}"}, REFUSED)
     except SluiceError as error:
         return JSONResponse({"problem": str(error)}, REFUSED)
-    return JSONResponse({"problem": None})
+    return answer or JSONResponse({"problem": None})
 
 
 class _Guarded:
@@ -353,4 +382,7 @@ def serve(
         studio = Studio(planner, launcher, folder=folder, token=guard.new_token(), port=own)
         announce(studio.address)
         config = uvicorn.Config(studio.app, log_level="error", access_log=False, lifespan="off")
-        uvicorn.Server(config).run(sockets=[found])
+        try:
+            uvicorn.Server(config).run(sockets=[found])
+        finally:
+            studio.talk.close()

@@ -1,12 +1,16 @@
 """The runs room in a browser: a run is started, stopped, resumed and finished from the page."""
 
 import json
+import multiprocessing
 from pathlib import Path
 
 import pytest
 
+from finetune.errors import StudioError
 from finetune.studio.launcher import started
+from finetune.studio.talk import MOST_TOKENS
 from tests.e2e.runs import losses, run, same_adapter
+from tests.e2e.talking import talk
 from tests.studios import axe_script, browser, serious_findings, served
 
 
@@ -56,3 +60,40 @@ def test_a_run_is_started_stopped_and_resumed_to_the_bit_and_outlives_the_server
     assert losses(folder / "one") == losses(tmp_path / "whole")
     assert same_adapter(folder / "one", tmp_path / "whole")
     assert json.loads((folder / "one" / "report.json").read_text())
+
+
+@pytest.mark.browser
+@pytest.mark.slow
+def test_a_finished_run_answers_what_sluice_chat_answers(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd
+) -> None:
+    assert talk(["what follows 7"], monkeypatch, finished, num_new=MOST_TOKENS) == 0
+    expected = capfd.readouterr().out.strip()
+    with (
+        browser() as chromium,
+        served(finished.parent, tmp_path / "configs") as made,
+    ):
+        page = chromium.new_page(viewport={"width": 390, "height": 844})
+        page.goto(f"{made.studio.address}runs#run={finished.name}")
+        page.fill("#chat [name=said]", "what follows 7")
+        page.click("#chat button")
+        page.wait_for_selector("#chat button:disabled")
+        page.wait_for_selector("#chat button:not(:disabled)", timeout=120_000)
+        paragraphs = page.locator("#talk p").all_text_contents()
+        assert [one.strip() for one in paragraphs] == ["what follows 7", expected]
+        page.fill("#chat [name=said]", "/image /etc/passwd")
+        page.click("#chat button")
+        page.wait_for_selector("#talk .bad:text('shows no image')")
+        assert serious_findings(page, axe_script()) == []
+        held = made.studio.talk
+        left = held.answer(finished.name, "what follows 8")
+        next(left)
+        (busy,) = held.answer(finished.name, "what follows 7")
+        assert busy == ("problem", "run is answering: one conversation is held at a time")
+        with pytest.raises(StudioError, match="run is answering"):
+            held.end()
+        left.close()  # as a page that is closed: nothing of its answer is in the next one
+        parts = list(held.answer(finished.name, "what follows 7"))
+        assert "".join(text for kind, text in parts if kind == "say").strip() == expected
+        held.end()
+        assert not multiprocessing.active_children()[1:]  # but the one that plans

@@ -34,6 +34,40 @@ form.addEventListener("submit", (event) => {
 });
 fields.recipe.addEventListener("change", () => { fields.name.value = named(); });
 
+// The answer comes in lines of JSON: what it is a part of, and the text.
+let talksWith = "";
+async function say(name, said) {
+  const answer = element("p"), note = element("p", "It thinks; the first answer waits for the model.", { class: "soft" });
+  byId("talk").append(element("p", said, { class: "said" }), answer, note);
+  const response = await fetch("chat", { method: "POST", body: JSON.stringify({ name, said }) });
+  if (!response.ok) throw new Error((await response.json()).problem);
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let text = "", problem = "";
+  for (let part = await reader.read(); !part.done; part = await reader.read()) {
+    const lines = (text + part.value).split("\n");
+    text = lines.pop();
+    for (const [kind, words] of lines.map((one) => JSON.parse(one))) {
+      if (kind === "say") answer.textContent += words;
+      else if (kind === "note") note.textContent = words;
+      else problem = words;
+    }
+  }
+  note.remove();
+  if (problem) throw new Error(problem);
+}
+byId("chat").addEventListener("submit", async (event) => {
+  event.preventDefault();
+  const { said } = byId("chat").elements, button = byId("chat").querySelector("button");
+  button.disabled = true;
+  try {
+    await say(open, said.value);
+    said.value = "";
+  } catch (error) {
+    byId("talk").append(element("p", error.message, { class: "bad" }));
+  }
+  button.disabled = false;
+});
+
 async function listRecipes() {
   const { recipes } = await read("recipes.json");
   form.hidden = !recipes.length;
@@ -143,6 +177,9 @@ async function showOne() {
   byId("problem").textContent = run.problem ?? "";
   const facts = [...(run.settings ?? [])];
   if (run.state?.startsWith("died")) facts.push(["why it has no curve", "it ended before its first step; its messages were on the terminal that started it, or are below"]);
+  byId("chat-part").hidden = run.state !== "finished";
+  if (talksWith !== name) byId("talk").replaceChildren();
+  talksWith = name;
   byId("log-part").hidden = !run.log;
   if (run.state?.startsWith("died")) byId("log-part").open = true;
   byId("log").textContent = run.log ?? "";

@@ -124,6 +124,10 @@ START = {"recipe": "recipe.yaml", "name": "one"}
             for name in ("none", "..", "../runs", "linked", "there", "")
         ),
         ("{at}/stop", {"name": "run"}, {}, 409, "run is not at work"),
+        ("{at}/chat", {"name": "run", "said": "x"}, {"origin": "null"}, 403, "another site"),
+        ("{at}/chat", {"name": "../runs", "said": "x"}, {}, 409, "is no run of"),
+        ("{at}/chat", {"name": "run", "said": ""}, {}, 409, "said: String should have"),
+        ("{at}/chat", {"name": "run", "said": " /image /etc/passwd"}, {}, 409, "shows no image"),
         ("{at}/resume", {"name": "sweep/a"}, {}, 409, "sweep/a is a run of a sweep"),
     ],
 )
