@@ -21,7 +21,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +53,11 @@ class Started:
 
     name: str
     pid: int
+
+
+def argv(words: Sequence[str]) -> list[str]:
+    """Return how a command is called in a process of its own, with the server's import path."""
+    return [sys.executable, "-P", "-c", _COMMAND, json.dumps(sys.path), *words]
 
 
 class Launcher:
@@ -228,7 +233,7 @@ class Launcher:
         with _opened(run / RUN_LOG, os.O_APPEND) as log:
             os.write(log, f"$ sluice {' '.join(command)}\n".encode())
             process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _COMMAND, json.dumps(sys.path), *command],
+                argv(command),
                 cwd=self.root,
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -136,7 +136,7 @@ def runs_page() -> str:
 <th scope="col" class="figure">held-out</th><th scope="col" class="figure">a step</th>
 <th scope="col" class="figure">predicted</th>
 <th scope="col" class="figure">tokens/s</th><th scope="col" class="figure">ends in</th>
-<th scope="col">report</th><th scope="col">do</th></tr></thead>
+<th scope="col">pages</th><th scope="col">do</th></tr></thead>
 <tbody id="runs"></tbody></table></div>
 <p id="none" role="status"></p>
 <section id="one" hidden><h2 id="name"></h2><p id="problem" class="bad"></p>
@@ -329,7 +329,8 @@ class Runs:
 
     def _line(self, name: str, progress: "_Progress") -> Json:
         """Return a run's line, and what may be done with it."""
-        line = progress.line() | {"can": None}
+        is_begun = (self.folder / name / RUN_RECIPE).is_file()
+        line = progress.line() | {"can": None, "is_begun": is_begun}
         is_at_work = at_work(self.folder, name) is not None
         if is_at_work and line["state"] not in ("training", "damaged"):
             line["state"] = "starting"
@@ -337,11 +338,7 @@ class Runs:
             line["state"] = "stopping"
         elif is_at_work:
             line["can"] = "stop"
-        elif (
-            line["state"] in ("stopped", "died before step 1")
-            and "/" not in name
-            and (self.folder / name / RUN_RECIPE).is_file()
-        ):
+        elif line["state"] in ("stopped", "died before step 1") and "/" not in name and is_begun:
             line["can"] = "resume"
         return {"name": name, **line}
 
@@ -449,10 +446,11 @@ class _Progress:
 
     def _spark(self) -> list[float]:
         """Return the loss in a few numbers, the mean of each stretch of steps."""
-        losses = [loss for loss in self._curves["loss"] if math.isfinite(loss)]
+        losses = self._curves["loss"]
         num = min(NUM_SPARK, len(losses))
         ends = [len(losses) * i // num for i in range(num + 1)]
-        return [statistics.fmean(losses[a:b]) for a, b in pairwise(ends)]
+        means = (sum(losses[a:b]) / (b - a) for a, b in pairwise(ends))
+        return [mean for mean in means if math.isfinite(mean)]
 
     def _eta_s(self, num_steps: int | None) -> float | None:
         """Return the seconds of the steps to come, at the pace of the last ones."""

@@ -36,6 +36,7 @@ from finetune.report.charts import page
 from finetune.studio import guard
 from finetune.studio.answer import Json, Kind, Planner, Question
 from finetune.studio.launcher import Launcher
+from finetune.studio.rows import rows_page
 from finetune.studio.runs import (
     ASSETS,
     Runs,
@@ -197,6 +198,7 @@ class Studio:
             Route(f"{at}/runs.json", self._runs),
             Route(f"{at}/run.json", self._run),
             Route(f"{at}/report", self._report),
+            Route(f"{at}/rows", self._rows),
             Route(f"{at}/recipes.json", self._recipes),
             Route(f"{at}/start", self._start, methods=["POST"]),
             Route(f"{at}/resume", self._resume, methods=["POST"]),
@@ -242,14 +244,14 @@ class Studio:
             return JSONResponse({"problem": str(error)}, NO_FILE)
 
     async def _report(self, request: Request) -> Response:
-        name = request.query_params.get("name", "")
-        headers = {"Content-Security-Policy": guard.REPORT_POLICY}
-        try:
-            text = await run_in_threadpool(report_of, self._folder, name)
-        except SluiceError as error:
-            said = page("No report", f"<pre>{escape(str(error))}</pre>")
-            return HTMLResponse(said, NO_FILE, headers=headers)
-        return HTMLResponse(text, headers=headers)
+        return await _page(request, lambda name: report_of(self._folder, name))
+
+    async def _rows(self, request: Request) -> Response:
+        def rows(name: str) -> str:
+            run = self._folder.resolve() / require_run(self._folder, name)
+            return rows_page(run, root=self._launcher.root)
+
+        return await _page(request, rows)
 
     async def _recipes(self, _: Request) -> Response:
         return JSONResponse({"recipes": await run_in_threadpool(self._launcher.recipes)})
@@ -286,6 +288,17 @@ class Studio:
             )
 
         return await _done(request, answer)
+
+
+async def _page(request: Request, made: Callable[[str], str]) -> Response:
+    """Return a page of a run, which is one file with its own scripts; or why there is none."""
+    headers = {"Content-Security-Policy": guard.REPORT_POLICY}
+    try:
+        text = await run_in_threadpool(made, request.query_params.get("name", ""))
+    except SluiceError as error:
+        said = page("No page of this run", f"<pre>{escape(str(error))}</pre>")
+        return HTMLResponse(said, NO_FILE, headers=headers)
+    return HTMLResponse(text, headers=headers)
 
 
 async def _done(request: Request, do: Callable[[bytes], Response | None]) -> Response:

@@ -85,6 +85,9 @@ def test_a_finished_run_answers_what_sluice_chat_answers(
         page.click("#chat button")
         page.wait_for_selector("#talk .bad:text('shows no image')")
         assert serious_findings(page, axe_script()) == []
+        page.click(f"[aria-label='rows of {finished.name}']")
+        page.wait_for_selector("text=what follows")
+        assert serious_findings(page, axe_script()) == []
         held = made.studio.talk
         left = held.answer(finished.name, "what follows 8")
         next(left)

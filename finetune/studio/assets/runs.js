@@ -110,7 +110,9 @@ function line(run) {
   ];
   const state = element("td", run.state, run.state === "damaged" || run.state.startsWith("died") ? { class: "bad" } : {});
   const report = element("td");
-  report.append(element("a", "report", { href: `report?${new URLSearchParams({ name: run.name })}`, "aria-label": `report of ${run.name}` }));
+  for (const page of run.is_begun ? ["report", "rows"] : []) {
+    report.append(element("a", page, { href: `${page}?${new URLSearchParams({ name: run.name })}`, "aria-label": `${page} of ${run.name}` }), " ");
+  }
   const act = element("td");
   if (run.can) {
     const button = element("button", run.can, { type: "button", "aria-label": `${run.can} ${run.name}` });

@@ -719,7 +719,7 @@ def test_only_runs_of_the_folder_are_shown(site, tmp_path: Path) -> None:
         "",
         ".",
     ):
-        for page in ("run.json", "report"):
+        for page in ("run.json", "report", "rows"):
             found = client.get(f"{at}/{page}", params={"name": name})
             assert found.status_code == 404, name
 
@@ -736,6 +736,15 @@ def test_a_report_is_the_page_of_the_run_and_reaches_nothing(site, tmp_path: Pat
     broken = client.get(f"{at}/report", params={"name": "one"})
     assert broken.status_code == 404
     assert "metrics.jsonl" in broken.text
+
+
+def test_rows_that_cannot_be_shown_are_said_in_the_words_of_the_command(site, tmp_path) -> None:
+    client, at = site
+    begun(tmp_path / "runs" / "one", data__path=str(tmp_path / "none.jsonl"))
+    found = client.get(f"{at}/rows", params={"name": "one"})
+    assert found.status_code == 404
+    assert "none.jsonl" in found.text
+    assert "hint: " in found.text
 
 
 def test_it_listens_on_the_loopback_address_alone(tmp_path: Path) -> None:
