@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import flop_registry
 
 from finetune.errors import ConfigError
-from finetune.model.classifier_head import auto_class
+from finetune.model.empty import auto_class
 from finetune.recipe.adapters import Adapter, AdapterSection
 from finetune.run.adapter_folder import ROW_TASK, TOKEN_TASK
 from offload.engine.internals import FakeTensorMode, TorchDispatchMode, memory_key, tree_leaves

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
     AutoModelForSequenceClassification,
@@ -100,13 +99,3 @@ def require_classifier(config: PreTrainedConfig, *, of_tokens: bool) -> None:
             limit="a reward model or a classifier is saved in its form, which others load",
             hint="another model",
         )
-
-
-def auto_class(model: PreTrainedModel) -> str:
-    """Return the name of transformers' class that loads a model by the config of its checkpoint."""
-    for end in ("ForSequenceClassification", "ForTokenClassification"):
-        if type(model).__name__.endswith(end):
-            return f"AutoModel{end}"
-    causal: Any = MODEL_FOR_CAUSAL_LM_MAPPING
-    is_causal = isinstance(model, causal.get(type(model.config), ()))  # FSDP2 makes subclasses
-    return f"AutoModelFor{'CausalLM' if is_causal else 'ImageTextToText'}"

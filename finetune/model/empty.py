@@ -35,7 +35,6 @@ from transformers.core_model_loading import WeightRenaming, rename_source_key
 from finetune.errors import ModelError, reading_config
 from finetune.files.shards import INDEX, SINGLE, read_weight_map
 from finetune.files.tensors import read_bytes, read_header
-from finetune.model.classifier_head import with_classifier_head
 from finetune.model.config import known_folder, read_config
 from finetune.recipe.sections import ModelSection
 
@@ -110,6 +109,8 @@ def empty_of(section: ModelSection) -> PreTrainedModel:
     folder = known_folder(section)
     model = _empty(config_of(section), source=_source(section), dtype=dtype, folder=folder).model
     if section.num_outputs:
+        from finetune.model.classifier_head import with_classifier_head
+
         with torch.device("meta"):
             return with_classifier_head(
                 model,
@@ -318,3 +319,13 @@ def compute_exactly(model: PreTrainedModel) -> None:
     implementation = implementation_of(model.config)
     if implementation != model.config._attn_implementation:
         model.set_attn_implementation(implementation)
+
+
+def auto_class(model: PreTrainedModel) -> str:
+    """Return the name of transformers' class that loads a model by the config of its checkpoint."""
+    for end in ("ForSequenceClassification", "ForTokenClassification"):
+        if type(model).__name__.endswith(end):
+            return f"AutoModel{end}"
+    causal: Any = MODEL_FOR_CAUSAL_LM_MAPPING
+    is_causal = isinstance(model, causal.get(type(model.config), ()))  # FSDP2 makes subclasses
+    return f"AutoModelFor{'CausalLM' if is_causal else 'ImageTextToText'}"

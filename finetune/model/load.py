@@ -8,7 +8,6 @@ from transformers import PreTrainedModel
 
 from finetune.errors import reading_config
 from finetune.model.checkpoint import is_loaded, load_published, model_around
-from finetune.model.classifier_head import with_classifier_head
 from finetune.model.config import model_folder
 from finetune.model.empty import compute_exactly, config_of, model_class
 from finetune.model.store import layer_store
@@ -83,6 +82,8 @@ def load_model(
             model=model, backing=captured.backing, notes=() if captured.backing else (_UNSEEN,)
         )
     if section.num_outputs:
+        from finetune.model.classifier_head import with_classifier_head
+
         classifier = with_classifier_head(
             loaded.model,
             num_outputs=section.num_outputs,

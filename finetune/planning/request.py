@@ -100,13 +100,14 @@ def facts_of(
         facts = ModelFacts.from_json(shipped_facts()[name])
         return facts if form else replace(facts, published=published)
     note("Building the model without its weights ...")
-    from finetune.model.classifier_head import require_classifier
-    from finetune.model.empty import config_of
     from finetune.model.facts import facts_from
 
     facts = facts_from(config, folder=known_folder(model), is_published=bool(published))
     if model.head == "tokens":
         return facts
+    from finetune.model.classifier_head import require_classifier
+    from finetune.model.empty import config_of
+
     of_tokens = model.head == "token_classes"
     require_classifier(config_of(model), of_tokens=of_tokens)
     return with_classifier_head(facts, model.num_outputs, has_bias=of_tokens)

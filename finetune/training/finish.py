@@ -6,8 +6,8 @@ from typing import Any
 
 from finetune.files.atomic import write_atomically
 from finetune.files.manifest import sealed_json
-from finetune.model.classifier_head import auto_class
 from finetune.model.config import published_form
+from finetune.model.empty import auto_class
 from finetune.report.explain import compared, details_of
 from finetune.report.model_card import MODEL_CARD, model_card
 from finetune.report.rows import as_text

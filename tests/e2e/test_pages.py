@@ -20,7 +20,7 @@ from finetune.report.charts import page as page_of
 from finetune.report.compare_pages import SweptRun, compare_page, sweep_page
 from finetune.report.compared_runs import read_runs
 from finetune.report.memory import MemoryRow
-from finetune.report.pages import write_run_page
+from finetune.report.pages import run_page, write_run_page
 from finetune.run.run_files import line_of, read_rows
 from finetune.studio.answer import DRAWN_WIDTH, Planner
 from offload.plan.machine.machine import GIB
