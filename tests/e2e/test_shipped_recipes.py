@@ -38,12 +38,15 @@ SIZES = {
 }
 # Types with parts that these sizes do not name; what a tiny one takes besides its own defaults.
 WITH_PARTS: dict[str, dict[str, Any]] = {
+    "gemma3": {},
     "gemma4": {"hidden_size_per_layer_input": 0},
     "glm4_moe_lite": {},
     "mistral3": {},
     "nemotron_h": {},
     "qwen3_5": {},
     "qwen3_5_moe": {},
+    "qwen3_vl": {},
+    "qwen3_vl_moe": {},
 }
 
 
@@ -116,6 +119,7 @@ def lengths(recipe: Recipe) -> list[str]:
     return [
         *(f"train.{name}={value}" for name, value in per_step.items()),
         *(f"train.seq_len={seq_len}", "train.steps=2", "train.warmup_steps=0", *due),
+        *["image.max_tokens=null"] * (recipe.image.max_tokens is not None),  # rows are of text
     ]
 
 
