@@ -4,6 +4,8 @@ import multiprocessing
 import os
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing import resource_tracker
 from typing import TYPE_CHECKING
 
@@ -22,12 +24,19 @@ def process_context() -> "SpawnContext":
     Python's resource tracker, which tracks their semaphores, ignores Ctrl-C and SIGTERM by itself.
     It starts with SIGHUP blocked, because closing the terminal would otherwise end it too early.
     """
+    with signals_deferred():
+        resource_tracker.ensure_running()
+    return multiprocessing.get_context("spawn")
+
+
+@contextmanager
+def signals_deferred() -> Iterator[None]:
+    """Block signals in this context, in which a process starts that will ignore them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
-        resource_tracker.ensure_running()
+        yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    return multiprocessing.get_context("spawn")
 
 
 def prepare_worker() -> None:

@@ -30,7 +30,7 @@ class Tower:
     """The tower of a run, and where it computes."""
 
     model: ModelSection
-    seed: int  # of random weights
+    seed: int  # seed of random weights
     device: torch.device
 
     def loaded(self) -> "PreTrainedModel":
@@ -77,10 +77,10 @@ def features_of(
 
     Args:
         picture: The image, for errors.
-        pixels: Its pixels.
+        pixels: Decoded pixels of the image.
         imaging: The processor.
         model: With its tower's weights.
-        device: Where the tower is.
+        device: Device of the tower.
 
     Raises:
         RowError: The processor refuses the image.
@@ -118,15 +118,15 @@ def take_features(
     store: FeatureStore,
     *,
     progress: Callable[[int, int], None],
-) -> int:
-    """Compute the features of images that have none yet; return how many were computed.
+) -> None:
+    """Compute the features of images that have none yet.
 
     Args:
         images: The distinct images of a run.
         pictures: The images of its rows with their pixels, among them all without features.
         imaging: The processor.
-        tower: The tower.
-        store: Where features are kept.
+        tower: The frozen tower and its device.
+        store: The features on disk.
         progress: Called with the number of images that have features, and of all.
 
     Raises:
@@ -135,9 +135,8 @@ def take_features(
         ModelError: The tower makes other features than the image has tokens.
     """
     missing = dict.fromkeys(store.missing(images.keys))
-    num_missing = len(missing)
     if not missing:
-        return 0
+        return
     model = tower.loaded()
     for picture, pixels in pictures:
         if pixels.key not in missing:
@@ -146,7 +145,7 @@ def take_features(
         del missing[pixels.key]
         progress(len(images.keys) - len(missing), len(images.keys))
         if not missing:
-            return num_missing
+            return
     raise DataError(
         f"{len(missing)} images have changed since their rows were tokenised",
         limit="an image is read for its tokens, and again for its features",

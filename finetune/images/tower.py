@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 def tower_digest(section: ModelSection, *, seed: int, device: str) -> str:
     """Digest all that the features of an image depend on, besides the image and its processor.
 
-    Published weights are known by size and time of their files, which are not read.
+    Published weights are known by size and last write of their files, which are not read. The time
+    is that of the inode, which no program can set back.
 
     Raises:
         ModelError: The model was not downloaded.
@@ -38,7 +39,7 @@ def tower_digest(section: ModelSection, *, seed: int, device: str) -> str:
         facts.append(seed)
     else:
         stats = [(file.name, Path(file).stat()) for file in weight_files(model_folder(section))]
-        facts += [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+        facts += [(name, stat.st_size, stat.st_ctime_ns) for name, stat in stats]
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
 
 
@@ -47,7 +48,7 @@ def load_tower(section: ModelSection, *, seed: int) -> "PreTrainedModel":
 
     Args:
         section: The model.
-        seed: Of random weights.
+        seed: Seed of random weights.
 
     Raises:
         ModelError: It has no tower, or weights are missing.
@@ -114,8 +115,8 @@ def computed(
 
     Args:
         model: The model without its adapter, with the weights of its tower.
-        inputs: What the processor makes of the image; what the tower does not take is left out.
-        device: Where the tower computes.
+        inputs: Output of the processor for the image; the tower ignores what it does not take.
+        device: Device of the tower.
     """
     of_image: Any = getattr(model.base_model, "get_image_features")  # noqa: B009 - untyped
     takes = inspect.signature(of_image).parameters

@@ -35,7 +35,7 @@ def tower_facts(model: "PreTrainedModel | None") -> TowerFacts | None:
     lists = [m for tower in towers for m in tower.modules() if isinstance(m, nn.ModuleList)]
     blocks = max(lists, key=_size, default=nn.ModuleList())
     width = next((m.in_features for m in blocks.modules() if isinstance(m, nn.Linear)), None)
-    if width is None or not hasattr(vision, "patch_size"):
+    if width is None:
         return None
     return TowerFacts(
         num_parameters=sum(map(_size, towers)),

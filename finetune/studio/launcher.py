@@ -38,7 +38,7 @@ MOST_RECIPES = 200
 DEPTH = 3  # of folders with recipes
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _HEAD_BYTES = 2**16
-_WAIT_S = 1.0  # whoever only looks holds the lock for a moment
+_WAIT_S = 1.0  # a reader holds the lock for a moment
 _POLL_S = 0.02
 # The command, with the server's own import path, as a spawned process has it.
 _COMMAND = (
@@ -64,9 +64,9 @@ class Launcher:
     """Starts, stops and resumes the runs of a folder.
 
     Args:
-        folder: Where the runs are.
+        folder: Folder of the runs.
         root: Only recipes in it are started.
-        machine_file: What `sluice probe --save` wrote; None lets each run measure.
+        machine_file: File of `sluice probe --save`; None lets each run measure.
     """
 
     def __init__(self, folder: Path, *, root: Path, machine_file: Path | None) -> None:
@@ -98,7 +98,7 @@ class Launcher:
 
         Args:
             recipe: Relative to the root.
-            name: Of the run, whose directory is in the folder.
+            name: Name of the run, whose directory is in the folder.
 
         Raises:
             StudioError: The recipe is outside, the name is none, or another run is at work.

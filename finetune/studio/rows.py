@@ -16,7 +16,7 @@ def rows_page(run: Path, *, root: Path) -> str:
     """Return the page of a run's rows.
 
     Args:
-        run: Its directory.
+        run: Directory of the run.
         root: The folder that the studio was started in, where relative paths begin.
 
     Raises:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import socket
 import threading
 from collections.abc import Callable
@@ -29,8 +28,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from finetune.errors import ConfigError, StudioError
-from finetune.interrupts import SIGNALS
-from finetune.processes import prepare_worker, process_context
+from finetune.processes import prepare_worker, process_context, signals_deferred
 from finetune.recipe.extensions import Section
 from finetune.report.charts import page
 from finetune.studio import guard
@@ -115,11 +113,8 @@ class Background:
         context = process_context()
         self._pipe, its_end = context.Pipe()
         self._process = context.Process(target=_answer_all, args=(its_end, self._folder))
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until it ignores them
-        try:
+        with signals_deferred():
             self._process.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         its_end.close()
 
     def _end(self) -> int | None:

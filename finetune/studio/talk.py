@@ -4,7 +4,6 @@
 a new process. It ends with the server, as it holds nothing that would be lost.
 """
 
-import signal
 import threading
 from collections.abc import Generator, Iterator
 from contextlib import suppress
@@ -14,12 +13,11 @@ from pathlib import Path
 from typing import Literal
 
 from finetune.errors import StudioError
-from finetune.interrupts import SIGNALS
-from finetune.processes import prepare_worker, process_context
+from finetune.processes import prepare_worker, process_context, signals_deferred
 from finetune.studio.launcher import started
 from offload.errors import SluiceError
 
-MOST_TOKENS = 256  # of an answer
+MOST_TOKENS = 256  # longest answer
 Part = tuple[Literal["say", "note", "problem", "end"], str]
 
 
@@ -37,7 +35,7 @@ class Talk:
 
         Args:
             name: A run's, which is checked to be in the folder.
-            said: What the user says, or `/reset`.
+            said: Message of the user, or `/reset`.
 
         Raises:
             StudioError: A run is at work, or a file is to be shown.
@@ -121,11 +119,8 @@ class Talk:
         self._pipe, its_end = context.Pipe()
         self._name = name
         self._process = context.Process(target=_converse, args=(its_end, self._folder / name))
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until it ignores them
-        try:
+        with signals_deferred():
             self._process.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         its_end.close()
 
 

@@ -93,7 +93,7 @@ def take(runs: Sequence["Data"], first: Run, plan: Plan) -> None:
                 continue
             _require_room(images.store.folder, cost, num_missing)
             begin_s = time.perf_counter()
-            with first.screen.working("Looking at images", "images") as progress:
+            with first.screen.working("Encoding images", "images") as progress:
                 take_features(
                     images.numbers,
                     pictures_of(data.rows),
@@ -105,7 +105,7 @@ def take(runs: Sequence["Data"], first: Run, plan: Plan) -> None:
             took_s = time.perf_counter() - begin_s
             predicted_s = (cost.pass_s or 0.0) * num_missing / len(images.numbers.keys)
             first.screen.note(
-                f"Looked at {num_missing:,} images in {shown_time(took_s)}, predicted"
+                f"Encoded {num_missing:,} images in {shown_time(took_s)}, predicted"
                 f" {shown_time(predicted_s)}; their features are in {images.store.folder}"
             )
 
@@ -133,7 +133,7 @@ def put_in_front(runs: Sequence["Data"], model: "PreTrainedModel") -> None:
 
     Args:
         runs: The rows of runs that share the model.
-        model: It, without adapters.
+        model: The model, without adapters.
 
     Raises:
         ConfigError: They have other images than each other.

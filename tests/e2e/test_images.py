@@ -1,6 +1,7 @@
 """Rows with images, from a recipe to an adapter, against plain transformers from pixels."""
 
 import json
+import os
 import shutil
 import warnings
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from transformers import AutoModelForImageTextToText
 from finetune.images import computing
 from finetune.images.computing import Tower
 from finetune.images.features import Features
-from finetune.images.tower import computed
+from finetune.images.tower import computed, tower_digest
 from finetune.recipe.sections import ModelSection
 from tests.e2e.runs import adapter, losses, rows_of, run, same_adapter
 from tests.e2e.seeing import draw, save_seeing_model, seeing_recipe, small_family
@@ -130,7 +131,7 @@ def test_each_image_is_looked_at_once_also_after_a_stop(
     counted.most = 1_000
     assert run("finetune", recipe, "--machine", machine_file, "--overwrite") == 0
     assert counted.num == 6  # of 6 distinct ones in 24 rows
-    assert "Looked at 4 images in" in " ".join(capsys.readouterr().out.split())
+    assert "Encoded 4 images in" in " ".join(capsys.readouterr().out.split())
     whole, shown = adapter(tmp_path / "it/run"), losses(tmp_path / "it/run")
     shutil.rmtree(tmp_path / "it/run/checkpoints/step-0000002")
     shutil.rmtree(tmp_path / "it/run/adapter")
@@ -481,3 +482,16 @@ def test_a_prompt_with_the_tokens_of_an_image_is_refused(
     words = ("--prompt", token, "--image", folder / "pictures/0.png")
     assert run("generate", folder / "run", *words) == 1
     assert "leave that token out" in capsys.readouterr().err
+
+
+def test_weights_that_change_in_place_are_another_tower(tmp_path: Path) -> None:
+    folder = save_seeing_model(tmp_path / "model", "gemma3")
+    section, file = ModelSection(path=str(folder)), folder / "model.safetensors"
+    before, status = tower_digest(section, seed=0, device="cpu"), file.stat()
+    assert tower_digest(section, seed=1, device="cpu") == before
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert (file.stat().st_size, file.stat().st_mtime_ns) == (status.st_size, status.st_mtime_ns)
+    assert tower_digest(section, seed=0, device="cpu") != before
