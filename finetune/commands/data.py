@@ -182,7 +182,7 @@ def labelled(row: SeenRow, images: Sequence[tuple[Picture, int]]) -> SeenRow:
 
     Args:
         row: The row, with `PLACE` for each image.
-        images: Its images, each with the number of its tokens.
+        images: Images of the row, each with its number of tokens.
     """
     labels = (_label(*image, number) for number, image in enumerate(images, start=1))
     pieces = []

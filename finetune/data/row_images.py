@@ -58,7 +58,7 @@ def with_images(messages: Sequence[Message], images: Sequence[Picture]) -> tuple
     for number, message in enumerate(messages, start=1):
         if message.content.count(PLACE) != len(message.images):
             raise RowError(
-                f"turn {number} has the character U+FFFC in its text, which stands for an image:"
+                f"turn {number} has the character U+FFFC in its text, the placeholder of an image:"
                 " leave it out"
             )
     if images and not own:

@@ -27,8 +27,8 @@ class TopTokens:
     """The likeliest tokens at each of T tokens."""
 
     counts: "NDArray[np.int32]"  # (T,) int32: how many each has
-    ids: "NDArray[np.int32]"  # they, end to end, int32, at each token the likeliest first
-    logprobs: "NDArray[np.float32]"  # their log-probabilities, in nats, float32
+    ids: "NDArray[np.int32]"  # token ids, end to end, int32, at each token the likeliest first
+    logprobs: "NDArray[np.float32]"  # log-probabilities of these tokens, in nats, float32
 
     @classmethod
     def read(cls, ids: Sequence[object], logprobs: Sequence[object], names: Sequence[str]) -> Self:
@@ -80,8 +80,8 @@ class TopTokens:
         """Return the same at some of so many tokens, as many as there are places; others have none.
 
         Args:
-            places: Where the first of the tokens are.
-            num_tokens: Of an example.
+            places: Indices of the first of the tokens.
+            num_tokens: Tokens of the example.
         """
         counts = np.zeros(num_tokens, dtype=np.int32)
         counts[places] = self.counts[: len(places)]

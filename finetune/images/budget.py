@@ -12,12 +12,12 @@ from typing import Any
 
 from finetune.errors import ConfigError
 
-_GEMMA4_TOKENS = (70, 140, 280, 560, 1120)  # what its processor takes
+_GEMMA4_TOKENS = (70, 140, 280, 560, 1120)  # the values that its processor accepts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Budget:
-    """How many tokens an image has at most, and what a processor is told for it."""
+    """Most tokens of an image, and the settings of the processor for it."""
 
     num_tokens: int
     words: str  # the same in the processor's own measure

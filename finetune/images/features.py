@@ -21,7 +21,7 @@ _ROWS, _LAYER, _GRID = "rows", "layer", "grid"
 class Features:
     """The features of one image of N tokens, in the dtype of the model."""
 
-    rows_ND: torch.Tensor  # what takes the places of its tokens
+    rows_ND: torch.Tensor  # features in the places of its tokens
     # What is added to its tokens after the first layer, the second, ... (deepstack).
     layers: tuple[torch.Tensor, ...] = ()
     grid: tuple[int, int, int] | None = None  # frames, rows and columns of patches, for M-RoPE
@@ -31,7 +31,7 @@ def tokens_of(number: int, starts: npt.NDArray[np.int64], first_id: int) -> npt.
     """Return the tokens of an image.
 
     Args:
-        number: Its number.
+        number: Number of the image.
         starts: The first row of each image, and the end.
         first_id: The token of the first row.
     """
@@ -44,9 +44,9 @@ class Images:
     """All images of a run, end to end: token j of image i is the id `first_id + starts[i] + j`."""
 
     first_id: int  # the size of the vocabulary
-    starts: npt.NDArray[np.int64]  # where each begins, and the end of the last one
+    starts: npt.NDArray[np.int64]  # (images + 1): first row of each image, and the end of the last
     of: Callable[[int], Features]  # returns the features of an image, by its number
-    most_tokens: int | None = None  # as many as may ever be looked at; None: these are all
+    most_tokens: int | None = None  # most tokens of all images that may be added; None for no more
 
     def tokens(self, number: int) -> npt.NDArray[np.int32]:
         """Return the tokens of an image."""

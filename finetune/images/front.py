@@ -1,7 +1,7 @@
 """Images of rows, given to the model's own forward: from tokens V, V + 1, ... to features.
 
 Idea. A model's forward takes what its tower returned in place of pixels. So the tower need not be
-there: a child of the model finds the tokens that stand for an image, puts the model's own token for
+there: a child of the model finds the tokens of images, puts the model's own token for
 images in their place, and passes their features, and where they are, as the model's processor and
 tower would. Each family's masks, positions and placing stay its own code.
 
@@ -97,11 +97,11 @@ def require_exact(model_type: str) -> None:
 
 
 def add_images(model: "PreTrainedModel", images: Images) -> None:
-    """Let tokens from `images.first_id` on stand for images, before the model gets its adapter.
+    """Take tokens from `images.first_id` on for images, before the model gets its adapter.
 
     Args:
         model: The model without its wrapper; its tower may be without weights.
-        images: All that its rows have.
+        images: Features of all images of its rows.
 
     Raises:
         ModelError: Images of such a model were not compared.
@@ -160,7 +160,7 @@ class _Piece:
     """Tokens of a row that are successive ones of an image, with other tokens between or not."""
 
     features: Features
-    tokens: slice  # which of the image's they are
+    tokens: slice  # part of the image's tokens
     places: tuple[int, torch.Tensor]  # the row, and where they are in it
 
     @property
@@ -177,7 +177,7 @@ class ImageArguments(FrontArguments):
 
         Args:
             model: The model.
-            images: Those that its rows have.
+            images: Features of all images of its rows.
         """
         super().__init__()
         config: Any = model.config
@@ -197,7 +197,7 @@ class ImageArguments(FrontArguments):
         """Return the arguments of the model's forward, images in place of their tokens.
 
         Args:
-            given: Those for rows of tokens.
+            given: Arguments for rows of tokens.
 
         Raises:
             DataError: An image comes after tokens that are in a cache, or next to texts with the
@@ -221,7 +221,7 @@ class ImageArguments(FrontArguments):
             if (ids_BT == self._image_token).any():
                 raise DataError(
                     f"a text has the token {self._image_token}",
-                    limit="it is the model's image token, and there are images beside it",
+                    limit="it is the model's image token, and the batch has images too",
                     hint="leave the token out of the text",
                 )
             rows = _Rows(x.features.rows_ND[x.tokens].to(ids_BT.device) for x in pieces)

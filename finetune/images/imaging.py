@@ -27,7 +27,7 @@ from finetune.recipe.sections import ModelSection
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_VERSION = 1  # of what this program makes of an image
+_VERSION = 1  # changes with the tokens of the same image
 _LIBRARIES = ("transformers", "pillow", "torchvision")
 
 
@@ -104,7 +104,7 @@ class RowImages:
         feature = self.processor.feature_token
         if any(feature in text for text in (first, *others)):
             raise RowError(
-                f"its text has {feature}, which stands for a part of an image: leave that token out"
+                f"its text has {feature}, the token of a part of an image: leave that token out"
             )
         known = [self.tokens_of(picture) for picture in pictures]
         text, starts, silent, at = first, list[int](), list[tuple[int, int]](), len(first)

@@ -1,6 +1,6 @@
-"""Images that are looked at as they come: those of prompts, and of rows that are scored.
+"""Images that are encoded as they come: those of prompts, and of rows that are scored.
 
-Their table grows, so the tokens of an image are free numbers when it is looked at first: those
+Their table grows, so the tokens of an image are free numbers when it first comes: those
 after the tokens of the images before it, and they stay its own.
 """
 
@@ -33,8 +33,8 @@ class LiveImages:
     """The images that a model has been shown so far.
 
     Attributes:
-        imaging: What makes tokens of them.
-        images: Their table, which grows.
+        imaging: Turns images into tokens.
+        images: Table of their features, which grows.
     """
 
     def __init__(self, imaging: RowImages, tower: Tower, *, num_tokens: int) -> None:
@@ -76,7 +76,7 @@ class LiveImages:
 
     @property
     def are_none(self) -> bool:
-        """Whether no image was looked at yet."""
+        """Whether no image has come yet."""
         return not self._keys
 
     def require_exact(self) -> None:
@@ -91,7 +91,7 @@ class LiveImages:
         """Let a model's front take features in the places of images.
 
         Args:
-            model: It, without adapters.
+            model: The model, without adapters.
         """
         add_images(model, self.images)
 

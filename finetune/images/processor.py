@@ -40,9 +40,9 @@ _BOUNDARIES = (
 class Processed:
     """One image by a processor."""
 
-    text: str  # what takes the place of the placeholder in a rendered text
+    text: str  # replacement of the placeholder in a rendered text
     num_tokens: int  # image tokens in it: the rows of its features
-    inputs: Mapping[str, torch.Tensor]  # what the model's `get_image_features` is given of it
+    inputs: Mapping[str, torch.Tensor]  # arguments of the model's `get_image_features`
 
 
 class ImageProcessor:
@@ -51,7 +51,7 @@ class ImageProcessor:
     Attributes:
         image_token: The placeholder that a chat template writes for an image.
         image_token_id: The token whose places an image's features take.
-        feature_token: What it is in a text, which may be the placeholder.
+        feature_token: Text of that token; it may be the placeholder.
         special_ids: Special tokens of images, none of which is trained on. A text that takes the
             place of a placeholder may hold others, such as ends of lines.
     """

@@ -54,7 +54,7 @@ class WithImages(ExampleSet):
     """Examples whose image tokens are the numbers of rows of features."""
 
     images: ImageNumbers
-    numbers: dict[bytes, int]  # of each image by its key
+    numbers: dict[bytes, int]  # number of each image, by its key
 
     def __getitem__(self, index: int) -> Example:
         found = ExampleSet.__getitem__(self, index)
@@ -96,7 +96,7 @@ def _require_no_others(rows: ExampleSet, image_id: int) -> None:
             if np.count_nonzero(example.input_ids == image_id) != sum(n for _, n in example.images)
         )
         raise DataError(
-            f"{found} has the model's image token in its text, which stands for an image",
+            f"{found} has the model's image token in its text, where an image would be",
             limit="where rows have images, each such token takes a row of features",
             hint="write it otherwise in that row, or leave the row out",
         )

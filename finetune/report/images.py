@@ -55,8 +55,8 @@ def images_line(cost: ImagePass, *, folder: str = "") -> str:
     """Return how many images there are, and what their features take.
 
     Args:
-        cost: Of the images.
-        folder: Where the features are kept, if that is known.
+        cost: Cost of the pass over the images.
+        folder: Folder of the features, if that is known.
     """
     images, total = cost.images, cost.images.total_tokens
     if total is None or cost.feature_bytes is None or cost.pass_s is None:

@@ -47,7 +47,7 @@ def model_card(
         data_hash: Of the training rows, as tokens and labels.
         prompt: What there is to say of the prompts that answers were trained after.
         form: The `quant_method` of the base's published weights; empty if they are plain.
-        images: What there is to say of the images of its rows, as `images_section` writes it;
+        images: Text about the images of its rows, as `images_section` writes it;
             empty if they had none.
     """
     public = public_recipe(recipe)

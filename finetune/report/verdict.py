@@ -26,9 +26,9 @@ def verdict(
     """Return what came of a run that has done a step.
 
     Args:
-        run_dir: Of the run.
-        rows: Of its metrics.
-        explanation: What its files say of its prediction.
+        run_dir: Directory of the run.
+        rows: Rows of its metrics.
+        explanation: Prediction and measurement, as its files have them.
 
     Raises:
         CheckpointError: A file is damaged.
@@ -61,7 +61,7 @@ def exact_match(run_dir: Path, when: str) -> float | None:
     """Return the share of held-out answers that are right to the letter; None if none was drawn.
 
     Args:
-        run_dir: Of the run.
+        run_dir: Directory of the run.
         when: Before or after training.
 
     Raises:

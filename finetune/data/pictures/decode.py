@@ -46,7 +46,7 @@ def pixels_of(path: str | None, content: bytes | None) -> Pixels:
     """Decode an image.
 
     Args:
-        path: Its file; None where its bytes are given.
+        path: File of the image; None where its bytes are given.
         content: The bytes of a file.
 
     Raises:

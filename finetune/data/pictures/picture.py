@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     from finetune.data.pictures.decode import Pixels
 
 PLACE = "\ufffc"
-"""The character that stands for an image in the text of a turn: Unicode's for an object."""
+"""Placeholder of an image in the text of a turn: Unicode's object replacement character."""
 TAG = "<image>"
-"""The text that stands for one in rows that name their images in a column."""
+"""Placeholder of an image in texts whose row names its images in a column."""
 COLUMNS = ("images", "image")
 """Columns of a row that name images."""
 

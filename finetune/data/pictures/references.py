@@ -55,9 +55,9 @@ def read_part(kind: str, given: Mapping[str, object], where: str) -> Picture:
     """Read a part of a turn that is an image, which awaits one of a column if it names none.
 
     Args:
-        kind: Its type.
-        given: Its other fields.
-        where: Its place, for errors.
+        kind: Type of the part.
+        given: Other fields of the part.
+        where: Place of the part, for errors.
 
     Raises:
         RowError: It is something else.
@@ -95,8 +95,8 @@ def found(picture: Picture, *, folder: Path, allow_downloads: bool) -> Picture:
     """Return an image whose file can be read, or its bytes.
 
     Args:
-        picture: As its row writes it.
-        folder: Where relative paths start.
+        picture: Image as its row names it.
+        folder: Folder that relative paths start at.
         allow_downloads: Whether URLs are read.
 
     Raises:
