@@ -129,7 +129,7 @@ def card_of(text: str, *, ram_gib: float | None) -> Asked:
         vram_gib = None
     machine = name if vram_gib is None else None
     asked = Asked(machine=machine, vram_gib=vram_gib, ram_gib=ram_gib, goal="")
-    target_of(asked, dtype="bfloat16")  # which refuses what is no card
+    target_of(asked, dtype=None)  # which refuses what is no card
     return asked
 
 
@@ -169,9 +169,9 @@ def make(answers: Answers, *, out: Path, note: Note) -> Made:
             raise ConfigError(f"{file} exists", hint="`--out` with another name, or remove it")
     out.parent.mkdir(parents=True, exist_ok=True)
     if is_here:
-        machine_file.write_text(probed("bfloat16", note=note).to_json())
+        machine_file.write_text(probed(None, note=note).to_json())
         asked = replace(asked, machine=str(machine_file))
-    target, notes = target_of(asked, dtype="bfloat16")
+    target, notes = target_of(asked, dtype=None)
     found, more = _suggested(answers, target, goal_named(asked.goal), out)
     num_steps = _num_steps(answers.rows, found)
     steps = f"{num_steps:,} step{'s' * (num_steps != 1)} an epoch{_why_few(num_steps, found)}"
@@ -206,7 +206,7 @@ def _suggested(
 ) -> tuple[Suggestion, list[str]]:
     """Return a suggestion with sequences that the rows fit into, or half of that and so on."""
     rows, model = answers.rows, answers.model
-    settings = _settings(answers, out)
+    settings = _settings(answers, out, dtype=target.machine.dtype)
     wanted = settings["train"]["seq_len"]
     for seq_len in _halves(wanted):
         settings["train"]["seq_len"] = seq_len
@@ -275,10 +275,10 @@ def _halves(seq_len: int) -> Iterator[int]:
     yield seq_len
 
 
-def _settings(answers: Answers, out: Path) -> Settings:
+def _settings(answers: Answers, out: Path, *, dtype: str) -> Settings:
     """Return the settings for rows: their path, sequences, objective, and what is held out."""
     rows = answers.rows
-    settings = first_settings(answers.model, name=run_name(out.stem))
+    settings = first_settings(answers.model, name=run_name(out.stem), dtype=dtype)
     settings["data"] = {"path": _path_from(out, rows.path), "format": rows.data_format}
     settings["train"]["seq_len"] = seq_len_for(rows, least=SEQ_LEN)
     if rows.num_rows >= FEW_ROWS:

@@ -30,10 +30,16 @@ from finetune.planning.compare import (
 )
 from finetune.planning.parallel import compare_ways, own_choice, share_out, ways_json, ways_table
 from finetune.planning.ranks import GPUS, require_gpus
-from finetune.planning.request import ASSUMED_IMAGE_TOKENS, find_machine, with_backend
+from finetune.planning.request import find_machine, with_backend
 from finetune.planning.runs import plan_variants, variants_of
-from finetune.planning.subject import Subject, model_subject, subject_of
-from finetune.recipe.capabilities import IMAGES, require_images_allowed
+from finetune.planning.subject import (
+    Subject,
+    is_model,
+    model_subject,
+    subject_of,
+    with_image_tokens,
+    with_num_images,
+)
 from finetune.recipe.recipe import with_settings
 from finetune.recipe.sections import TrainSection
 from finetune.report.choice import host_map, plan_figures, plan_parts
@@ -42,7 +48,6 @@ from finetune.report.plan import gpus_json, ranks_json
 from finetune.report.rows import Part, Table, as_markdown, as_text
 from finetune.report.runs import runs_json, runs_tables
 from finetune.report.what_if import what_if_json, what_if_table
-from offload.plan.facts.images import Images
 from offload.plan.machine.cards import CARDS
 from offload.plan.machine.machine import (
     EAGER_FRAC,
@@ -52,9 +57,9 @@ from offload.plan.machine.machine import (
     GIVEN,
     Dtype,
     Machine,
+    half_dtype,
     with_interconnect,
 )
-from offload.plan.request import with_images
 from offload.plan.what_if import NUM_CARDS, what_if
 from offload.probe.load import shown_load
 
@@ -146,9 +151,11 @@ def planned(
             limit="other ways are priced for one GPU, and for several alongside",
             hint="leave out `--gpus`, or `--what-if`",
         )
-    subject = subject_of(model, overrides, note=note)
-    dtype = subject.recipe.model.dtype
     named = several_machines(machine)
+    overrides, notes = _in_half_dtype(model, overrides, cards=named or [machine or ""])
+    subject = subject_of(model, overrides, note=note)
+    subject = replace(subject, notes=(*subject.notes, *notes))
+    dtype = subject.recipe.model.dtype
     if num_images is not None:
         subject = with_image_tokens(subject)
     if named:
@@ -171,6 +178,21 @@ def planned(
         form=form,
         num_images=num_images,
     )
+
+
+def _in_half_dtype(
+    model: str, overrides: Sequence[str], *, cards: Sequence[str]
+) -> tuple[list[str], list[str]]:
+    """Return overrides with float16 for a model on a card that has no bfloat16, and a note on it.
+
+    A recipe is planned in its own type, in which it trains.
+    """
+    old = [card for card in cards if half_dtype(card) == "float16"]
+    is_asked = any(text.startswith("model.dtype=") for text in overrides)
+    if not old or is_asked or not is_model(model):
+        return [*overrides], []
+    note = f"{old[0]} does not compute in bfloat16: planned with model.dtype=float16"
+    return ["model.dtype=float16", *overrides], [note]
 
 
 def _one_machine(
@@ -216,10 +238,8 @@ def _one_plan(
     if recipe.train.parallel == "auto" and ways is not None:
         recipe = with_settings(recipe, {"train.parallel": ways.faster.name})
     requests = full_requests(recipe, facts, num_ranks=num)
-    most = recipe.image.max_tokens
-    if num_images is not None and most is not None:
-        images = Images(num_images=num_images, most_tokens=most)
-        requests = [with_images(request, images) for request in requests]
+    if num_images is not None:
+        requests = with_num_images(requests, recipe, num_images)
     choice = chooser(recipe)(facts, here, requests)
     made = choice.plan
     others = what_if(made, num_cards=NUM_CARDS) if wants_ways else None
@@ -236,20 +256,6 @@ def _one_plan(
         figures |= what_if_json(others)
         parts.append(what_if_table(others, machine=here))
     return _shown(form, figures, parts)
-
-
-def with_image_tokens(subject: Subject) -> Subject:
-    """Return the same for rows with images, whose tokens are assumed if the recipe says nothing.
-
-    Raises:
-        ConfigError: The recipe cannot have such rows.
-    """
-    require_images_allowed(subject.recipe)
-    if subject.recipe.image.max_tokens is not None:
-        return subject
-    recipe = with_settings(subject.recipe, {IMAGES: ASSUMED_IMAGE_TOKENS})
-    note = f"images are assumed to have {ASSUMED_IMAGE_TOKENS:,} tokens: `{IMAGES}=512`, say"
-    return replace(subject, recipe=recipe, notes=(*subject.notes, note))
 
 
 def several_machines(names: str | None) -> list[str]:
@@ -501,11 +507,15 @@ def models_that_fit(
         ConfigError: No budget, or more than the machine has; or GPUs that cannot share a step.
         DoesNotFitError: Nothing fits.
     """
-    here = host.machine(machine, dtype="bfloat16")
-    notes = machine_notes(here, dtype="bfloat16")
+    dtype = half_dtype(machine or "")
+    here = host.machine(machine, dtype=dtype)
+    notes = machine_notes(here, dtype=dtype)
     notes += [assumed(here)] if machine is None else []
     num = host.num_gpus or 1
-    subjects = [replace(model_subject(x, []), num_ranks=num) for x in trained_models(model)]
+    subjects = [
+        replace(model_subject(x, [f"model.dtype={dtype}"]), num_ranks=num)
+        for x in trained_models(model)
+    ]
     for subject in subjects:
         require_gpus(subject.recipe.train, here, num_gpus=num, setting=GPUS)
     title = (
@@ -552,12 +562,17 @@ def machine_notes(machine: Machine, *, dtype: Dtype) -> list[str]:
     return notes
 
 
-def probed(dtype: str, *, note: Callable[[str], None]) -> Machine:
-    """Measure this machine; this loads torch."""
+def probed(dtype: str | None, *, note: Callable[[str], None]) -> Machine:
+    """Measure this machine; this loads torch.
+
+    Args:
+        dtype: What layers compute in; None takes the 16-bit type of the GPU.
+        note: Reports what takes time.
+    """
     note("Measuring this machine ...")
     import torch
 
-    from offload.probe.machine import NO_GPU, PROBE_S, probe
+    from offload.probe.machine import NO_GPU, PROBE_S, half_dtype_of, probe
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
@@ -565,7 +580,8 @@ def probed(dtype: str, *, note: Callable[[str], None]) -> Machine:
             f"{NO_GPU}, so its CPU is measured: `sluice doctor` says why, and `--machine rtx4090`"
             " plans for a card"
         )
-    return probe(device=device, seconds=PROBE_S, dtype=dtype)
+    capability = torch.cuda.get_device_capability() if device == "cuda" else None
+    return probe(device=device, seconds=PROBE_S, dtype=dtype or half_dtype_of(capability))
 
 
 def _shown(form: Form, figures: object, parts: Sequence[Part]) -> RenderableType:

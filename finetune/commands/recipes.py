@@ -19,7 +19,7 @@ from finetune.planning.suggestion import Target, first_settings, suggest
 from finetune.recipe.load import shipped_shapes
 from finetune.recipe.recipe import shipped_recipes
 from finetune.report.rows import Table
-from offload.plan.machine.machine import Dtype
+from offload.plan.machine.machine import Dtype, half_dtype
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,12 +48,11 @@ def recipe_for(
     require_new(out)
     wanted, goal = wanted_model(model), goal_named(asked.goal)
     asked_types = [kind for kind in get_args(Dtype) if f"model.dtype={kind}" in overrides]
-    dtype: Dtype = asked_types[0] if asked_types else "bfloat16"
-    target, notes = target_of(asked, dtype=dtype)
+    target, notes = target_of(asked, dtype=asked_types[0] if asked_types else None)
     several = f"-x{target.num_gpus}" if target.num_gpus > 1 else ""
     name = run_name(f"{wanted.name}-{target.machine.name}{several}")
     with uncollected():
-        settings = first_settings(wanted, name=name)
+        settings = first_settings(wanted, name=name, dtype=target.machine.dtype)
         found = suggest(wanted, target, goal, settings=settings, overrides=overrides)
     text = recipe_text(found, name=f"{name}.yaml" if out is None else shlex.quote(str(out)))
     if out is not None:
@@ -78,8 +77,12 @@ def require_new(out: Path | None) -> None:
         )
 
 
-def target_of(asked: Asked, *, dtype: Dtype) -> tuple[Target, list[str]]:
+def target_of(asked: Asked, *, dtype: Dtype | None) -> tuple[Target, list[str]]:
     """Return the machine to plan for, and notes on what was assumed of it.
+
+    Args:
+        asked: Of the machine.
+        dtype: What layers compute in; None takes the 16-bit type of the card.
 
     Raises:
         ConfigError: Neither a card nor its memory is given, or the card has less than that.
@@ -93,7 +96,9 @@ def target_of(asked: Asked, *, dtype: Dtype) -> tuple[Target, list[str]]:
         )
     name = asked.machine or slowest_card(asked.vram_gib)
     host = HostOptions(ram_gib=asked.ram_gib, link_gb_per_s=None, is_headless=asked.is_headless)
-    machine = host.machine(name, dtype=dtype)
+    machine = host.machine(name, dtype=dtype or half_dtype(name))
+    if dtype is None:
+        dtype = "float16" if machine.dtype == "float16" else "bfloat16"
     notes = machine_notes(machine, dtype=dtype)
     if asked.machine is None:
         notes.append(assumed(machine))

@@ -8,7 +8,7 @@ Its step is cut to whole sequences, and both the requested and the planned size 
 import difflib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,8 @@ from finetune.errors import ConfigError
 from finetune.files.atomic import expanded
 from finetune.model.config import has_weights
 from finetune.planning.candidates import full_requests
-from finetune.planning.request import facts_of
-from finetune.recipe.capabilities import RIVALS
+from finetune.planning.request import ASSUMED_IMAGE_TOKENS, facts_of
+from finetune.recipe.capabilities import IMAGES, RIVALS, require_images_allowed
 from finetune.recipe.draft import Draft, Place, apply_overrides
 from finetune.recipe.load import (
     find_shape,
@@ -29,10 +29,11 @@ from finetune.recipe.load import (
     shape_of_id,
     shipped_shapes,
 )
-from finetune.recipe.recipe import Recipe, shipped_recipes, whole_units
+from finetune.recipe.recipe import Recipe, shipped_recipes, whole_units, with_settings
 from finetune.recipe.sections import ModelSection
 from offload.plan.facts.facts import ModelFacts
-from offload.plan.request import PlanRequest
+from offload.plan.facts.images import Images
+from offload.plan.request import PlanRequest, with_images
 
 TOKENS_PER_STEP = 16_384
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -57,6 +58,30 @@ class Subject:
     def requests(self, recipe: Recipe | None = None) -> list[PlanRequest]:
         """Return what a plan may choose from; of another recipe for the same model, if given."""
         return full_requests(recipe or self.recipe, self.facts, num_ranks=self.num_ranks)
+
+
+def with_image_tokens(subject: Subject) -> Subject:
+    """Return the same for rows with images, whose tokens are assumed if the recipe says nothing.
+
+    Raises:
+        ConfigError: The recipe cannot have such rows.
+    """
+    require_images_allowed(subject.recipe)
+    if subject.recipe.image.max_tokens is not None:
+        return subject
+    recipe = with_settings(subject.recipe, {IMAGES: ASSUMED_IMAGE_TOKENS})
+    note = f"images are assumed to have {ASSUMED_IMAGE_TOKENS:,} tokens: `{IMAGES}=512`, say"
+    return replace(subject, recipe=recipe, notes=(*subject.notes, note))
+
+
+def with_num_images(
+    requests: Sequence[PlanRequest], recipe: Recipe, num_images: int
+) -> list[PlanRequest]:
+    """Return requests for rows with so many distinct images, of the most tokens of the recipe."""
+    most = recipe.image.max_tokens
+    assert most is not None, "of `with_image_tokens`"
+    images = Images(num_images=num_images, most_tokens=most)
+    return [with_images(request, images) for request in requests]
 
 
 def subject_of(

@@ -87,10 +87,17 @@ class Suggestion:
     forms: tuple[Form, ...]  # all forms that were planned, the exact one first
 
 
-def first_settings(model: WantedModel, *, name: str) -> Settings:
-    """Return the settings that a suggested recipe begins with: LoRA on all linear layers."""
+def first_settings(model: WantedModel, *, name: str, dtype: str) -> Settings:
+    """Return the settings that a suggested recipe begins with: LoRA on all linear layers.
+
+    Args:
+        model: What is trained.
+        name: Of the run.
+        dtype: Of the machine's rates; a machine in float16 is one without bfloat16.
+    """
+    half = {"dtype": dtype} if dtype == "float16" else {}
     return {
-        "model": dict(model.settings),
+        "model": {**model.settings, **half},
         "adapter": {"rank": 16, "alpha": 32, "targets": "all-linear"},
         "data": {"path": SOME_ROWS, "eval_frac": 0.01},
         "train": {

@@ -44,7 +44,7 @@ from offload.plan.memory.memory import (
     input_bytes,
     total_bytes,
 )
-from offload.plan.plan import Plan, plan, with_costs
+from offload.plan.plan import Plan, costs_of, laid_out, plan, with_costs
 from offload.plan.request import PlanRequest, over_cards, with_workload
 from offload.plan.schedule.op import KEPT_GRAPH, LINK, Route
 from offload.plan.schedule.schedule import MIN_SLOTS
@@ -112,6 +112,29 @@ def replanned(
         source=source,
         figures=figures_of(made),
         fits=not short,
+    )
+
+
+def moved(
+    name: str, how: str, source: str, *, plan: Plan, request: PlanRequest, is_in_plan: bool
+) -> Option:
+    """Return an option that is a setting: a weight in another place, with the plan's residency.
+
+    Device memory that it frees is listed, and not spent on graphs: what these gain is less than the
+    error of a prediction, and `auto` moves such a weight only where a step would not fit otherwise.
+    Where the residency does not fit with it, the request is planned.
+    """
+    needs = MemoryNeeds.of(plan.facts, plan.machine, request)
+    if needs.shortages(plan.residency):
+        return replanned(name, how, source, plan=plan, request=request, is_in_plan=is_in_plan)
+    costs = costs_of(plan.facts, plan.machine, request)
+    return Option(
+        name=name,
+        standing="in the plan" if is_in_plan else "a setting",
+        how=how,
+        source=source,
+        figures=figures_of(laid_out(needs, costs, plan.residency)),
+        fits=True,
     )
 
 
@@ -503,7 +526,8 @@ def _copy(cards: _Cards) -> Option:
     made, short = plan_anyway(plan.facts, plan.machine, request)
     needed = 8e-9 * made.network_needed_bytes_per_s
     how = (
-        f"`--num_processes {cards.num}`; {needed:,.2g} Gb/s between them hide the sums of gradients"
+        f"{cards.num} cards, `--num_processes {cards.num}`; {needed:,.2g} Gb/s between them hide"
+        " the sums of gradients"
     )
     figures = figures_of(made)
     return Option(
@@ -526,9 +550,9 @@ def _shard(cards: _Cards) -> Option:
     return Option(
         name=name,
         standing="a setting" if _is_offered(plan.facts, request) else "not done here",
-        how="`train.parallel: fsdp2`, native"
+        how=f"{cards.num} cards, `train.parallel: fsdp2`, native"
         if _is_offered(plan.facts, request)
-        else "native layers",
+        else f"{cards.num} cards, native layers",
         source=SOURCES[name],
         figures=Figures(
             step_s=made.step_s,
@@ -788,7 +812,7 @@ def _elsewhere(plan: Plan) -> Iterator[Option]:
             continue
         is_done = places[settings[0]] == "host"
         wanted: WeightPlace = "device" if is_done else "host"
-        yield replanned(
+        yield moved(
             name,
             " and ".join(f"`offload.{setting}: {wanted}`" for setting in settings),
             source,

@@ -30,6 +30,7 @@ from offload.plan.machine.machine import (
     DTYPE_BYTES,
     MEASURED,
     MIB,
+    Dtype,
     Machine,
     Node,
     Rate,
@@ -274,6 +275,15 @@ def probe(*, device: str, dtype: str, seconds: float) -> Machine:
         bench = RateBench(torch.device(device), getattr(torch, dtype), share_s)
         machine = _probe_cuda(bench, dtype) if device == "cuda" else _probe_cpu(bench, dtype)
     return replace(machine, others_frac=watch.others_frac())
+
+
+def half_dtype_of(capability: tuple[int, int] | None) -> Dtype:
+    """Return the 16-bit type that a GPU computes in: bfloat16 from Ampere on.
+
+    Args:
+        capability: CUDA's, or None of a CPU.
+    """
+    return "float16" if capability is not None and capability < (8, 0) else "bfloat16"
 
 
 def has_grouped_gemm(capability: tuple[int, int], dtype: str) -> bool:

@@ -70,7 +70,7 @@ def suggested(model: str, vram_gib: int, ram_gib: int, *overrides: str, name: st
     asked = Asked(machine=None, vram_gib=vram_gib, ram_gib=ram_gib, goal=DEFAULT_GOAL)
     target, _ = target_of(asked, dtype="bfloat16")
     wanted = wanted_model(model)
-    settings = first_settings(wanted, name=name.replace("_", "-"))
+    settings = first_settings(wanted, name=name.replace("_", "-"), dtype="bfloat16")
     goal = goal_named(asked.goal)
     return suggest(wanted, target, goal, settings=settings, overrides=overrides)
 

@@ -342,6 +342,12 @@ def named_machine(
     )
 
 
+def half_dtype(name: str) -> Dtype:
+    """Return the 16-bit type that a named card computes in; of anything else bfloat16."""
+    key = _card_key(name)
+    return "float16" if key is not None and not CARDS[key].has_bf16 else "bfloat16"
+
+
 def board_w(machine: Machine) -> int | None:
     """Return the watts that a machine's card draws at most, by its maker; None if not known."""
     is_described = machine.gemm_flops_per_s.source.startswith(GIVEN)

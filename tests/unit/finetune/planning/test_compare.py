@@ -941,10 +941,23 @@ def test_settings_of_the_command_line_are_written(capsys) -> None:
 
 
 def test_a_card_without_bfloat16_has_a_recipe_in_float16(capsys) -> None:
-    words = ("recipes", "for", "qwen3-0.6b", "--machine", "t4")
-    assert run(*words) == 1
+    text = suggested(capsys, "qwen3-0.6b", "--machine", "t4")
+    assert "\n  dtype: float16\n" in text
+    assert "dtype: float16" not in suggested(capsys, "qwen3-0.6b", "--machine", "l4")
+
+
+def test_a_model_is_planned_in_float16_on_such_a_card_and_a_recipe_in_its_own_type(capsys) -> None:
+    note = "t4 does not compute in bfloat16: planned with model.dtype=float16"
+    assert run("plan", "qwen3-0.6b", "--machine", "t4", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["notes"] == [note]
+    assert run("plan", "qwen3-0.6b", "--machine", "t4", "--json", "model.dtype=float16") == 0
+    asked = json.loads(capsys.readouterr().out)
+    assert (asked["notes"], asked["predicted"]) == ([], found["predicted"])
+    assert run("plan", "qwen3_8b_lora_3060", "--machine", "t4") == 1
     assert "hint: `model.dtype: float16`" in capsys.readouterr().err
-    assert "\n  dtype: float16\n" in suggested(capsys, *words[2:], "model.dtype=float16")
+    assert run("fit", "qwen3-0.6b", "--machine", "t4") == 0
+    assert "at the rates of t4" in capsys.readouterr().out
 
 
 @pytest.mark.thorough
@@ -986,7 +999,7 @@ def test_a_goal_takes_what_rounds_least_of_the_forms_that_are_good_enough(goal: 
         model,
         Target(machine=machine, options=""),
         goal,
-        settings=first_settings(model, name="a-run"),
+        settings=first_settings(model, name="a-run", dtype="bfloat16"),
         overrides=["train.tokens_per_step=8192"],
     )
     values = [form.seq_len if goal.name == "context" else form.tokens_per_s for form in found.forms]

@@ -479,6 +479,17 @@ def test_the_other_place_is_priced_with_the_slots_as_they_are(
         assert not {"offload embeddings", "offload the head"} & there.keys()
 
 
+def test_what_a_moved_embedding_frees_is_listed_and_not_spent_on_graphs() -> None:
+    made = plan(FACTS, CARD, request(num_kept_graphs=None, num_micro_batches=2))
+    held = with_workload(replace(made.request, num_slots=made.num_slots), embeddings="host")
+    assert plan(FACTS, CARD, held).num_kept_graphs > made.num_kept_graphs > 0
+    options = {one.name: one for one in what_if(made, num_cards=2).options}
+    figures = options["offload embeddings"].figures
+    assert figures is not None
+    assert made.peak_bytes - figures.vram_bytes > 0.9 * TABLE
+    assert figures.step_s == pytest.approx(made.step_s, rel=2e-3)
+
+
 def test_a_tied_weight_that_trains_has_no_other_place() -> None:
     trained = request(workload(adapter=lora(modules=("embed_tokens",))), num_slots=2)
     options = what_if(plan(TIED_FACTS, CARD, trained), num_cards=2).options

@@ -28,6 +28,7 @@ from offload.probe.energy import (
 )
 from offload.probe.machine import (
     disk_rate,
+    half_dtype_of,
     has_grouped_gemm,
     probe,
     steady_bytes,
@@ -123,6 +124,15 @@ def test_experts_are_one_kernel_where_torch_has_it(
 def test_an_unknown_device_is_refused() -> None:
     with pytest.raises(MachineError, match=r"device 'tpu' cannot be measured; .*cuda or cpu"):
         probe(device="tpu", dtype="float32", seconds=1.0)
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype"),
+    [((7, 0), "float16"), ((7, 5), "float16"), ((8, 0), "bfloat16"), ((12, 0), "bfloat16")],
+)
+def test_a_gpu_before_ampere_is_measured_in_float16(capability, dtype) -> None:
+    assert half_dtype_of(capability) == dtype
+    assert half_dtype_of(None) == "bfloat16"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
