@@ -17,6 +17,14 @@ HELP_OF_IMAGES = f"{HELP} {IMAGE} PATH shows an image with what you say next."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Shown:
+    """A message with the image that it is about, which is answered if the image can be seen."""
+
+    said: str  # the message
+    image: Picture  # what it is about
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Chat:
     """How a conversation is held."""
 
@@ -27,7 +35,7 @@ class Chat:
     say: Callable[[str], None]  # prints a piece of text, which may be a part of a line
     note: Callable[[str], None]  # reports what the user should know
 
-    def hold(self, run_dir: Path, lines: Iterable[str]) -> None:
+    def hold(self, run_dir: Path, lines: Iterable[str | Shown]) -> None:
         """Answer each line, with all turns before it.
 
         Args:
@@ -55,29 +63,58 @@ class Chat:
         with prepared.attached(note=self.note) as model:
             self.note(shown_help)
             for line in lines:
+                if isinstance(line, Shown):
+                    self._answer_shown(prepared, model, turns, line, blind=blind)
+                    continue
                 said = line.strip()
                 if said == END:
                     break
                 if said == RESET:
                     turns.clear()
                     seen.clear()
-                elif (file := _file_in(said)) and blind:
-                    self.note(blind)
-                elif file:
-                    self._look(prepared, seen, file)
+                elif file := _file_in(said):
+                    self._look(prepared, seen, Path(file), blind=blind)
                 elif said.startswith("/") and said[1:].isalpha():
                     self.note(shown_help)
                 elif said:
                     self._answer(prepared, model, turns, said, seen)
 
-    def _look(self, prepared: Prepared, seen: list[Picture], file: str) -> None:
-        """Look at an image, which the next message shows."""
+    def _look(
+        self, prepared: Prepared, seen: list[Picture], image: Path | Picture, *, blind: str
+    ) -> bool:
+        """Add an image to those of a message, or note why it cannot be seen.
+
+        Args:
+            prepared: The run.
+            seen: The images of the message.
+            image: The image, or its file.
+            blind: Why the model sees none; empty if it does.
+        """
+        if blind:
+            self.note(blind)
+            return False
         try:
-            seen.append(prepared.shown(Path(file)))
+            seen.append(prepared.shown(image))
         except SluiceError as error:
             self.note(f"{error.what}; {error.hint}.")
-        else:
-            self.note(f"{file} is shown with what you say next.")
+            return False
+        if isinstance(image, Path):
+            self.note(f"{image} is shown with what you say next.")
+        return True
+
+    def _answer_shown(
+        self,
+        prepared: Prepared,
+        model: TrainedModel,
+        turns: list[Message],
+        shown: Shown,
+        *,
+        blind: str,
+    ) -> None:
+        """Answer a message about an image, if that can be seen."""
+        own = list[Picture]()
+        if self._look(prepared, own, shown.image, blind=blind):
+            self._answer(prepared, model, turns, shown.said, own)
 
     def _answer(
         self,

@@ -12,6 +12,7 @@ from finetune.data.compared import Comparison, require_classes, require_comparab
 from finetune.data.dataset import Chosen, ExampleSet, load_rows
 from finetune.data.order import PackedOrder, RowCost, StepSizes
 from finetune.data.pictures.picture import PLACE, Picture
+from finetune.data.pictures.thumbnail import thumbnails
 from finetune.data.rows import RowForm
 from finetune.data.sources import Raw, decoded
 from finetune.data.tokenize import IGNORE_INDEX, Example, Imaging
@@ -27,6 +28,7 @@ from finetune.report.data_view import (
     Taught,
     histogram,
 )
+from finetune.report.format import shown_span
 from finetune.report.screen import Working
 from finetune.training.packing import settled_packing
 from finetune.training.prepare import imaging_of
@@ -82,7 +84,7 @@ def data_view(
         keys = np.concatenate([part.images for part in rows.train.parts])
         notes.append(
             f"Images: {len(sizes):,} in the rows of an epoch, {len(np.unique(keys)):,} of them"
-            f" distinct, with {sizes.min():,} to {sizes.max():,} tokens each"
+            f" distinct, with {shown_span(sizes.min(), sizes.max())} tokens each"
         )
     is_sampled = settings.objective.samples_answers
     packed_fill = None if is_sampled else _packed_fill(settings, rows.train, notes.append)
@@ -178,7 +180,7 @@ def _with_images(
 
 
 def labelled(row: SeenRow, images: Sequence[tuple[Picture, int]]) -> SeenRow:
-    """Return a row with what its images are in their places.
+    """Return a row with what its images are in their places, and small copies of them.
 
     Args:
         row: The row, with `PLACE` for each image.
@@ -190,7 +192,8 @@ def labelled(row: SeenRow, images: Sequence[tuple[Picture, int]]) -> SeenRow:
         first, *others = piece.text.split(PLACE)
         text = first + "".join(next(labels, PLACE) + other for other in others)
         pieces.append(replace(piece, text=text))
-    return replace(row, pieces=tuple(pieces))
+    small = thumbnails([image for image, _ in images])
+    return replace(row, pieces=tuple(pieces), thumbnails=tuple(small))
 
 
 def _label(image: Picture, num_tokens: int, number: int) -> str:

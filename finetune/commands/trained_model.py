@@ -133,11 +133,11 @@ class Prepared:
         images.require_exact()
         return replace(self, images=images)
 
-    def shown(self, file: Path) -> Picture:
+    def shown(self, image: Path | Picture) -> Picture:
         """Return an image for prompts, once the tower has looked at it.
 
         Args:
-            file: The image's.
+            image: Its file, or the image.
 
         Raises:
             ConfigError: There is no such file.
@@ -145,13 +145,14 @@ class Prepared:
             ModelError: The model has no tower, or no processor that can be loaded here.
         """
         assert self.images is not None, "of `seeing`"
-        path = expanded(str(file)).absolute()
-        if not path.is_file():
-            raise ConfigError(f"there is no file {file}", hint="name the file of an image")
-        picture = Picture(name=str(file), path=str(path))
+        if isinstance(image, Path):
+            path = expanded(str(image)).absolute()
+            if not path.is_file():
+                raise ConfigError(f"there is no file {image}", hint="name the file of an image")
+            image = Picture(name=str(image), path=str(path))
         with _usable():
-            self.images.look(picture)
-        return picture
+            self.images.look(image)
+        return image
 
     def ids_of(self, messages: Sequence[Message], *, source: str) -> Sequence[int]:
         """Return the tokens before an answer to some turns, after the run's system prompt.

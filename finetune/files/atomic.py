@@ -45,10 +45,10 @@ def write_atomically(file: Path, text: str, *, mode: int | None = None) -> None:
         descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
             with open(descriptor, "w", encoding="utf-8") as stream:  # noqa: PTH123 - a descriptor
-                stream.write(text)
-                stream.flush()
                 if mode is not None:
                     os.fchmod(descriptor, mode)
+                stream.write(text)
+                stream.flush()
                 os.fsync(descriptor)
             partial.replace(file)
         except BaseException:

@@ -78,6 +78,10 @@ class FeatureStore:
         """Return the keys of images that have no features yet."""
         return [key for key in keys if not self._file(key).is_file()]
 
+    def num_bytes(self, keys: Iterable[bytes]) -> int:
+        """Return the size on disk of the features of images, which all have some."""
+        return sum(self._file(key).stat().st_size for key in keys)
+
     def put(self, key: bytes, features: Features) -> None:
         """Write the features of an image; a kill leaves none, or all.
 

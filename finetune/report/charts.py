@@ -7,13 +7,14 @@ interpreted, so the page needs no `eval`. Nothing is loaded: the page's policy f
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from finetune.report.memory import MemoryRow
+from finetune.report.rows import shown
 from finetune.run.run_files import EVAL_LOSS
 from offload.plan.machine.machine import GIB
 from offload.plan.schedule.timeline import Timeline
@@ -78,7 +79,8 @@ def page(title: str, body: str, charts: Sequence[Chart] = ()) -> str:
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy"
- content="default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'">
+ content="default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline';
+ img-src data:">
 <title>{escape(title)}</title>
 <style>{asset(STYLE)}</style>
 </head>
@@ -107,7 +109,7 @@ MOST_POINTS = 2000  # of a curve: more are no sharper on a page, and the file st
 MOST_BEYOND = 4.0  # times the longest bar that a limit may be, or it is not drawn
 MOST_BARS = 3000  # of a step's drawing
 _ZOOM = [{"name": "zoom", "select": {"type": "interval", "encodings": ["x"]}, "bind": "scales"}]
-_HEIGHT = 260
+HEIGHT = 260
 # Labels that were pushed inwards at the ends, or of each 40 px, touch on a phone.
 _AXIS = {"tickCount": {"expr": "ceil(width / 80)"}, "labelFlush": False}
 _STEPS = {"field": "step", "type": "quantitative", "axis": {**_AXIS, "tickMinStep": 1}}
@@ -171,7 +173,7 @@ def curves(
     """
     colour: dict[str, Any] = {}
     if runs[1:]:
-        domain = {"scale": {"domain": list(runs)}, "legend": {"orient": "top"}}
+        domain = {"scale": {"domain": list(runs)}, "legend": _legend(runs, labels_px=60)}
         colour = {"color": {"field": "run", "type": "nominal", "title": None, **domain}}
     last = points[-1]
     counts = Counter(point.get("run") for point in points)
@@ -180,10 +182,10 @@ def curves(
     return Chart(
         name=name,
         title=title,
-        summary=f"{title}: {last[y]:.5g} in step {last['step']}"
+        summary=f"{title}: {shown(last[y])} in step {last['step']}"
         + (f" of {last['run']}, the last of {len(runs)} runs." if runs[1:] else "."),
         spec={
-            "height": _HEIGHT,
+            "height": HEIGHT,
             "params": _ZOOM,
             "data": {"values": thinned(points, "run" if runs[1:] else None)},
             "mark": {"type": "line", "point": is_marked, "clip": True, "strokeWidth": 2},
@@ -197,12 +199,23 @@ def curves(
                 "tooltip": [
                     *([{"field": "run", "type": "nominal"}] if runs[1:] else []),
                     {"field": "step", "type": "quantitative"},
-                    {"field": y, "type": "quantitative", "format": ".5~g"},
+                    {"field": y, "type": "quantitative", "format": ",.5~r"},
                 ],
                 **colour,
             },
         },
     )
+
+
+def _legend(names: Iterable[str], *, labels_px: int) -> dict[str, Any]:
+    """Return a legend above a chart, in as many columns as fit.
+
+    Args:
+        names: What it explains.
+        labels_px: Width of the labels on the left.
+    """
+    columns = f"max(1, floor((containerSize()[0] - {labels_px}) / {40 + 7 * max(map(len, names))}))"
+    return {"orient": "top", "columns": {"expr": columns}, "labelLimit": 300}
 
 
 def _scale(values: Sequence[float], *, is_padded: bool) -> dict[str, Any]:
@@ -233,7 +246,7 @@ def step_times(rows: Sequence[Row], *, predicted_s: float) -> Chart:
         summary=f"Time of each step; {predicted_s:.3g} s were predicted before the first.",
         note=f"The line is what was predicted before step 1: {predicted_s:,.4g} s.",
         spec={
-            "height": _HEIGHT,
+            "height": HEIGHT,
             "layer": [
                 {
                     "params": _ZOOM,
@@ -252,52 +265,6 @@ def step_times(rows: Sequence[Row], *, predicted_s: float) -> Chart:
                 },
             ],
         },
-    )
-
-
-def break_even(points: Sequence[Row], *, break_even_tokens: int | None) -> Chart:
-    """Return tokens/s over tokens per step, and from where streaming is free.
-
-    Args:
-        points: Each with `tokens per step` and `tokens/s`.
-        break_even_tokens: Tokens per step from which streaming is free: 0 where nothing is
-            streamed; None where it is more than any step should have.
-    """
-    # short labels: on a phone the last one would overlap the one before, and be dropped
-    in_k = {"labelExpr": "format(datum.value / 1024, ',') + 'k'"}
-    x: dict[str, Any] = {
-        "field": "tokens per step",
-        "type": "quantitative",
-        "title": "tokens per step (k: 1,024)",
-    }
-    x |= {"axis": in_k, "scale": {"type": "log", "base": 2, "nice": False}}
-    y = {"field": "tokens/s", "type": "quantitative", "scale": {"zero": True}}
-    shown = [{"field": "tokens per step", "format": ","}, {"field": "tokens/s", "format": ",.0f"}]
-    layers: list[dict[str, Any]] = [
-        {
-            "data": {"name": "points", "values": list(points)},
-            "mark": {"type": "line", "point": {"filled": True, "size": 40}, "strokeWidth": 2},
-            "encoding": {"x": x, "y": y, "tooltip": shown},
-        }
-    ]
-    line = ""
-    if break_even_tokens == 0:
-        line = "The whole model is on the device: nothing is streamed."
-    elif break_even_tokens is not None:
-        line = f"The line is the break-even: {break_even_tokens:,} tokens."
-        layers.append(
-            {
-                "data": {"values": [{"tokens per step": break_even_tokens}]},
-                "mark": {"type": "rule", "strokeDash": [6, 4], "strokeWidth": 2},
-                "encoding": {"x": x},
-            }
-        )
-    return Chart(
-        name="curve",
-        title="Tokens per second over tokens per step",
-        summary=f"Predicted tokens per second for steps of more and fewer tokens. {line}",
-        note=line,
-        spec={"height": _HEIGHT, "layer": layers},
     )
 
 
@@ -384,8 +351,13 @@ def _pairs(name: str, title: str, bars: Sequence[Row], *, x: str, y: str, unit: 
     )
 
 
-def gantt(timelines: Mapping[str, Timeline]) -> Chart:
-    """Return the ops of steps on their lanes; one can zoom in until each op is seen."""
+def gantt(timelines: Mapping[str, Timeline], which_steps: str) -> Chart:
+    """Return the ops of steps on their lanes; one can zoom in until each op is seen.
+
+    Args:
+        timelines: One for each step, by the name of its lanes.
+        which_steps: A sentence or two about these steps.
+    """
     bars: list[dict[str, Any]] = []
     for which, timeline in timelines.items():
         num = len(timeline.spans)
@@ -406,12 +378,13 @@ def gantt(timelines: Mapping[str, Timeline]) -> Chart:
             if span.duration_s > 0 and span.duration_s >= floor_s
         ]
     left_out = sum(len(one.spans) for one in timelines.values()) - len(bars)
-    rows = list(dict.fromkeys(bar["row"] for bar in bars))
+    lanes = sorted({bar["row"] for bar in bars})
+    rows = [row for which in timelines for row in lanes if row.startswith(f"{which}:")]
     return Chart(
         name="gantt",
         title="A step, op by op",
         summary="The ops of a step on their lanes, as predicted and as measured.",
-        note="Drag to move, scroll to zoom; a bar names its op."
+        note=f"{which_steps} Drag to move, scroll to zoom; a bar names its op."
         + (f" The {left_out:,} shortest ops are left out." if left_out else ""),
         spec={
             "height": {"step": 26},
@@ -426,7 +399,7 @@ def gantt(timelines: Mapping[str, Timeline]) -> Chart:
                     "field": "op",
                     "type": "nominal",
                     "title": None,
-                    "legend": {"orient": "top", "columns": 3},
+                    "legend": _legend([bar["op"] for bar in bars], labels_px=150),
                     "scale": {"scheme": "tableau20"},
                 },
                 "tooltip": [

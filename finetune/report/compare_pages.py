@@ -12,6 +12,7 @@ from finetune.report.compared_runs import (
     runs_table,
     verdict_lines,
 )
+from finetune.report.pace import BASIS, FIGURES, Pace
 from finetune.report.rows import Table, as_html
 from finetune.run.run_files import EVAL_LOSS
 
@@ -24,6 +25,7 @@ class SweptRun:
     settings: Mapping[str, Any]  # what sets it apart from the others, by field
     state: str  # its status, and why it ended if it did not finish
     rows: Sequence[Mapping[str, Any]]  # the rows of its metrics
+    pace: Pace | None  # how fast its steps were; None before the first
 
     @property
     def eval_loss(self) -> float:
@@ -62,12 +64,14 @@ def sweep_page(title: str, facts: Sequence[tuple[str, str]], runs: Sequence[Swep
             *(run.name, _number(run.eval_loss), _number(run.last_loss)),
             *(str(run.settings.get(field, "")) for field in fields),
             run.rows[-1]["step"] if run.rows else 0,
-            *(run.rows[-1]["tokens_per_s"] if run.rows else None, run.state),
+            *(run.pace.shown[name] if run.pace else None for name in FIGURES),
+            run.state,
         )
         for run in ordered
     ]
     losses = ("held-out loss|loss", "training loss|loss")
-    columns = ["run", *losses, *fields, "steps|whole", "tokens/s|whole", "state"]
+    of_pace = (f"{name}|" for name in FIGURES)
+    columns = ["run", *losses, *fields, "steps|whole", *of_pace, "state"]
     best, name = ordered[0], "training"
     if not math.isnan(best.eval_loss):
         name = "held-out"
@@ -75,9 +79,8 @@ def sweep_page(title: str, facts: Sequence[tuple[str, str]], runs: Sequence[Swep
     is_known = not math.isnan(loss)
     settings = ", ".join(f"{field} {value}" for field, value in best.settings.items())
     said = f"Best: {best.name} ({settings}), with a {name} loss of {loss:.4f}."
-    table = Table(
-        "Runs, the best first", columns, lines, level="brief", best=0 if is_known else None
-    )
+    marked = 0 if is_known else None
+    table = Table("Runs, the best first", columns, lines, BASIS, level="brief", best=marked)
     together = Table("All runs together", [""] * 2, facts, level="brief")
     body = [as_html([said, table] if is_known else [table]), *(chart.html for chart in drawn)]
     return page(title, "\n".join([*body, as_html([together])]), drawn)

@@ -1,6 +1,8 @@
 """Several runs next to each other: what their recipes differ in, and what came of it."""
 
-from collections.abc import Mapping, Sequence
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,18 +11,29 @@ from finetune.errors import CheckpointError, ConfigError
 from finetune.recipe.recipe import Recipe, differences
 from finetune.report.energy import RunEnergy, cost_of, run_energy
 from finetune.report.explain import Explanation, explain
-from finetune.report.rows import Part, Table
-from finetune.report.verdict import exact_match
+from finetune.report.pace import BASIS, FIGURES, Pace
+from finetune.report.rows import Part, Table, shown
+from finetune.report.verdict import answers_right
 from finetune.run.run_dir import RunDir
-from finetune.run.run_files import EVAL_LOSS
+from finetune.run.run_files import (
+    EVAL_LOSS,
+    EVAL_PREFIX,
+    EVALUATION,
+    EVALUATION_BEFORE,
+    read_sealed,
+)
 
+ACCURACY = f"{EVAL_PREFIX}accuracy"
 NAMES = ("output.name:", "output.dir:")  # in which all runs differ
 COLUMNS: tuple[str, ...] = (
     *("run", "steps|whole", "held-out|loss", "loss|loss"),
-    *("tokens/s|whole", "step predicted|s", "step measured|s"),
-    *("right|%", "J/token", "energy|kWh", "cost", "reward"),
+    *(f"{name}|" for name in FIGURES),
+    "disturbed",
+    *("answers right|", "held-out accuracy|", "J/token", "energy|kWh", "cost", "reward"),
+    *("images|whole", "encoded in|s"),
 )
-ALWAYS = 7  # columns that are shown where all are empty
+ALWAYS = 8  # columns that are shown where all are empty
+FEWEST_STEPS = 5  # whose spread means something
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,7 +44,8 @@ class ComparedRun:
     recipe: Recipe  # the recipe that it was begun with
     rows: Sequence[Mapping[str, Any]]  # the rows of its metrics
     explanation: Explanation | None  # None before its first step
-    right: float | None  # the share of held-out answers that are right after training
+    right: Mapping[str, float]  # shares of right held-out answers, before and after training
+    accuracy: str | None  # that of held-out rows whose class was right
 
     @property
     def loss(self) -> float | None:
@@ -45,18 +59,24 @@ class ComparedRun:
         return found[-1] if found else None
 
     @property
-    def tokens_per_s(self) -> float | None:
-        """Over all steps and their waits for data."""
-        times = (row["phases_s"]["step"] + row["phases_s"]["data wait"] for row in self.rows)
-        return sum(row["num_tokens"] for row in self.rows) / sum(times) if self.rows else None
+    def pace(self) -> Pace | None:
+        """The time of a step and tokens/s, since the newest start."""
+        return None if self.explanation is None else self.explanation.sections[-1].pace
 
     @property
-    def step_s(self) -> tuple[float, float] | None:
-        """A step as predicted and as measured, of the newest start."""
-        if self.explanation is None:
-            return None
-        section = self.explanation.sections[-1]
-        return section.predicted_s, section.comparison[0].measured
+    def is_disturbed(self) -> bool:
+        """Whether something other than its plan affected the times of its steps."""
+        return self.explanation is not None and self.explanation.sections[-1].is_disturbed
+
+    @property
+    def noise(self) -> float:
+        """The interquartile range of the tokens/s of its steps; infinite of fewer than five."""
+        first, last = (0, 0) if self.explanation is None else self.explanation.sections[-1].steps
+        rates = [float(row["tokens_per_s"]) for row in self.rows if first <= row["step"] <= last]
+        if len(rates) < FEWEST_STEPS:
+            return math.inf
+        low, _, high = statistics.quantiles(rates, n=4)
+        return high - low
 
     @property
     def reward_span(self) -> str | None:
@@ -114,8 +134,21 @@ def _read(folder: Path, name: str) -> ComparedRun:
         recipe=run.recipe(),
         rows=rows,
         explanation=explain(folder) if rows else None,
-        right=exact_match(folder, "after"),
+        right=answers_right(folder),
+        accuracy=_accuracy(folder, rows),
     )
+
+
+def _accuracy(folder: Path, rows: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return the accuracy on held-out rows, the first and the last; None without one."""
+    before = folder / EVALUATION_BEFORE
+    evaluated = [read_sealed(EVALUATION, before)] if before.exists() else []
+    found = [one[ACCURACY] for one in (*evaluated, *rows) if ACCURACY in one]
+    return _shares((found[0], found[-1])) if found else None
+
+
+def _shares(values: Iterable[float]) -> str:
+    return " -> ".join(shown(value, "share") for value in values)
 
 
 def recipe_changes(runs: Sequence[ComparedRun]) -> dict[str, list[str]]:
@@ -131,45 +164,94 @@ def recipe_changes(runs: Sequence[ComparedRun]) -> dict[str, list[str]]:
 
 def figures_of(run: ComparedRun) -> tuple[Any, ...]:
     """Return a run's figures, in the order of COLUMNS; None for what there is not."""
+    images = None if run.explanation is None else run.explanation.images
     cost, currency = cost_of(run.energy.kwh, run.recipe.report), run.recipe.report.currency
+    pace = run.pace.shown if run.pace else {}
     return (
         *(run.name, run.rows[-1]["step"] if run.rows else 0, run.eval_loss, run.loss),
-        *(run.tokens_per_s, *(run.step_s or (None, None)), run.right),
+        *(pace.get(name) for name in FIGURES),
+        "yes" if run.is_disturbed else None,
+        *(_shares(run.right.values()) or None, run.accuracy),
         *(run.energy.j_per_token, run.energy.kwh),
         None if cost is None else f"{cost:,.3g} {currency or ''}".strip(),
-        run.reward_span,
+        *(run.reward_span, images and images.num_images, images and images.encoded_s),
     )
 
 
 def best_of(runs: Sequence[ComparedRun]) -> int | None:
     """Return the number of the run of the lowest held-out loss.
 
-    None where fewer than two were evaluated, or their losses are not of one kind.
+    Where no run was evaluated, it is the one with the most held-out answers right after training.
+    None where fewer than two have a figure, losses are not of one kind, or two runs share the best.
     """
-    losses = {n: run.eval_loss for n, run in enumerate(runs) if run.eval_loss is not None}
+    losses = {n: round(run.eval_loss, 4) for n, run in enumerate(runs) if run.eval_loss is not None}
+    wrong = {n: 1 - run.right["after"] for n, run in enumerate(runs) if "after" in run.right}
+    ranked = losses or wrong
     kinds = {runs[n].recipe.objective.method for n in losses}
-    is_comparable = len(losses) > 1 and len(kinds) == 1
-    return min(losses, key=lambda n: losses[n]) if is_comparable else None
+    first, *others = sorted(ranked, key=lambda n: ranked[n]) or [0]
+    is_best = others and len(kinds) <= 1 and ranked[first] < ranked[others[0]]
+    return first if is_best else None
 
 
 def verdict_lines(runs: Sequence[ComparedRun]) -> list[Part]:
-    """Return which run learned best and which was fastest, in words."""
-    best, found = best_of(runs), list[Part]()
+    """Return in words whether runs are alike, which learned best and which was fastest."""
+    best, found = best_of(runs), list[Part](_unlike(runs))
     if best is not None:
-        found.append(f"Best: {runs[best].name}, held-out loss {runs[best].eval_loss:.4f}")
-    rates = {run.name: run.tokens_per_s for run in runs if run.tokens_per_s is not None}
-    if len(rates) > 1:
-        name = max(rates, key=lambda name: rates[name])
-        found.append(f"Fastest: {name}, {rates[name]:,.0f} tokens/s")
-    return found
+        run = runs[best]
+        figure = (
+            f"{shown(run.right['after'], 'share')} of held-out answers right"
+            if run.eval_loss is None
+            else f"held-out loss {run.eval_loss:.4f}"
+        )
+        found.append(f"Best: {run.name}, {figure}")
+    return [*found, *_fastest(runs)]
+
+
+def _unlike(runs: Sequence[ComparedRun]) -> list[str]:
+    """Return in words that runs train other models, or on other rows, if they do."""
+    models = [f"{run.recipe.model.path} {run.recipe.model.config}" for run in runs]
+    keys = list(zip(models, (str(run.recipe.data.sources) for run in runs), strict=True))
+    groups: dict[tuple[str, str], list[str]] = {}
+    for key, run in zip(keys, runs, strict=True):
+        groups.setdefault(key, []).append(run.name)
+    if len(groups) == 1:
+        return []
+    parts = zip(("models", "rows"), zip(*keys, strict=True), strict=True)
+    what = " and ".join(name for name, of in parts if len(set(of)) > 1).capitalize()
+    names = " against ".join(", ".join(group) for group in groups.values())
+    return [f"{what} differ ({names}): their figures say nothing of each other's settings"]
+
+
+def _fastest(runs: Sequence[ComparedRun]) -> list[str]:
+    """Return which run is the fastest, if its lead is larger than the noise of the steps.
+
+    A lead is noise up to the larger interquartile range of the two runs' tokens/s by step.
+    """
+    timed = [(run.pace.tokens_per_s, run.noise, run.name) for run in runs if run.pace is not None]
+    if len(timed) < 2:
+        return []
+    if disturbed := [run.name for run in runs if run.is_disturbed]:
+        return [
+            f"Fastest: none is named, as the steps of {', '.join(disturbed)} were disturbed, by"
+            " other programs or by changing clock rates"
+        ]
+    (rate, noise, name), *others = sorted(timed, key=lambda one: -one[0])
+    if close := [one for other, own, one in others if rate - other <= max(noise, own)]:
+        names = ", ".join([name, *close])
+        return [f"Fastest: {names}, with no difference larger than the noise of the steps"]
+    return [f"Fastest: {name}, {shown(rate, 'whole')} tokens/s"]
 
 
 def runs_table(runs: Sequence[ComparedRun]) -> Table:
     """Return a line for each run, the best marked; no column is empty."""
     cells = [figures_of(run) for run in runs]
-    shown = [i for i, column in enumerate(zip(*cells, strict=True)) if i < ALWAYS or any(column)]
+    shown = [
+        i
+        for i, column in enumerate(zip(*cells, strict=True))
+        if i < ALWAYS or any(one is not None for one in column)
+    ]
     columns, lines = [COLUMNS[i] for i in shown], [[row[i] for i in shown] for row in cells]
-    return Table("Runs", columns, lines, level="brief", best=best_of(runs))
+    return Table("Runs", columns, lines, BASIS, level="brief", best=best_of(runs))
 
 
 def differences_of(runs: Sequence[ComparedRun]) -> list[Part]:
@@ -188,6 +270,11 @@ def differences_of(runs: Sequence[ComparedRun]) -> list[Part]:
     return [
         Table(title, ["run", "setting"], changes, level="brief"),
         *(f"{run.name} has done no step yet." for run in runs if not run.rows),
+        *(
+            f"{run.name} has no held-out loss: no evaluation by step {run.rows[-1]['step']:,}."
+            for run in runs
+            if run.rows and run.eval_loss is None
+        ),
         *(f"{', '.join(names)}: energy: {line}" for line, names in uncounted.items()),
     ]
 

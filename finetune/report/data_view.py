@@ -4,11 +4,14 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from html import escape
+from typing import Any
 
 from rich.console import RenderableType
 from rich.text import Text
 
 from finetune.report.charts import page
+from finetune.report.format import shown_span
+from finetune.report.images import images_html
 from finetune.report.rows import Part, Row, Table, as_html, as_text, tables
 
 _BAR = 40
@@ -44,6 +47,7 @@ class SeenRow:
     taught: tuple[Taught, ...] = ()
     # Its columns that the model does not see, and rewards of sampled answers may read, as text.
     columns: tuple[tuple[str, str], ...] = ()
+    thumbnails: tuple[str, ...] = ()  # small copies of its images, `data:` URIs for a page
 
     @property
     def num_tokens(self) -> int:
@@ -123,7 +127,11 @@ def data_json(view: DataView) -> str:
         "epoch_loss_tokens": view.epoch_loss_tokens,
         "fill": view.fill,
     }
-    return json.dumps({**asdict(view), **figures}, indent=2)
+    return json.dumps({**asdict(view, dict_factory=_without_thumbnails), **figures}, indent=2)
+
+
+def _without_thumbnails(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {name: value for name, value in fields if name != "thumbnails"}
 
 
 def tables_of(view: DataView) -> list[Part]:
@@ -147,7 +155,7 @@ def tables_of(view: DataView) -> list[Part]:
     columns = ("source", "rows", "per epoch", "tokens", "with loss")
     most = max((one.num_rows for one in view.lengths), default=1)
     lengths = [
-        (f"{one.first:,} - {one.last:,}", one.num_rows, "#" * -(-_BAR * one.num_rows // most))
+        (shown_span(one.first, one.last), one.num_rows, "#" * -(-_BAR * one.num_rows // most))
         for one in view.lengths
     ]
     bars = ["tokens", "rows", ""]
@@ -232,7 +240,10 @@ def histogram(lengths: Sequence[int], *, num_bins: int = 10) -> tuple[Bin, ...]:
 
 def data_html(view: DataView) -> str:
     """Return the view as a page; every text of the rows is escaped."""
-    parts = [printable(one) if isinstance(one, str) else one for one in tables_of(view)]
+    sources, *others = tables_of(view)
+    assert isinstance(sources, Table)
+    named = [sources._replace(title="Sources"), *others]  # the page's heading is above it
+    parts = [printable(one) if isinstance(one, str) else one for one in named]
     rows = "\n".join(_html_row(row) for source in view.sources for row in source.rows)
     return page(
         f"Data of {view.recipe}",
@@ -250,4 +261,5 @@ def _html_row(row: SeenRow) -> str:
     )
     counts = f"{row.num_tokens:,} tokens, {row.num_loss_tokens:,} with a loss"
     columns = "".join(f"<p>{escape(_column(*one))}</p>" for one in row.columns)
-    return f"<h3>{escape(row.source)}: {counts}</h3>\n<pre>{pieces}</pre>{columns}"
+    shown = f"{images_html(row.thumbnails)}<pre>{pieces}</pre>{columns}"
+    return f"<h3>{escape(row.source)}: {counts}</h3>\n{shown}"

@@ -1,15 +1,15 @@
 """Predicted against measured, from the files of a run alone: no torch, no model, no machine.
 
 Steps are compared with the prediction that was there when they were run, so a run that was resumed
-has a comparison for each start. *Measured* is the mean of the steps between the 20th and the 80th
-percentile of wall time: as robust as a median, and its parts still add up. The 20th, 50th and 80th
-percentile are shown next to each mean; an error between them is within the spread of the steps.
+has a comparison for each start. *Measured* is the mean of the middle steps, as in `pace`. The 20th,
+50th and 80th percentile are shown next to each mean; an error between them is within the spread of
+the steps.
 """
 
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,27 +21,35 @@ from finetune.files.atomic import write_atomically
 from finetune.recipe.recipe import Recipe
 from finetune.report import prediction
 from finetune.report.energy import RunEnergy, run_energy
-from finetune.report.format import shown_gib, shown_mib, shown_time, signed
+from finetune.report.format import (
+    shown_gib,
+    shown_mib,
+    shown_span,
+    shown_time,
+    signed,
+)
 from finetune.report.gantt import gantt_svg
 from finetune.report.memory import PEAKS, MemoryRow, memory_rows
+from finetune.report.pace import HIGH, LOW, Pace, Steps
 from finetune.report.plan import SOURCES
-from finetune.report.prediction import SEAL, Prediction
-from finetune.report.rows import Part, Row, Table
+from finetune.report.prediction import Prediction, start_of
+from finetune.report.rows import Part, Row, Table, shown
 from finetune.run import run_files
 from finetune.run.probe_folder import read_features, read_probe
-from finetune.run.run_files import EVAL_LOSS, EVAL_PREFIX, read_rows
+from finetune.run.run_files import EVAL_LOSS, EVAL_PREFIX, IMAGE_FIGURES, read_rows
 from offload.plan.schedule import timeline
 from offload.plan.schedule.op import Kind
 from offload.plan.schedule.timeline import Parts, Timeline, perfetto_trace
 from offload.plan.time.costs import Grade
 
 if TYPE_CHECKING:
+    from finetune.report.images import ImageFigures
     from finetune.report.rounds import Rounds
 
 METRICS, MEASURED, REPORT = "metrics.jsonl", "measured.json", "report.json"
 GANTT, TRACE = "gantt.svg", "trace.json"
-LOW, HIGH = 0.2, 0.8
 SAMPLED, ROUNDS = "sample_s", "finetune.report.rounds"  # of rows with their own answers; read there
+IMAGES = "finetune.report.images"  # read where rows have some
 LOAD = "load_per_cpu"  # of a row: runnable processes per processor
 BUSY_LOAD = 1.5  # more than this run's own threads
 DISTURBED_SPREAD, FEWEST_SPREAD = 0.2, 5  # of equal steps, and how many are needed to measure it
@@ -107,8 +115,7 @@ class Section:
     first_step_s: float  # the step's time by that prediction
     machine: str  # where it ran
     steps: tuple[int, int]  # first and last step that is compared
-    num_steps: int  # steps that are compared
-    num_middle: int  # how many of those are in the mean
+    pace: Pace  # the time of a step and tokens/s
     num_cold: int  # steps that loaded more layers than planned
     comparison: tuple[Comparison, ...]  # the phases, predicted and measured
     wall_s: float  # measured step with its wait for data
@@ -123,7 +130,7 @@ class Section:
     def is_disturbed(self) -> bool:
         """Whether something other than the plan affected the steps' times."""
         is_busy = self.load_per_cpu is not None and self.load_per_cpu > BUSY_LOAD
-        is_spread = self.num_steps >= FEWEST_SPREAD and self.spread_frac > DISTURBED_SPREAD
+        is_spread = self.pace.num_steps >= FEWEST_SPREAD and self.spread_frac > DISTURBED_SPREAD
         return is_busy or is_spread
 
     @property
@@ -160,6 +167,8 @@ class Explanation:
     probe: Mapping[str, Any] | None = None
     # What features took of a head that trains alone; None if they were not taken.
     features: Mapping[str, Any] | None = None
+    # What the pass over the images of rows took; None without images.
+    images: "ImageFigures | None" = None
     # Of a run that samples its own answers; its sections are of learning alone.
     rounds: "Rounds | None" = None
 
@@ -179,6 +188,7 @@ class Explanation:
             "versions": dict(self.versions),
             **({} if self.probe is None else {"probe": dict(self.probe)}),
             **({} if self.features is None else {"features": dict(self.features)}),
+            **({"images": self.images.model_dump()} if self.images else {}),
             **({"rounds": self.rounds.to_json(self.sections[-1])} if self.rounds else {}),
         }
 
@@ -198,12 +208,10 @@ def explain(run_dir: Path) -> Explanation:
             hint=f"`sluice finetune {run_dir / 'recipe.yaml'} --resume` runs them",
         )
     # if a prediction was changed, steps are compared with the start after which they were run
-    by_seal = {p.sha256: p for p in predictions}
     groups: dict[int, list[Mapping[str, Any]]] = {}
     rounds = import_module(ROUNDS).Rounds.of(run_dir, rows) if SAMPLED in rows[0] else None
-    for row in rows if rounds is None else rounds.learning():
-        found = by_seal.get(row.get(SEAL, "")) or _last_start(predictions, row["step"])
-        groups.setdefault(found.number, []).append(row)
+    for row in rows:
+        groups.setdefault(start_of(predictions, row).number, []).append(row)
     by_number = {p.number: p for p in predictions}
     newest = by_number[max(groups)]
     measured = _measured(run_dir / MEASURED)
@@ -211,7 +219,7 @@ def explain(run_dir: Path) -> Explanation:
         num_done=rows[-1]["step"],
         num_steps=newest.num_steps,
         changes=tuple(prediction.changes(run_dir, rows)),
-        sections=tuple(_section(by_number[n], groups[n]) for n in sorted(groups)),
+        sections=tuple(_section(by_number[n], groups[n], rounds) for n in sorted(groups)),
         measured_step=_measured_step(measured) if measured else None,
         memory=memory_rows(newest.calibrated, newest.memory_grade, measured) if measured else (),
         predicted=newest.timeline.with_optimizer(_phases(newest)["optimizer"]),
@@ -223,6 +231,9 @@ def explain(run_dir: Path) -> Explanation:
         versions=(measured or {}).get("versions", {}),
         probe=read_probe(run_dir),
         features=read_features(run_dir),
+        images=import_module(IMAGES).read_images(run_dir)
+        if (run_dir / IMAGE_FIGURES).exists()
+        else None,
         rounds=rounds,
     )
 
@@ -243,9 +254,12 @@ def draw(run_dir: Path, explanation: Explanation) -> list[Path]:
 # ------------------------------------------------------------------------------------------- parts
 
 
-def _section(predicted: Prediction, rows: Sequence[Mapping[str, Any]]) -> Section:
-    phases = _phases(predicted)
-    middle = middle_rows(rows)
+def _section(
+    predicted: Prediction, rows: Sequence[Mapping[str, Any]], rounds: "Rounds | None"
+) -> Section:
+    phases, steps = _phases(predicted), Steps(rows)
+    rows = rows if rounds is None else rounds.learning(rows)
+    middle = [rows[place] for place in steps.middle()]
     comparison = [_comparison("all", "step", phases, rows, middle)]
     for lane, names in LANES.items():
         comparison += [
@@ -266,8 +280,7 @@ def _section(predicted: Prediction, rows: Sequence[Mapping[str, Any]]) -> Sectio
         first_step_s=first["predicted"]["step_s"],
         machine=predicted.calibrated["machine"],
         steps=(rows[0]["step"], rows[-1]["step"]),
-        num_steps=len(rows),
-        num_middle=len(middle),
+        pace=steps.pace(phases["step"]),
         num_cold=sum(row["num_loads"] > num_loads for row in rows),
         comparison=tuple(comparison),
         wall_s=sum(found.values()),
@@ -320,13 +333,6 @@ def misses(predicted: Parts, measured: Parts) -> list[Miss]:
     return sorted(found, key=lambda miss: -abs(miss.difference_s))
 
 
-def middle_rows(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the steps between the 20th and the 80th percentile of wall time: at least one."""
-    ordered = sorted(rows, key=lambda row: row["phases_s"]["step"] + row["phases_s"]["data wait"])
-    cut = int(LOW * len(ordered))
-    return ordered[cut : len(ordered) - cut]
-
-
 def _comparison(
     lane: str,
     name: str,
@@ -353,12 +359,6 @@ def _phases(predicted: Prediction) -> Mapping[str, float]:
     return phases
 
 
-def _last_start(predictions: Sequence[Prediction], step: int) -> Prediction:
-    """Return the newest prediction that could have been there before a step."""
-    started = [p for p in predictions if p.first_step < step]
-    return (started or predictions)[-1]
-
-
 def _measured(file: Path) -> dict[str, Any] | None:
     if not os.path.lexists(file):
         return None
@@ -383,6 +383,7 @@ def _section_json(section: Section) -> dict[str, Any]:
     ]
     return asdict(section) | {
         "comparison": rows,
+        "pace": asdict(section.pace) | {"error": section.pace.error},
         "predicted_s": section.predicted_s,
         "is_disturbed": section.is_disturbed,
     }
@@ -408,9 +409,9 @@ def probe_learned(probe: Mapping[str, Any]) -> str:
     said = [f"loss {first['loss']:.4f} -> {last['loss']:.4f}"]
     for name in _SHARES:
         if name in last:
-            said.append(f"{name} {first[name]:.1%} -> {last[name]:.1%}")
+            said.append(f"{name} {shown(first[name], 'share')} -> {shown(last[name], 'share')}")
         if EVAL_PREFIX + name in last:
-            said.append(f"{name} of held-out rows {last[EVAL_PREFIX + name]:.1%}")
+            said.append(f"{name} of held-out rows {shown(last[EVAL_PREFIX + name], 'share')}")
     if EVAL_LOSS in last:
         said.append(f"loss of held-out rows {last[EVAL_LOSS]:.4f}")
     return ", ".join(said)
@@ -503,6 +504,7 @@ def details_of(explanation: Explanation) -> list[Part]:
     if found.probe is not None:
         parts.append(f"Probe: {probe_took(found.probe)}")
         parts.append(f"Its head: {probe_learned(found.probe)}")
+    parts += [f"Images: {found.images.line}"] if found.images is not None else []
     if found.memory:
         parts.append(_memory_table(found.memory))
     for section in found.sections:
@@ -531,18 +533,18 @@ def _comparison_table(section: Section, peaks: Sequence[MemoryRow]) -> Table:
     (first, last), step = section.steps, section.comparison[0]
     title = (
         f"Predicted from {SOURCES[section.grade]} against measured"
-        f" (mean of the middle {section.num_middle} of {section.num_steps} steps,"
-        f" {first} to {last})"
+        f" ({section.pace.basis}, {shown_span(first, last)})"
     )
     lines = [(row.name, row.predicted, row.measured, row.error, "", "") for row in peaks]
     times = (step.name, *map(shown_time, (step.predicted, step.measured)), step.error)
     columns = ("", "predicted|MiB", "measured|MiB", "error|error", "p20|s", "p80|s")
-    return Table(title, columns, [(*times, step.p20, step.p80), *lines], level="brief")
+    rate = f"{section.pace.shown['tokens/s']} tokens/s in the same steps, all waits included"
+    return Table(title, columns, [(*times, step.p20, step.p80), *lines], rate, level="brief")
 
 
 def _phases_table(section: Section) -> Table:
     def error(row: Comparison) -> str:
-        return "" if row.error is None else f"{row.error:+.0%}"
+        return "" if row.error is None else shown(row.error, "error")
 
     lines = [
         (
@@ -579,15 +581,15 @@ def _section_lines(section: Section) -> Iterator[str]:
     if step.is_within_spread:
         yield "An error in brackets is within the spread of the steps themselves (p20 to p80)"
     if section.first_grade != section.grade:
-        error = (section.first_step_s - step.measured) / step.measured
+        first = replace(section.pace, predicted_s=section.first_step_s).shown
         yield (
             f"Before a step was timed ({section.first_grade}):"
-            f" {shown_time(section.first_step_s)}, {error:+.0%}"
+            f" {first['step predicted']}, error {first['error']}"
         )
     if section.num_cold:
         yield (
-            f"{section.num_cold} of {section.num_steps} steps loaded more than planned: the slots"
-            " were cold, or an evaluation had been through them"
+            f"{section.num_cold} of {section.pace.num_steps} steps loaded more than planned: the"
+            " slots were cold, or an evaluation had been through them"
         )
 
 
@@ -610,9 +612,8 @@ def largest_misses(section: Section) -> str:
     how = "longer" if apart_s >= 0 else "shorter"
     largest = [miss for miss in section.misses[:NUM_NAMED] if miss.difference_s]
     causes = "; ".join(_cause(miss) for miss in largest)
-    return f"A step took {shown_time(abs(apart_s))} {how} than predicted" + (
-        f": {causes}" if causes else ""
-    )
+    took = f"With its wait for data a step took {shown_time(abs(apart_s))} {how} than predicted"
+    return took + (f": {causes}" if causes else "")
 
 
 def _cause(miss: Miss) -> str:

@@ -50,6 +50,11 @@ def shown_count(number: int) -> str:
     return f"{number / 1e6:.2f} M" if number >= 1e6 else f"{number:,}"
 
 
+def shown_span(low: int, high: int) -> str:
+    """Write the lowest and the highest of some counts, which may be one."""
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
+
+
 def shown_break_even(num_tokens: int | None) -> str:
     """Write N* in tokens; None is more than any step should have."""
     return f"more than {MOST_TOKENS:,}" if num_tokens is None else f"{num_tokens:,}"

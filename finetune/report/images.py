@@ -1,13 +1,119 @@
 """What the images of rows cost, in words: before step 1, on disk, and in each step."""
 
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict
+
+from finetune.errors import CheckpointError
+from finetune.files.atomic import JsonFile, write_atomically
+from finetune.files.manifest import sealed_json
 from finetune.report.format import shown_gib, shown_time
+from finetune.report.rows import Drawn, Row
+from finetune.run.run_files import IMAGE_FIGURES, Bytes, Count, Seconds, Step, read_sealed
 from offload.plan.images import ImagePass, image_pass
 from offload.plan.memory.memory import IMAGES
 from offload.plan.plan import Plan
 
 _FEW_TOKENS = 256
+
+
+class ImageFigures(BaseModel):
+    """What the pass over the distinct images of a run took, before its first step."""
+
+    model_config = ConfigDict(frozen=True)
+
+    num_images: Step  # all of the run's rows
+    num_tokens: Step  # tokens of all
+    feature_bytes: Bytes  # size of their features on disk
+    predicted_bytes: Bytes  # the same, predicted
+    num_encoded: Count  # images of this pass; the others had features before
+    pass_s: Seconds  # seconds that they took
+    predicted_pass_s: Seconds  # the same, predicted
+
+    @property
+    def mean_tokens(self) -> int:
+        """Tokens of an image in the mean."""
+        return round(self.num_tokens / self.num_images)
+
+    @property
+    def encoded_s(self) -> float | None:
+        """Seconds of the pass; None if all had features before."""
+        return self.pass_s if self.num_encoded else None
+
+    @property
+    def times(self) -> tuple[float, float]:
+        """Seconds of the pass, predicted and measured."""
+        return self.predicted_pass_s, self.pass_s
+
+    @property
+    def row(self) -> Row:
+        """How many there are, and their size."""
+        size = shown_gib(self.feature_bytes)
+        note = f"distinct, {self.mean_tokens:,} tokens each, {size} on disk"
+        return Row("", "images", self.num_images, "", note)
+
+    @property
+    def line(self) -> str:
+        """All of it in words."""
+        took = "their features were there before"
+        if self.num_encoded:
+            took = f"{self.num_encoded:,} encoded in {shown_time(self.pass_s)}"
+            took += f" (predicted {shown_time(self.predicted_pass_s)})"
+        return (
+            f"{self.num_images:,} distinct, {self.mean_tokens:,} tokens each in the mean,"
+            f" {shown_gib(self.feature_bytes)} on disk"
+            f" (predicted {shown_gib(self.predicted_bytes)}); {took}"
+        )
+
+
+def images_html(images: Sequence[str]) -> str:
+    """Return small images as HTML, numbered; nothing for none.
+
+    Args:
+        images: Their `data:` URIs.
+    """
+    shown = "".join(
+        f'<img src="{escape(uri)}" alt="image {number}">'
+        for number, uri in enumerate(images, start=1)
+    )
+    return f'<span class="images">{shown}</span>' if shown else ""
+
+
+def pictured(text: str, images: Sequence[str]) -> Drawn:
+    """Return a text that pages show with small images above it."""
+    found = Drawn(text)
+    found.html = images_html(images) + escape(text)
+    return found
+
+
+_FILE = JsonFile(
+    holds=ImageFigures,
+    error=CheckpointError,
+    limit="it is written whole, before step 1",
+    hint="remove it: the report then leaves it out",
+)
+
+
+def write_images(run_dir: Path, figures: ImageFigures) -> None:
+    """Write what the pass over a run's images took; of a resumed run, if it has encoded some."""
+    file = run_dir / IMAGE_FIGURES
+    if figures.num_encoded or not file.exists():
+        write_atomically(file, sealed_json(figures.model_dump_json(indent=1)))
+
+
+def read_images(run_dir: Path) -> ImageFigures | None:
+    """Return what the pass over a run's images took; None where rows have none.
+
+    Raises:
+        CheckpointError: The file is damaged.
+    """
+    file = run_dir / IMAGE_FIGURES
+    if not file.exists():
+        return None
+    return ImageFigures.model_validate(read_sealed(_FILE, file))
 
 
 def pass_of(plan: Plan) -> ImagePass:

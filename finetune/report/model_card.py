@@ -255,6 +255,6 @@ def _figures(run_dir: Path) -> list[Row]:
             if EVAL_PREFIX + name in figures
         ]
     return rows + [
-        Row("", f"held-out answers right to the letter, {when} training", f"{share:.1%}")
+        Row("", f"held-out answers right to the letter, {when} training", share, "share")
         for when, share in report["exact_match"].items()
     ]

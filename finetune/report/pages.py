@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from importlib import import_module
 from pathlib import Path
 
 from finetune.errors import CheckpointError
@@ -20,6 +21,7 @@ from finetune.report.charts import (
     step_times,
 )
 from finetune.report.explain import (
+    IMAGES,
     METRICS,
     Explanation,
     changes,
@@ -28,6 +30,7 @@ from finetune.report.explain import (
     explain,
     rows_of,
 )
+from finetune.report.format import shown_time
 from finetune.report.rows import Part, Table, as_html, as_tiles, tables
 from finetune.report.rows import Row as FactRow
 from finetune.report.verdict import ANSWERS, verdict
@@ -47,6 +50,7 @@ class Answer:
     wanted: str  # the row's own answer
     before: str | None  # the model's before training; None if it was not asked
     after: str | None  # what was answered after training
+    images: Sequence[str]  # small copies of the row's images, as `data:` URIs
 
 
 def write_run_page(run_dir: Path, *, goes_on: bool = False) -> Path:
@@ -135,15 +139,20 @@ def _facts(recipe: Recipe, explanation: Explanation | None) -> list[Table]:
 def _charts(rows: Sequence[Row], explanation: Explanation) -> dict[str, Chart]:
     section, run = explanation.sections[-1], {"": rows}
     timelines = {"predicted": explanation.predicted}
-    if explanation.measured_step is not None:
-        timelines["measured"] = explanation.measured_step.timeline
+    which = f"Predicted: a step of {shown_time(explanation.predicted.step_s)}."
+    if (own := explanation.measured_step) is not None:
+        timelines["measured"] = own.timeline
+        which += (
+            f" Measured: step {own.step:,}, which took {shown_time(own.step_s)};"
+            ' the time at "a step took" is the mean of the middle steps.'
+        )
     found = [
         *(explanation.rounds.charts() if explanation.rounds else metric_charts(run, ("eval",))),
         *metric_charts(run, ("loss", "lr", "rate")),
         step_times(rows, predicted_s=section.predicted_s),
         misses(section.misses),
         *([memory(explanation.memory)] if explanation.memory else []),
-        gantt(timelines),
+        gantt(timelines, which),
     ]
     return {chart.name: chart for chart in found}
 
@@ -162,8 +171,9 @@ def answers(run_dir: Path) -> list[Answer]:
         Answer(
             prompt=(old or new)["prompt"],
             wanted=(old or new)["wanted"],
-            before=old and old["got"],
-            after=new and new["got"],
+            before=old and (old["got"] or "(nothing)"),
+            after=new and (new["got"] or "(nothing)"),
+            images=(old or new).get("images", ()),
         )
         for old, new in itertools.zip_longest(before, after)
     ]
@@ -172,7 +182,10 @@ def answers(run_dir: Path) -> list[Answer]:
 def _samples(run_dir: Path) -> list[Part]:
     """Return the first answers, and after which prompts they were drawn."""
     lines = [
-        (one.prompt, one.wanted, *("(nothing)" if x == "" else x for x in (one.before, one.after)))
+        (
+            import_module(IMAGES).pictured(one.prompt, one.images) if one.images else one.prompt,
+            *(one.wanted, one.before, one.after),
+        )
         for one in answers(run_dir)
     ]
     if not lines:

@@ -13,7 +13,7 @@ from offload.plan.facts.linears import FP32_BYTES
 from offload.plan.facts.optimizer import LOW_HALVES, host_update_bytes
 from offload.plan.facts.trainable import adapter_parameters, trained_parameters
 from offload.plan.facts.workload import FusedPart
-from offload.plan.machine.machine import Implementation, Machine, Rate
+from offload.plan.machine.machine import DRIVER_BYTES, Implementation, Machine, Rate
 from offload.plan.place_cost import PlaceCost
 from offload.plan.plan import Plan
 from offload.plan.schedule.op import RECOMPUTE, Route
@@ -349,7 +349,8 @@ def _peaks(plan: Plan) -> list[Row]:
     note = f"of {shown_gib(machine.ram_bytes)}{of_all}{left}"
     rows = [Row("", "RAM", ram_bytes, "bytes", note)]
     if is_cuda or limit:
-        left = f", {shown_gib(machine.desktop_bytes)} left to a desktop" if has_desktop else ""
+        sizes = (shown_gib(machine.desktop_bytes), shown_gib(DRIVER_BYTES))
+        left = ", {} left to a desktop, {} to the driver".format(*sizes) if has_desktop else ""
         note = f"of {shown_gib(limit_bytes)}{limit}{of_each}{left}"
         rows.insert(0, Row("", "VRAM" if is_cuda else "computing", plan.peak_bytes, "bytes", note))
     return rows

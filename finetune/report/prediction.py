@@ -129,6 +129,13 @@ def _read(file: Path, number: int) -> Prediction:
     )
 
 
+def start_of(predictions: Sequence[Prediction], row: Mapping[str, Any]) -> Prediction:
+    """Return the prediction after which a step was run; of a changed one, the last start's."""
+    by_seal = [one for one in predictions if one.sha256 == row.get(SEAL)]
+    started = [one for one in predictions if one.first_step < row["step"]]
+    return (by_seal or started or predictions)[-1]
+
+
 def changes(run_dir: Path, rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Report which predictions were changed since steps were run; empty if none.
 

@@ -18,9 +18,10 @@ from finetune.files.atomic import JsonFile
 from finetune.recipe.recipe import Recipe
 from finetune.report.charts import Chart, curves
 from finetune.report.data_view import printable, shortened
-from finetune.report.explain import LOW, REPORT, Section
-from finetune.report.format import shown_time
-from finetune.report.rows import Part, Row, Table
+from finetune.report.explain import REPORT, Section
+from finetune.report.format import shown_span, shown_time
+from finetune.report.pace import LOW, learning_wait_s
+from finetune.report.rows import Part, Row, Table, shown
 from finetune.report.verdict import against, change
 from finetune.run.run_dir import RunDir
 from finetune.run.run_files import (
@@ -113,12 +114,12 @@ class Rounds:
         num_answers = RunDir(run_dir).recipe().train.global_batch_size
         return cls(run_dir=run_dir, rows=rows, num_answers=num_answers, before=before)
 
-    def learning(self) -> list[Mapping[str, Any]]:
-        """Return the rows with waits from which sampling and rewards are taken."""
+    @staticmethod
+    def learning(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """Return rows with waits from which sampling and rewards are taken."""
         found: list[Mapping[str, Any]] = []
-        for row in self.rows:
-            wait_s = row["phases_s"][DATA_WAIT] - row["sample_s"] - row["reward_s"]
-            wait = {DATA_WAIT: max(0.0, wait_s)}
+        for row in rows:
+            wait = {DATA_WAIT: learning_wait_s(row)}
             parts = {"phases_s": row["phases_s"] | wait, "parts_s": row["parts_s"] | wait}
             found.append({**row, **parts})
         return found
@@ -185,7 +186,7 @@ class Rounds:
         sampling, rate = phases.get("sampling"), self.tokens_per_s(section)
         if sampling is None:
             return []
-        error = "" if sampling.error is None else f", {sampling.error:+.0%}"
+        error = "" if sampling.error is None else f", error {shown(sampling.error, 'error')}"
         predicted = "by a server"
         if sampling.predicted_s is not None:
             predicted = f"predicted {shown_time(sampling.predicted_s)}{error}"
@@ -256,7 +257,7 @@ class Rounds:
     def learned(self) -> list[Part]:
         """Return in words how rewards have changed."""
         first, last = self.rows[0]["step"], self.rows[-1]["step"]
-        said = f"Mean reward of sampled answers, step {first:,} to {last:,}: {self.reward_span}"
+        said = f"Mean reward of sampled answers, step {shown_span(first, last)}: {self.reward_span}"
         step, after = self._evaluated()
         if after is None:
             return [said]
@@ -333,7 +334,7 @@ class Rounds:
         return [
             (
                 f"{step:,}, {name}{', cut off' if one['is_cut'] else ''}",
-                *(_text(one["prompt"]), _text(one["answer"]), one["reward"]),
+                *(_text(one["prompt"]), _text(one["answer"]) or "(nothing)", one["reward"]),
             )
             for name, one in zip(which, (answers[0], answers[-1]), strict=False)
         ]

@@ -38,6 +38,7 @@ SHOWN: Mapping[str, Any] = {
     "error": "{:+.0%}".format,
     "gain": "{:+.1%}".format,
     "%": "{:.0%}".format,
+    "share": "{:.1%}".format,
     "Gb/s": shown_gigabits,
     "kWh": shown_kwh,
 }
@@ -90,6 +91,16 @@ class Table(NamedTuple):
 
 Part = Table | RenderableType
 """What is drawn: a table, a line of text, or what only a terminal draws."""
+
+
+class Drawn(str):
+    """A text that pages draw with more than its letters.
+
+    Attributes:
+        html: What they draw.
+    """
+
+    html: str
 
 
 def heading(title: str) -> Row:
@@ -247,23 +258,31 @@ def as_tiles(rows: Iterable[Row]) -> str:
 
 
 def html_table(table: Table) -> str:
-    """Return a table alone; where it is wider than the screen it is scrolled, by keys too."""
+    """Return a table alone.
+
+    Where it is wider than the screen it is scrolled, by keys too. On a phone the lines of one of
+    four columns or more are stacked: each cell is below the name of its column.
+    """
     written = ("".join(map(str, column)) for column in zip(table.heads, *table.cells, strict=True))
     classes = [
         ' class="figure"' if is_figure else "" if text.strip("#") else ' class="bar"'
         for is_figure, text in zip(table.are_figures, written, strict=True)
     ]
 
-    def cells(tag: str, line: Iterable[Any]) -> str:
-        found = zip(line, classes, strict=True)
+    def cells(tag: str, line: Iterable[Any], names: Iterable[str]) -> str:
+        found = zip(line, classes, names, strict=True)
         return "".join(
-            f"<{tag}{kind}>{escape(str(cell))}</{tag.split()[0]}>" for cell, kind in found
+            f"<{tag}{kind}{name}>{cell.html if isinstance(cell, Drawn) else escape(str(cell))}"
+            f"</{tag.split()[0]}>"
+            for cell, kind, name in found
         )
 
-    head = cells('th scope="col"', table.heads)
+    heads, unnamed = table.heads, [""] * len(table.heads)
+    named = [f' data-name="{escape(name)}"' if name else "" for name in ("", *heads[1:])]
+    head = cells('th scope="col"', heads, unnamed)
     marks = [' class="best"' if number == table.best else "" for number in range(len(table.lines))]
     lines = "".join(
-        f"<tr{mark}>{cells('td', line)}</tr>\n"
+        f"<tr{mark}>{cells('td', line, named if heads[3:] else unnamed)}</tr>\n"
         for mark, line in zip(marks, table.cells, strict=True)
     )
     return (

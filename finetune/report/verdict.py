@@ -7,7 +7,7 @@ from typing import Any
 from finetune.report.explain import Explanation
 from finetune.report.format import shown_mib, shown_time
 from finetune.report.memory import PEAKS
-from finetune.report.rows import Row
+from finetune.report.rows import Row, shown
 from finetune.run.run_files import (
     EVAL_LOSS,
     EVALUATION,
@@ -38,12 +38,21 @@ def verdict(
     took_s = sum(row["phases_s"]["step"] + row["phases_s"][DATA_WAIT] for row in rows)
     num_tokens = sum(row["num_tokens"] for row in rows)
     done = f"{explanation.num_done:,} of {explanation.num_steps:,} steps, {num_tokens:,} tokens"
-    step = section.comparison[0]
+    pace, right, images = section.pace, answers_right(run_dir), explanation.images
+    shares, when = " -> ".join(shown(of, "share") for of in right.values()), " -> ".join(right)
+    basis = f"{pace.basis}; the run was disturbed" if section.is_disturbed else pace.basis
     found = [
-        *_exact_match(run_dir),
+        *([Row("", "held-out answers right", shares, "", f"{when} training")] if right else []),
         *learned,
         Row("", "training took", took_s, "s", done),
-        against("a step took", step.predicted, step.measured, shown_time),
+        against("a step took", pace.predicted_s, pace.measured_s, shown_time, basis),
+        Row("", "speed", pace.tokens_per_s, "tokens/s", "in the same steps, all waits included"),
+        *([] if images is None else [images.row]),
+        *(
+            [against(f"encoding {images.num_encoded:,} of them took", *images.times, shown_time)]
+            if images is not None and images.num_encoded
+            else []
+        ),
     ]
     for row in explanation.memory:
         if row.name in PEAKS and row.predicted is not None and row.measured is not None:
@@ -51,35 +60,38 @@ def verdict(
     return found
 
 
-def against(label: str, predicted: float, measured: float, shown: Callable[[float], str]) -> Row:
-    """Return a measured figure with what was predicted."""
-    error = f", {(predicted - measured) / measured:+.0%}" if measured else ""
-    return Row("", label, shown(measured), "", f"predicted {shown(predicted)}{error}")
-
-
-def exact_match(run_dir: Path, when: str) -> float | None:
-    """Return the share of held-out answers that are right to the letter; None if none was drawn.
+def against(
+    label: str, predicted: float, measured: float, written: Callable[[float], str], basis: str = ""
+) -> Row:
+    """Return a measured figure with what was predicted.
 
     Args:
-        run_dir: Directory of the run.
-        when: Before or after training.
+        label: What it is.
+        predicted: The figure as predicted.
+        measured: The figure as measured.
+        written: Writes both.
+        basis: What the measured one is a mean of.
+    """
+    error = f", error {shown((predicted - measured) / measured, 'error')}" if measured else ""
+    note = f"predicted {written(predicted)}{error}{'; ' if basis else ''}{basis}"
+    return Row("", label, written(measured), "", note)
+
+
+def answers_right(run_dir: Path) -> dict[str, float]:
+    """Return the share of held-out answers that are right to the letter.
+
+    Returns:
+        That before and that after training, as far as answers were drawn.
 
     Raises:
-        CheckpointError: The file is damaged.
+        CheckpointError: A file is damaged.
     """
-    file = run_dir / ANSWERS[when]
-    return float(read_sealed(SAMPLES, file)["exact_match"]) if file.exists() else None
-
-
-def _exact_match(run_dir: Path) -> list[Row]:
-    shares = [exact_match(run_dir, when) for when in ANSWERS]
-    known = [f"{share:.0%}" for share in shares if share is not None]
-    if not known:
-        return []
-    note = "before -> after training" if known[1:] else "before training"
-    if shares[0] is None:
-        note = "after training"
-    return [Row("", "held-out answers right", " -> ".join(known), "", note)]
+    files = {when: run_dir / name for when, name in ANSWERS.items()}
+    return {
+        when: read_sealed(SAMPLES, file)["exact_match"]
+        for when, file in files.items()
+        if file.exists()
+    }
 
 
 def _losses(run_dir: Path, rows: Sequence[Mapping[str, Any]]) -> list[Row]:

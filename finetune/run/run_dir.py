@@ -32,7 +32,13 @@ from finetune.run.adapter_folder import CONFIG_FILE, WEIGHTS_FILE, require_adapt
 from finetune.run.checkpoint import Checkpoints
 from finetune.run.probe_folder import FEATURES, FILES, PROBE
 from finetune.run.references import REFERENCES
-from finetune.run.run_files import EVALUATION_BEFORE, Evaluations, line_of, read_rows
+from finetune.run.run_files import (
+    EVALUATION_BEFORE,
+    IMAGE_FIGURES,
+    Evaluations,
+    line_of,
+    read_rows,
+)
 from finetune.run.run_lock import LOCK_FILE, holder
 from offload.plan.machine.machine import ExpertsImplementation
 
@@ -42,7 +48,7 @@ RUN_LOG, RUN_STOP = "log.txt", "stop.txt"  # of a run that the page has started
 # Temporary names, which a kill may leave.
 _REPLACED = (
     *("adapter", "model", RUN_METRICS, "measured.json", "predicted", "report.", "samples_"),
-    *(RUN_RECIPE, _EXPERTS, PROBE, FEATURES, "trace.json", "gantt.svg"),
+    *(RUN_RECIPE, _EXPERTS, PROBE, FEATURES, IMAGE_FIGURES, "trace.json", "gantt.svg"),
 )
 _MARKS = (RUN_CHECKPOINTS, RUN_METRICS, "predicted.json", "adapter", "model")
 # What a run writes in addition to its recipe; checkpoints first, so that remains are never resumed.
@@ -62,7 +68,7 @@ _WRITTEN = (
     *("report.json", "report.html", "trace.json", "gantt.svg", "shared.json"),
     *("samples_before.json", "samples_after.json"),
     *("rounds/open.json", "rounds/[0-9]*.jsonl"),
-    *(EVALUATION_BEFORE, REFERENCES),
+    *(EVALUATION_BEFORE, REFERENCES, IMAGE_FIGURES),
     *(
         f"{folder}/{name}"
         for folder in ("adapter", "partial-adapter-*")

@@ -20,6 +20,7 @@ from finetune.recipe.load import load_recipe
 from finetune.recipe.recipe import Recipe, differences, resolved_yaml
 from finetune.recipe.sections import OffloadSection
 from finetune.report.compare_pages import SweptRun, sweep_page
+from finetune.report.explain import explain
 from finetune.report.rows import Table, as_text
 from finetune.report.screen import Screen
 from finetune.run.run_dir import RunDir
@@ -140,12 +141,14 @@ class SweepDir:
 
     def draw(self, states: Sequence[RunState]) -> None:
         """Write the curves of the runs as a page."""
+        rows = {one.dir: RunDir(Path(one.dir)).read_metrics() for one in states}
         runs = [
             SweptRun(
                 name=one.name,
                 settings=one.settings,
                 state=one.status if one.why is None else f"{one.status}: {one.why}",
-                rows=RunDir(Path(one.dir)).read_metrics(),
+                rows=rows[one.dir],
+                pace=explain(Path(one.dir)).sections[-1].pace if rows[one.dir] else None,
             )
             for one in states
         ]

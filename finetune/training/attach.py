@@ -67,7 +67,7 @@ def on_engine(
     first, ranks = runs[0], runs[0].ranks
     # of several runs some may have a probe; that kind trains the others as adapters too
     kind = kind_of(next((r.recipe for r in runs if r.recipe.train.takes_features), first.recipe))
-    add_images = _with_features([one.data for one in prepared], first, plan)
+    add_images, write_images = _with_features([one.data for one in prepared], first, plan)
     loaded = load_base(first, plan)
     add_images(loaded.model)
     model = kind.load(loaded, runs)
@@ -107,19 +107,23 @@ def on_engine(
         choice = choice_json(shared.choice)
         for session in sessions:
             begin(session, plan, priced=priced, choice=choice)
+        write_images(runs)
         yield sessions, plan
 
 
 def _with_features(
     rows: Sequence[Data], first: Run, plan: Plan
-) -> "Callable[[PreTrainedModel], None]":
-    """Compute features of the images of rows; return what puts them into a model's front."""
-    if all(one.images is None for one in rows):
-        return lambda _model: None
-    from finetune.training.images import put_in_front, take
+) -> "tuple[Callable[[PreTrainedModel], None], Callable[[Sequence[Run]], None]]":
+    """Compute features of the images of rows.
 
-    take(rows, first, plan)
-    return partial(put_in_front, rows)
+    Returns:
+        What puts them into a model's front, and what writes their figures into runs once begun.
+    """
+    if all(one.images is None for one in rows):
+        return lambda _model: None, lambda _runs: None
+    from finetune.training.images import put_in_front, take, write_figures
+
+    return partial(put_in_front, rows), partial(write_figures, take(rows, first, plan))
 
 
 def _attached(

@@ -118,6 +118,7 @@ def sample(session: Session, *, when: str) -> None:
     if not asked:
         return
     assert isinstance(session.engine, Engine), "a rule of recipes"
+    small = [] if session.images is None else session.images.thumbnails(asked)
     with run.screen.working("Answering held-out rows", "rows") as progress:
         answers = answer(
             asked,
@@ -138,5 +139,7 @@ def sample(session: Session, *, when: str) -> None:
         run.screen.show(as_text([report.samples_table(when, answers)], is_compact=True))
     else:
         run.screen.note(report.samples_title(when, answers))
-    file = run.dir.path / f"samples_{when}.json"
-    write_atomically(file, sealed_json(json.dumps(report.samples_json(answers), indent=1)))
+    content, file = report.samples_json(answers), run.dir.path / f"samples_{when}.json"
+    for line, images in zip(content["rows"], small, strict=False):
+        line["images"] = images
+    write_atomically(file, sealed_json(json.dumps(content, indent=1)))

@@ -11,6 +11,8 @@ import numpy as np
 
 from finetune.data.dataset import Rows
 from finetune.data.pictures.picture import Picture
+from finetune.data.pictures.thumbnail import thumbnails
+from finetune.data.rows import Conversation
 from finetune.errors import ConfigError, DataError, RowError
 from finetune.images.computing import Tower, pictures_of, take_features
 from finetune.images.features import FeatureStore, Images
@@ -21,7 +23,8 @@ from finetune.model.empty import config_of
 from finetune.recipe.capabilities import require_images_allowed
 from finetune.recipe.recipe import Recipe
 from finetune.report.format import shown_gib, shown_time
-from finetune.report.images import images_section, pass_of
+from finetune.report.images import ImageFigures, images_section, pass_of, write_images
+from finetune.report.pages import NUM_SAMPLES
 from finetune.training.run import Run
 from offload.plan.facts.facts import ModelFacts
 from offload.plan.facts.images import Images as CountedImages
@@ -61,6 +64,10 @@ class RunImages:
             processor=self.imaging.processor.described(),
         )
 
+    def thumbnails(self, rows: Sequence[Conversation]) -> list[list[str]]:
+        """Return small copies of the images of the first rows, which a page shows."""
+        return [thumbnails(row.images) for row in rows[:NUM_SAMPLES]]
+
     def ids_of(self, text: str, pictures: Sequence[Picture], *, source: str) -> list[int]:
         """Return the tokens of a text with images; see `finetune.data.tokenize.PromptImages`."""
         numbers = self.numbers.numbers()
@@ -72,7 +79,7 @@ class RunImages:
         return self.imaging.ids_of(text, pictures, own, source=source)
 
 
-def take(runs: Sequence["Data"], first: Run, plan: Plan) -> None:
+def take(runs: Sequence["Data"], first: Run, plan: Plan) -> list[ImageFigures | None]:
     """Compute the features that are missing: on each machine once, by its first rank.
 
     Args:
@@ -80,17 +87,22 @@ def take(runs: Sequence["Data"], first: Run, plan: Plan) -> None:
         first: The first of them.
         plan: The plan of their steps.
 
+    Returns:
+        What it took for each run, by its rank; None for rows without images.
+
     Raises:
         SluiceError: An image has changed, the disk is too full, or the model has no tower.
     """
     cost = pass_of(plan)
-    for data in runs:
-        if (images := data.images) is None:
-            continue
-        with first.ranks.first_here_first():
-            num_missing = len(images.store.missing(images.numbers.keys))
-            if not num_missing:
-                continue
+    return [None if one.images is None else _taken(one, one.images, first, cost) for one in runs]
+
+
+def _taken(data: "Data", images: RunImages, first: Run, cost: ImagePass) -> ImageFigures:
+    keys, took_s = images.numbers.keys, 0.0
+    with first.ranks.first_here_first():
+        num_missing = len(images.store.missing(keys))
+        predicted_s = (cost.pass_s or 0.0) * num_missing / len(keys)
+        if num_missing:
             _require_room(images.store.folder, cost, num_missing)
             begin_s = time.perf_counter()
             with first.screen.working("Encoding images", "images") as progress:
@@ -103,11 +115,27 @@ def take(runs: Sequence["Data"], first: Run, plan: Plan) -> None:
                     progress=progress,
                 )
             took_s = time.perf_counter() - begin_s
-            predicted_s = (cost.pass_s or 0.0) * num_missing / len(images.numbers.keys)
             first.screen.note(
                 f"Encoded {num_missing:,} images in {shown_time(took_s)}, predicted"
                 f" {shown_time(predicted_s)}; their features are in {images.store.folder}"
             )
+    counted = images.counted
+    return ImageFigures(
+        num_images=len(keys),
+        num_tokens=counted.total_tokens or 0,
+        feature_bytes=images.store.num_bytes(keys),
+        predicted_bytes=(counted.total_tokens or 0) * cost.token_bytes,
+        num_encoded=num_missing,
+        pass_s=took_s,
+        predicted_pass_s=predicted_s,
+    )
+
+
+def write_figures(figures: Sequence[ImageFigures | None], runs: Sequence[Run]) -> None:
+    """Write what the pass took into the directory of each run, as its main rank."""
+    for one, run in zip(figures, runs, strict=True):
+        if one is not None and run.ranks.is_main:
+            write_images(run.dir.path, one)
 
 
 def _require_room(folder: Path, cost: ImagePass, num_missing: int) -> None:

@@ -17,7 +17,7 @@ from finetune.report.format import shown_time
 from finetune.report.pages import REPORT_PAGE, write_run_page
 from finetune.report.plan import SOURCES
 from finetune.report.prediction import SEAL
-from finetune.report.rows import Table
+from finetune.report.rows import Table, shown
 from finetune.run.run_files import (
     EVAL_LOSS,
     EVAL_PREFIX,
@@ -205,7 +205,8 @@ def _held_out(
 
 def samples_title(when: str, answers: "Answers") -> str:
     """Return the exact match in one line, and the prompts that are not the template's default."""
-    line = f"{when.capitalize()} training: {answers.exact_match:.1%} of {len(answers.rows)} right"
+    right = shown(answers.exact_match, "share")
+    line = f"{when.capitalize()} training: {right} of {len(answers.rows)} right"
     given = [name for name in answers.prompts if name]
     return line + (f", after the prompt with {' or '.join(given)}" if given else "")
 

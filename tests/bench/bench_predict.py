@@ -243,7 +243,7 @@ def figures(run_dir: Path, *, is_cuda: bool) -> dict[str, Any]:
         "p20": step.p20,
         "p50": step.p50,
         "p80": step.p80,
-        "n": section.num_steps,
+        "n": section.pace.num_steps,
         "num_cold": section.num_cold,
         "steps_s": steps_s,
         "time_error": step.predicted / step.p50 - 1,

@@ -4,6 +4,7 @@
     python -m tests.bench.bench_studio --site           and the static one (network)
     python -m tests.bench.bench_studio --axe            and check all pages with axe-core
     python -m tests.bench.bench_studio --shots FOLDER   and take pictures of all pages
+    python -m tests.bench.bench_studio --growing        only the Runs room's cost while runs grow
 
 A change is one control set to a value that is drawn at random; its time is from the event to the
 frame in which the answer's figures, memory and step are drawn. The static page has to answer drawn
@@ -20,17 +21,20 @@ import random
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
 from finetune.commands.plan import HostOptions, planned
+from finetune.run.run_files import line_of, read_rows
 from finetune.studio.answer import Planner, Question, recipe_text
 from finetune.studio.runs import ASSETS, RANKS, SEQ_LENS, STEPS, asset, plan_page, run_names
 from offload.errors import SluiceError
 from tests.studios import axe_script, browser, question_values, serious_findings, served
+from tests.unit.finetune.studio.runs_made import begun, write_run
 
 SEED = 20261124
 REL_ERROR = 1e-12
@@ -48,6 +52,7 @@ DRAWN: dict[str, Sequence[Any]] = {
     "ram_gib": (32, 64, 128, 256),
 }
 SLIDERS = ("rank", "seq_len", "tokens_per_step")
+NUM_RUNS, NUM_GROWN, GROWN_S, SETTLED_MS = 5, 20_000, 20, 6000
 SIZES = ((1280, 900), (390, 844))
 
 
@@ -100,9 +105,9 @@ def quantiles(values: Sequence[float]) -> str:
 
 def command_s_figures(values: dict[str, Any], folder: Path) -> dict[str, Any] | None:
     """Return what `sluice plan` prints for the recipe of a question; None if it is refused."""
-    setup = Question.model_validate(values).setup
-    recipe = folder / "from-studio.yaml"
-    recipe.write_text(recipe_text(setup))
+    question = Question.model_validate(values)
+    setup, recipe = question.setup, folder / "from-studio.yaml"
+    recipe.write_text(recipe_text(question))
     try:
         shown = planned(
             str(recipe),
@@ -175,6 +180,57 @@ def compared(page: Any, num: int) -> str:
     return f"{num_fit} plans equal, floats within {worst:.1e}; {refused} others refused by both"
 
 
+def long_run(folder: Path, num_steps: int) -> Callable[[int], None]:
+    """Write a run of many steps, and return what appends one more."""
+    write_run(begun(folder), slow_s=[0.0])
+    metrics = folder / "metrics.jsonl"
+    (row,) = read_rows(metrics)
+
+    def lines(steps: range) -> str:
+        return "".join(
+            line_of(row | {"step": n, "loss": 1 + math.sin(n) / n, "tokens_per_s": 1e3 + n % 97})
+            for n in steps
+        )
+
+    metrics.write_text(lines(range(1, num_steps + 1)))
+
+    def append(step: int) -> None:
+        with metrics.open("a") as file:
+            file.write(lines(range(step, step + 1)))
+
+    return append
+
+
+def growing(started: Any, scratch: Path) -> str:
+    """Return what an open Runs room takes of the page's thread and of the server's process."""
+    folder = scratch / "runs"
+    runs = [long_run(folder / f"run{n}", NUM_GROWN) for n in range(NUM_RUNS)]
+    with served(folder, scratch) as made:
+        page = started.new_page()
+        page.goto(f"{made.studio.address}runs")
+        page.wait_for_selector("#run-loss svg", timeout=120_000)
+        metrics = page.context.new_cdp_session(page)
+        metrics.send("Performance.enable")
+
+        def taken() -> dict[str, float]:
+            found = metrics.send("Performance.getMetrics")["metrics"]
+            return {one["name"]: one["value"] for one in found}
+
+        page.wait_for_timeout(SETTLED_MS)
+        before, server_s = taken(), time.process_time()
+        for step in range(GROWN_S):
+            for append in runs:
+                append(NUM_GROWN + 1 + step)
+            page.wait_for_timeout(1000)
+        after, server_s = taken(), time.process_time() - server_s
+        elapsed_s = after["Timestamp"] - before["Timestamp"]
+        page_s = after["TaskDuration"] - before["TaskDuration"]
+    return (
+        f"{NUM_RUNS} runs of {NUM_GROWN:,} steps, one step a second each, {elapsed_s:.0f} s: page"
+        f" {page_s / elapsed_s:.1%} of a core, server {server_s / elapsed_s:.1%}"
+    )
+
+
 class Quiet(http.server.SimpleHTTPRequestHandler):
     """A web server that logs nothing."""
 
@@ -231,10 +287,15 @@ def main() -> None:
     parser.add_argument("--changes", type=int, default=60)
     parser.add_argument("--questions", type=int, default=50)
     parser.add_argument("--site", action="store_true")
+    parser.add_argument("--growing", action="store_true")
     parser.add_argument("--runs", type=Path, default=Path("runs"))
     parser.add_argument("--axe", action="store_true")
     parser.add_argument("--shots", type=Path)
     args = parser.parse_args()
+    if args.growing:
+        with tempfile.TemporaryDirectory() as scratch, browser() as started:
+            sys.stdout.write(f"{growing(started, Path(scratch))}\n")
+        return
     size = len(plan_page(is_static=False)) + sum(len(asset(n)) for n in ASSETS if n != "worker.js")
     sys.stdout.write(f"the page and its files: {size / 1e6:.2f} MB\n")
     with tempfile.TemporaryDirectory() as scratch, browser() as started:

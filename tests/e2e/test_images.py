@@ -22,10 +22,13 @@ from finetune.images.computing import Tower
 from finetune.images.features import Features
 from finetune.images.tower import computed, tower_digest
 from finetune.recipe.sections import ModelSection
+from finetune.report.pages import NUM_SAMPLES, run_page
+from finetune.studio.talk import MOST_TOKENS
 from tests.e2e.runs import adapter, losses, rows_of, run, same_adapter
 from tests.e2e.seeing import draw, save_seeing_model, seeing_recipe, small_family
 from tests.e2e.talking import talk
 from tests.image_processors import plain_processor
+from tests.studios import axe_script, browser, serious_findings, served
 
 TYPES = ("gemma3", "qwen3_vl")
 Images = list[Image.Image]
@@ -132,11 +135,14 @@ def test_each_image_is_looked_at_once_also_after_a_stop(
     assert run("finetune", recipe, "--machine", machine_file, "--overwrite") == 0
     assert counted.num == 6  # of 6 distinct ones in 24 rows
     assert "Encoded 4 images in" in " ".join(capsys.readouterr().out.split())
+    taken = json.loads((tmp_path / "it/run/images.json").read_text())
+    assert (taken["num_images"], taken["num_encoded"]) == (6, 4)
     whole, shown = adapter(tmp_path / "it/run"), losses(tmp_path / "it/run")
     shutil.rmtree(tmp_path / "it/run/checkpoints/step-0000002")
     shutil.rmtree(tmp_path / "it/run/adapter")
     assert run("finetune", recipe, "--machine", machine_file, "--resume") == 0
     assert counted.num == 6
+    assert json.loads((tmp_path / "it/run/images.json").read_text()) == taken
     assert losses(tmp_path / "it/run") == shown
     assert all(torch.equal(adapter(tmp_path / "it/run")[key], one) for key, one in whole.items())
     Image.new("RGB", (32, 32)).save(tmp_path / "it/pictures/0.png")  # in the place of another
@@ -303,6 +309,67 @@ def test_samples_are_the_answers_of_plain_transformers_from_pixels(
             assert row["got"] == model.to(key[0], rows[key], num_new=NUM_NEW)
             num_images.append(len(rows[key]))
     assert {0, 1} <= {*num_images}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_run_shows_what_its_images_took_and_those_of_its_answers(
+    seen: tuple[str, Path],
+) -> None:
+    _, folder = seen
+    taken = json.loads((folder / "run/images.json").read_text())
+    kept = [*(folder.parent / "cache").rglob("*.safetensors")]
+    assert taken["num_images"] == taken["num_encoded"] == len(kept) == 6
+    assert taken["feature_bytes"] == sum(file.stat().st_size for file in kept)
+    assert 0 < taken["predicted_bytes"] < taken["feature_bytes"]  # files have headers
+    assert taken["pass_s"] > 0 < taken["predicted_pass_s"]
+    rows = json.loads((folder / "run/samples_after.json").read_text())["rows"][:NUM_SAMPLES]
+    page = run_page(folder / "run")
+    for row in rows:
+        assert len(row["images"]) == row["prompt"].count("<image>")
+        assert all(f'<img src="{uri}"' in page for uri in row["images"])
+    assert any(row["images"] for row in rows)
+
+
+@pytest.mark.browser
+@pytest.mark.slow
+@pytest.mark.parametrize("seen", ["gemma3"], indirect=True)
+@pytest.mark.filterwarnings("ignore")
+def test_an_image_is_attached_in_the_runs_room_and_answered_as_by_plain_transformers(
+    seen: tuple[str, Path], tmp_path: Path
+) -> None:
+    model_type, folder = seen
+    plain = PlainAnswers(model_type, folder)
+    text = f"user: {plain.place}what 1</s>assistant: "
+    expected = plain.to(text, [picture(folder, 1)], num_new=MOST_TOKENS)
+    broken = tmp_path / "broken.png"
+    broken.write_bytes((folder / "pictures/1.png").read_bytes()[:-40])
+    with browser() as chromium, served(folder, tmp_path / "configs", folder) as made:
+        page = chromium.new_page(viewport={"width": 390, "height": 844})
+        page.goto(f"{made.studio.address}runs#run=run")
+        page.wait_for_selector("#samples img")
+
+        page.fill("#chat [name=said]", "what 1")
+        for file, problem in (
+            (folder / "rows.jsonl", "rows.jsonl is no image"),
+            (broken, "the image that is attached"),
+        ):
+            page.set_input_files("#chat [name=image]", file)
+            page.click("#chat button")
+            page.wait_for_selector(f"#talk .bad:text('{problem}')", timeout=120_000)
+        assert page.input_value("#chat [name=said]") == "what 1"
+        page.wait_for_selector("#chat button:not(:disabled)")
+        page.set_input_files("#chat [name=image]", folder / "pictures/1.png")
+        page.click("#chat button")
+        page.wait_for_selector("#chat button:disabled")
+        page.wait_for_selector("#chat button:not(:disabled)")
+        assert page.input_value("#chat [name=image]") == ""
+        assert page.locator("#talk p").last.text_content().strip() == expected.strip()
+        assert page.locator("#talk p:has(img)").all_text_contents() == ["what 1"]
+        assert serious_findings(page, axe_script()) == []
+        for name, place in (("rows", "h3 + .images img"), ("report", "td .images img")):
+            page.goto(f"{made.studio.address}{name}?name=run")
+            # no policy keeps it from being drawn
+            assert page.eval_on_selector(place, "image => image.naturalWidth") >= 32
 
 
 @pytest.mark.filterwarnings("ignore")

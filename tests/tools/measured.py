@@ -17,9 +17,16 @@ from finetune.report.share import SharedRow
 
 ROOT = Path(__file__).parents[2]
 SHARED = ROOT / "docs" / "measured"
+FEWEST = 3  # rows that have a median
 BENCHMARKS = ROOT / "tests" / "bench" / "results"
-CARDS = ("card", "steps", "median error of time", "largest", "median error of memory", "largest")
-ROWS = ("card", "model", "what", "tokens per step", "step predicted", "measured", "error", "memory")
+CARDS = (
+    *("card", "steps timed", "median error of step time", "largest error of step time"),
+    *("median error of peak memory", "largest error of peak memory"),
+)
+ROWS = (
+    *("card", "model", "what ran", "tokens per step", "predicted step time", "measured step time"),
+    *("error of step time", "error of peak memory"),
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,4 +144,5 @@ def _all() -> list[Measured]:
 def _errors(values: list[float]) -> tuple[str, str]:
     if not values:
         return "-", "-"
-    return f"{median(map(abs, values)):.1%}", f"{max(values, key=abs):+.1%}"
+    middle = f"{median(map(abs, values)):.1%}" if len(values) >= FEWEST else "-"
+    return middle, f"{max(values, key=abs):+.1%}"

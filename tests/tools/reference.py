@@ -30,11 +30,13 @@ from finetune.commands.plan import HostOptions
 from finetune.exits import EXIT_DOES_NOT_FIT, EXIT_USER
 from finetune.planning.candidates import chosen_plan, full_requests
 from finetune.planning.compare import budgeted, slowest_card
-from finetune.planning.subject import Subject, model_subject
+from finetune.planning.request import find_machine
+from finetune.planning.subject import Subject, model_subject, subject_of
 from finetune.recipe.extensions import FORMATS
 from finetune.recipe.load import shipped_shapes
 from finetune.recipe.recipe import json_schema, shipped_recipes, with_settings
 from finetune.report.format import shown_break_even
+from finetune.serve.planned import Capacity, plan_serving
 from offload.errors import DoesNotFitError, SluiceError
 from offload.plan import Machine, Plan
 from offload.plan.machine.cards import CARDS
@@ -70,6 +72,48 @@ def measured_cards() -> str:
 def measured_rows() -> str:
     """Return each step that was predicted and measured."""
     return table(measured.ROWS, measured.rows())
+
+
+SERVED = (
+    "qwen3-8b --machine rtx3090 --ram 64",
+    "qwen3-8b --machine rtx3090 --row-tokens 512 --ram 64",
+    "qwen3-30b-a3b --machine rtx3090 --ram 64",
+    "qwen3-30b-a3b --machine rtx5090 --ram 64",
+)
+
+
+def serving() -> str:
+    """Return what a server trains and samples by plan, for some commands."""
+    group: Any = typer.main.get_group(app.app)
+    rows = []
+    for words in SERVED:
+        given = (
+            group.commands["serve"].make_context("serve", [*words.split(), "--ram", "64"]).params
+        )
+        capacity = Capacity(
+            num_clients=given["clients"],
+            num_samplers=given["samplers"],
+            max_rank=given["rank"],
+            row_tokens=given["row_tokens"],
+            cached_tokens=given["cached_tokens"],
+        )
+        machine = find_machine(
+            given["machine"], dtype="bfloat16", ram_bytes=int(given["ram"] * GIB)
+        )
+        one, *_, every = plan_serving(subject_of(given["model"], ()), machine, capacity).rates
+        sampled, grouped = every.sampled, every.grouped
+        rows.append(
+            [
+                f"`sluice serve {words}`",
+                f"{one.trained_tokens_per_s:,.0f}",
+                f"{every.trained_tokens_per_s:,.0f}",
+                f"{every.slowdown:.1f} times",
+                f"{sampled.tokens_per_s:,.0f} ({sampled.num_answers} answers)",
+                f"{grouped.tokens_per_s:,.0f} ({grouped.num_answers} answers)",
+            ]
+        )
+    head = ("command", "trained tokens/s, alone", "together", "each slower by")
+    return table((*head, "sampled tokens/s, an answer to a request", "several to a request"), rows)
 
 
 # ------------------------------------------------------------------------------- recipe
@@ -387,10 +431,7 @@ def fit_table() -> str:
     ]
     subjects = [model_subject(model, []) for model in FIT_MODELS]
     rows = [[s.name, *(_plainest(s, machine) for machine in machines)] for s in subjects]
-    head = [
-        f"{vram} GiB ({name.removesuffix(f'-{vram}gb')})"
-        for name, vram in zip(names, FIT_VRAM_GIB, strict=True)
-    ]
+    head = [f"{vram} GiB ({name})" for name, vram in zip(names, FIT_VRAM_GIB, strict=True)]
     return table(("model", *head), rows)
 
 
@@ -522,6 +563,7 @@ def launches() -> str:
 PARTS: Mapping[str, Mapping[str, Part]] = {
     "README.md": {"fit": fit_table, "forms": forms_table},
     "docs/guides/choose-a-card.md": {"plan": plan},
+    "docs/guides/serve.md": {"serving": serving},
     "docs/guides/trainer.md": {"refusals": refusals},
     "docs/guides/several-gpus.md": {"clusters": clusters_table},
     "docs/reference/recipe.md": {"settings": settings, "shipped": shipped},

@@ -41,7 +41,8 @@ setup = dict(model="qwen3-30b-a3b", card="rtx4090", num_cards=1, method="lora", 
              codec="auto", objective="sft", seq_len=2048, tokens_per_step=4096, micro_batch_size=1)
 work = dict(data_tokens=1, price_per_hour=0, power_watts=0, price_per_kwh=0)
 for change in ({}, {"method": "dora"}, {"method": "all"}, {"objective": "dpo"}, {"card": "x"},
-               {"model": "x"}, {"objective": "dpo", "method": "all"}):
+               {"model": "x"}, {"objective": "dpo", "method": "all"},
+               {"model": "qwen3-vl-8b", "num_images": 1}):
     for kind in ("plan", "step", "rate", "ways"):
         answered(kind, json.dumps({"setup": setup | change, "work": work}))
 files = (getattr(module, "__file__", None) for module in list(sys.modules.values()))

@@ -51,6 +51,16 @@ def test_our_own_rows_are_those_that_cards_measured() -> None:
     assert [round(row.error, 3) for row in found] == [-0.019, 0.799, -0.046]
 
 
+def test_a_card_has_a_median_from_three_rows_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [measured.read_shared(written(tmp_path, ROW).parent)[0]] * 3
+    for num, shown in ((2, "-"), (3, "10.0%")):
+        monkeypatch.setattr(measured, "_all", lambda num=num: rows[:num])
+        ((_, count, *errors),) = measured.cards()
+        assert (count, errors) == (str(num), [shown, "-10.0%", shown, "+10.0%"])
+
+
 def test_a_shared_row_says_how_far_the_prediction_was_off(tmp_path: Path) -> None:
     written(tmp_path, ROW)
     (row,) = measured.read_shared(tmp_path)

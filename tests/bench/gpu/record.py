@@ -26,7 +26,7 @@ NOTHING = """\
 Nothing has been measured on a GPU yet: every figure for a card in this file is a prediction.
 """
 RAN = "docs/development/benchmarks.md#what-has-run-on-a-card"
-SOMETHING = "Figures of other cards are predictions."
+MISSES = "docs/development/benchmarks.md#on-a-gpu"
 COMMAND = "`python -m tests.bench.gpu --window A` measures one.\n"
 OLDER = """\
 branches in fp32 by peft, the models' own norms, rotations, gates and loss; experts by Triton for
@@ -87,16 +87,34 @@ def require_worth(rows: Sequence[Row], *, digest: str, changes: str) -> None:
 
 
 def brief(results: Path = RESULTS) -> str:
-    """Return what README says of speed on a GPU: a line for each step of twice M*."""
+    """Return what README says of speed on a GPU: steps of twice M*, and the errors of all."""
     rows = [row for file in sorted(results.glob("*.jsonl")) for row in _rows(file)]
     if not rows:
         return NOTHING + COMMAND
     lines = "".join(_line(row) for row in rows if _is_shown(row))
     if any(is_default(row) for row in rows):
-        said = f"[Which code path each figure is of]({RAN}). {SOMETHING}\n"
+        said = f"[Which code path each figure is of]({RAN}).\n"
     else:
-        said = f"Today's default path has [run on no card]({RAN}). {SOMETHING}\n"
-    return f"{lines}\n{said}{COMMAND}"
+        said = f"Today's default path has [run on no card]({RAN}).\n"
+    return f"{lines}{_errors(rows)}\n{said}{COMMAND}"
+
+
+def _errors(rows: Sequence[Row]) -> str:
+    """Return the range of the errors of predictions, over all steps that were timed."""
+    timed = [row for row in rows if "calibrated_error" in row and not row["rehearsal"]]
+    if not timed:
+        return ""
+    times = [row["calibrated_error"] for row in timed]
+    peaks = [row["predicted_peak_bytes"] / row["peak_bytes"] - 1 for row in timed]
+    return (
+        f"- predictions of all {len(timed)} steps that were timed: time {_range(times)}, memory"
+        f" {_range(peaks)} of what was measured ([misses]({MISSES}),"
+        " [all rows](docs/measured.md))\n"
+    )
+
+
+def _range(errors: Sequence[float]) -> str:
+    return f"{min(errors):+.1%} to {max(errors):+.1%}"
 
 
 def _is_shown(row: Row) -> bool:
@@ -104,12 +122,12 @@ def _is_shown(row: Row) -> bool:
 
 
 def _line(row: Row) -> str:
-    path = "" if is_default(row) else "; old code path"
+    path = "" if is_default(row) else "; by code since replaced"
     return (
         f"- {row['gpu']}, {row['date'][:10]}, {row['part']} ({row['note']}):"
         f" {row['tokens_per_s']['p50']:,.0f} tokens/s,"
         f" {row['r3_share']['p50']:.0%} of what is possible,"
-        f" {row['resident_share']:.0%} of the resident rate,"
+        f" {row['resident_share']:.0%} of the speed with all layers on the card,"
         f" predicted {row['calibrated_error']:+.1%}{path}\n"
     )
 

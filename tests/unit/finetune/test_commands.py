@@ -272,6 +272,13 @@ def test_flags_answer_all_questions_and_the_plan_is_that_of_the_recipe(capsys) -
 
 
 @pytest.mark.usefixtures("_rows")
+def test_a_card_without_bfloat16_gets_a_recipe_in_float16(capsys) -> None:
+    assert run(*words(vram=None, machine="t4"), "--out", "mine.yaml") == 0
+    assert "Plan for t4: it fits" in capsys.readouterr().out
+    assert load_recipe("mine.yaml", []).model.dtype == "float16"
+
+
+@pytest.mark.usefixtures("_rows")
 @pytest.mark.slow
 def test_preferences_are_learned_by_dpo(capsys) -> None:
     row = {"prompt": "which?", "chosen": "this", "rejected": "that"}

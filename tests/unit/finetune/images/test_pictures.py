@@ -1,5 +1,6 @@
 """Images of every kind: the pixels of good ones, and what is said of the others."""
 
+import base64
 import hashlib
 import io
 import os
@@ -19,8 +20,17 @@ from PIL import Image, ImageFile
 from finetune.commands.data import labelled
 from finetune.data.pictures.decode import KINDS, MOST_BYTES, MOST_PIXELS
 from finetune.data.pictures.picture import PLACE, Picture
+from finetune.data.pictures.thumbnail import MOST_SHOWN, SIDE, thumbnails
 from finetune.errors import ConfigError, RowError
-from finetune.report.data_view import Piece, SeenRow
+from finetune.report.data_view import (
+    Bin,
+    DataView,
+    Piece,
+    SeenRow,
+    SeenSource,
+    data_html,
+    data_json,
+)
 
 WHITE, BLACK, RED = (255, 255, 255), (0, 0, 0), (255, 0, 0)
 WIDTH, HEIGHT = 6, 4
@@ -537,3 +547,60 @@ def test_a_shown_row_names_its_images_and_their_sizes(tmp_path: Path) -> None:
         f"{PLACE} now",  # of a text
     ]
     assert (row.num_tokens, row.num_loss_tokens) == (11, 2)
+
+
+def small_image(uri: str) -> Image.Image:
+    head, _, content = uri.partition(",")
+    assert head == "data:image/jpeg;base64"
+    return Image.open(io.BytesIO(base64.b64decode(content)))
+
+
+@pytest.mark.parametrize(
+    ("size", "small"),
+    [((400, 200), (96, 48)), ((60, 40), (60, 40)), ((SIDE, SIDE), (96, 96)), ((800, 4), (96, 1))],
+)
+def test_a_copy_is_small_in_pixels_and_in_bytes(
+    size: tuple[int, int], small: tuple[int, int]
+) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    (uri,) = thumbnails([Picture(name="x", content=saved(Image.fromarray(noise)))])
+    assert small_image(uri).size == small
+    assert len(uri) < 2**13
+
+
+def test_a_copy_has_the_colours_of_its_image_and_a_row_a_few_copies() -> None:
+    red = Picture(name="x", content=saved(Image.new("RGB", (300, 300), RED)))
+    found = thumbnails([red] * (MOST_SHOWN + 3))
+    assert len(found) == MOST_SHOWN
+    pixel = np.asarray(small_image(found[-1]))[50, 50].astype(int)
+    assert np.abs(pixel - RED).max() < 8
+
+
+def test_the_page_of_rows_shows_their_images_and_json_leaves_them_out() -> None:
+    piece = Piece(text=f"See {PLACE}", has_loss=False, num_tokens=9)
+    image = Picture(name="x", content=PNG)
+    row = labelled(SeenRow(source="rows.jsonl:1", pieces=(piece,)), [(image, 9)])
+    source = SeenSource(
+        path="rows.jsonl",
+        num_rows=1,
+        num_used=1,
+        epoch_rows=1,
+        epoch_tokens=9,
+        epoch_loss_tokens=0,
+        rows=(row,),
+    )
+    view = DataView(
+        recipe="x",
+        seq_len=16,
+        sources=(source,),
+        held_out_rows=0,
+        lengths=(Bin(first=1, last=9, num_rows=1),),
+        longest=9,
+        packed_fill=None,
+        notes=(),
+        data_hash="0" * 64,
+    )
+    text = data_html(view)
+    assert f'<img src="{row.thumbnails[0]}" alt="image 1">' in text
+    assert "img-src data:" in text
+    assert "data:image" not in data_json(view)

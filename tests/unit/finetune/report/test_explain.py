@@ -71,7 +71,7 @@ def test_a_run_that_others_disturbed_says_so_before_it_blames_a_part(tmp_path: P
     assert section.is_disturbed
     assert section.load_per_cpu is None
     text = shown(tmp_path)
-    assert text.index("This run was disturbed") < text.index("A step took")
+    assert text.index("This run was disturbed") < text.index("a step took")
     assert (
         f"steps of one size differ by {section.spread_frac:.0%} (p20 to p80). It explains" in text
     )
@@ -123,7 +123,7 @@ def test_outliers_are_left_out_and_the_spread_is_shown(tmp_path: Path) -> None:
     step = section.comparison[0]
     base = step.predicted + 0.125
     middle = sorted(slow_s)[2:8]
-    assert section.num_middle == 6
+    assert section.pace.num_middle == 6
     assert step.measured == base + sum(middle) / 6
     assert (step.p20, step.p50, step.p80) == (base + 1.5, base + 2.0, base + 2.75)
     assert not step.is_within_spread
@@ -163,7 +163,7 @@ def test_steps_are_held_to_the_prediction_that_was_there_before_them(tmp_path: P
     second = predict(tmp_path, slower, first_step=2)
     write_rows(tmp_path, second, slow_s=[0.0] * 2, first=4)
     found = explain(tmp_path)
-    assert [(s.prediction, s.steps, s.num_steps) for s in found.sections] == [
+    assert [(s.prediction, s.steps, s.pace.num_steps) for s in found.sections] == [
         (1, (1, 3), 3),
         (2, (4, 5), 2),
     ]
@@ -181,7 +181,7 @@ def test_a_changed_prediction_is_said_first_and_the_steps_are_still_compared(
     forge(tmp_path / "predicted.json", '"optimizer": 0.5', '"optimizer": 0.6')
     found = explain(tmp_path)
     assert len(found.changes) == 1
-    assert [section.num_steps for section in found.sections] == [3]
+    assert [section.pace.num_steps for section in found.sections] == [3]
     assert found.to_json()["changes"]
     text = shown(tmp_path)
     assert text.startswith("PREDICTION CHANGED: 3 steps were run after")
@@ -297,7 +297,8 @@ def test_the_summary_compares_the_step_and_peaks_and_says_where_they_differ(
     assert step.split()[3:5] == [f"{step_s:.2f}", "s"]
     assert memory.split()[:2] == ["peak", "memory"]
     assert memory.split()[4:6] == ["1,024.0", "MiB"]
-    assert "".join(words).startswith("A step took 1.19 s longer than predicted")
+    assert words[0] == "15 tokens/s in the same steps, all waits included"
+    assert words[1].startswith("With its wait for data a step took 1.19 s longer than predicted")
     assert "+1.00 s compute (backward) (mostly layers 2)" in "".join(words)
 
 

@@ -44,11 +44,11 @@ def test_a_step_is_compared_without_sampling_and_sampling_with_its_own_predictio
         "learning": (step.predicted, step.measured),
     }
     text = shown(tmp_path)
-    assert "A step took 1.19 s longer than predicted" in text
+    assert "a step took 1.19 s longer than predicted" in text
     whole_s = 2.3125 + step.measured
     assert (
-        "Before each step, sampling took 2.00 s (predicted 1.00 s, -50%), 64 tokens/s, and rewards"
-        f" 250.00 ms; a whole round took {whole_s:.2f} s" in text  # 16 answers of 8 tokens in 2 s
+        "Before each step, sampling took 2.00 s (predicted 1.00 s, error -50%), 64 tokens/s, and"
+        f" rewards 250.00 ms; a whole round took {whole_s:.2f} s" in text  # 128 tokens
     )
     assert "step 1 to 5: 0.1000 -> 0.5000; of held-out prompts: 0.2500 before" in text
     assert "0.7500 after step 5" in text
@@ -61,7 +61,7 @@ def test_a_round_that_was_sampled_before_a_resume_has_no_part_in_the_mean(tmp_pa
     first |= {"sample_s": 0.0, "predicted_sample_s": 0.0, "reward_s": 0.0}
     first["phases_s"]["data wait"] = first["parts_s"]["data wait"] = 0.0625
     metrics.write_text("".join(json.dumps(row) + "\n" for row in (first, *others)))
-    assert "sampling took 2.00 s (predicted 1.00 s, -50%), 64 tokens/s" in shown(tmp_path)
+    assert "sampling took 2.00 s (predicted 1.00 s, error -50%), 64 tokens/s" in shown(tmp_path)
     metrics.write_text(json.dumps(first) + "\n")
     assert "sampling" not in shown(tmp_path)
     assert "A round, phase by phase" in run_page(tmp_path)
@@ -82,7 +82,7 @@ def test_the_page_draws_rewards_lengths_and_shares_and_kl_where_there_is_one(
     for said in (
         "reward of held-out prompts 0.2500 -> 0.7500 before training -> step 5",
         "reward of sampled answers 0.1000 -> 0.5000 step 1 -> step 5",
-        "sampling took 2.00 s predicted 1.00 s, -50%",
+        "sampling took 2.00 s predicted 1.00 s, error -50%",
     ):
         assert said in Seen(text).text
     drawn = specs(text)

@@ -27,13 +27,16 @@ from finetune.report.compared_runs import (
     read_runs,
     recipe_changes,
     runs_tables,
+    verdict_lines,
 )
-from finetune.report.explain import explain
+from finetune.report.explain import compared, explain
 from finetune.report.format import shown_gib, shown_time
 from finetune.report.memory import MemoryRow
 from finetune.report.model_card import public_recipe
+from finetune.report.pace import BASIS, FIGURES
 from finetune.report.pages import run_page, write_run_page
 from finetune.report.plan import plan_json
+from finetune.report.prediction import with_timeline
 from finetune.report.rows import (
     Row,
     Table,
@@ -45,7 +48,10 @@ from finetune.report.rows import (
     tables,
 )
 from finetune.report.rows import shown as shown_figure
+from finetune.report.share import shared_row
 from finetune.report.verdict import verdict
+from finetune.studio.break_even import break_even
+from finetune.studio.runs import Runs
 from finetune.training.report import PAGE_EVERY_S, page_at_checkpoint
 from offload.plan.machine.machine import GIB, Rate, named_machine
 from offload.plan.request import ObjectiveCost, with_workload
@@ -212,7 +218,8 @@ def test_what_was_rejected_is_named_by_what_differs_and_why() -> None:
     assert not any("codec" in line[0] or "micro batch" in line[0] for line in table.lines)
 
 
-DESKTOP, SYSTEM = ", 1.50 GiB left to a desktop", ", 4.00 GiB left to the system"
+DESKTOP = ", 1.50 GiB left to a desktop, 0.50 GiB to the driver"
+SYSTEM = ", 4.00 GiB left to the system"
 
 
 def test_memory_is_shown_against_what_there_is_or_what_may_be_used() -> None:
@@ -346,12 +353,162 @@ def test_figures_are_those_of_each_runs_own_files(folders: list[Path]) -> None:
     assert (fast["energy"], fast["cost"]) == (None, None)
     assert (slow["steps"], slow["loss"], slow["held-out"]) == (4, 0.5, None)
     assert (slow["J/token"], slow["energy"], slow["cost"]) == (1.8e4, 2.0, "1 EUR")
-    assert slow["step predicted"] == fast["step predicted"]
-    assert slow["step measured"] - fast["step measured"] == pytest.approx(1.0, abs=0.02)
-    lines = (folders[0] / "metrics.jsonl").read_text().splitlines()
-    times = [json.loads(line)["phases_s"] for line in lines]
-    rate = 200 / sum(one["step"] + one["data wait"] for one in times)
-    assert fast["tokens/s"] == pytest.approx(rate)
+    assert [fast[name] for name in FIGURES] == ["18", "5.62 s", "5.50 s", "-2%"]
+    assert [slow[name] for name in FIGURES] == ["15", "6.62 s", "5.50 s", "-17%"]
+    assert (fast["answers right"], fast["held-out accuracy"]) == (None, None)
+
+
+def with_answers(run: Path, *, after: float = 0.875) -> None:
+    for when, share in (("before", 0.0), ("after", after)):
+        samples = json.dumps({"exact_match": share, "prompts": {"": 8}, "rows": []}, indent=1)
+        (run / f"samples_{when}.json").write_text(sealed_json(samples))
+
+
+def test_right_answers_and_accuracy_are_compared_before_and_after_training(
+    folders: list[Path], tmp_path: Path
+) -> None:
+    assert "answers right" not in shown(folders)
+    (tmp_path / "new").mkdir()
+    other = a_run(tmp_path / "new" / "other", slow_s=[0.0], more={"eval_accuracy": 0.75})
+    before = sealed_json(json.dumps({"eval_loss": 2.0, "eval_accuracy": 0.0}, indent=1))
+    (other / "evaluation_before.json").write_text(before)
+    with_answers(folders[0])
+    columns = Table("", COLUMNS, []).heads
+    fast, slow, new = (
+        dict(zip(columns, figures_of(run), strict=True)) for run in read_runs([*folders, other])
+    )
+    assert fast["answers right"] == "0.0% -> 87.5%"
+    assert new["held-out accuracy"] == "0.0% -> 75.0%"
+    assert {slow["answers right"], new["answers right"], fast["held-out accuracy"]} == {None}
+    runs = read_runs([*folders, other])
+    assert "answers right held-out accuracy" in Seen(compare_page(runs)).text
+    assert "slow has no held-out loss: no evaluation by step 4." in shown(folders)
+    assert "fast has no held-out loss" not in shown(folders)
+    with_answers(folders[1], after=0.75)
+    unevaluated = [
+        replace(
+            run, rows=[{key: row[key] for key in row if key != "eval_loss"} for row in run.rows]
+        )
+        for run in read_runs(folders)
+    ]
+    assert best_of(unevaluated) == 0
+    assert verdict_lines(unevaluated)[0] == "Best: fast, 87.5% of held-out answers right"
+    assert best_of([*unevaluated, unevaluated[0]]) is None
+
+
+def test_a_disturbed_run_is_marked_and_none_is_called_the_fastest(tmp_path: Path) -> None:
+    busy = {"load_per_cpu": 4.0}
+    fast = a_run(tmp_path / "fast", slow_s=[0.0] * 5, more={})
+    slow = a_run(tmp_path / "slow", slow_s=[1.0] * 5, more=busy)
+    runs = read_runs([fast, slow])
+    said = "Fastest: none is named, as the steps of slow were disturbed, by other programs"
+    assert [said in str(line) for line in verdict_lines(runs)] == [True]
+    place = COLUMNS.index("disturbed")
+    assert [figures_of(run)[place] for run in runs] == [None, "yes"]
+    assert "disturbed" not in shown([fast, a_run(tmp_path / "other", slow_s=[1.0] * 5, more={})])
+
+
+def test_runs_of_other_models_or_rows_are_said_to_be_unlike(folders: list[Path]) -> None:
+    fast, slow = read_runs(folders)
+
+    def first_line(**changes: Any) -> str:
+        return str(verdict_lines([fast, slow, replace(slow, name="new", recipe=of(**changes))])[0])
+
+    def of(**changes: Any) -> Recipe:
+        return Recipe.model_validate(recipe_values(**changes))
+
+    end = " differ (fast, slow against new): their figures say nothing of each other's settings"
+    model, rows = {"model__path": "another"}, {"data__path": "others.jsonl"}
+    assert first_line(**model) == f"Models{end}"
+    assert first_line(**rows) == f"Rows{end}"
+    assert first_line(**model, **rows) == f"Models and rows{end}"
+    assert first_line(train__lr=0.25).startswith("Fastest: ")
+
+
+@pytest.mark.parametrize(
+    ("slow_s", "said"),
+    [
+        ([0.0] * 5, "Fastest: fast, other, with no difference larger than the noise of the steps"),
+        ([0.5, 0.0, 0.25, 0.0, 0.5], "Fastest: fast, other, with no difference larger"),
+        ([1.0] * 5, "Fastest: fast, 18 tokens/s"),
+        ([1.0] * 4, "Fastest: fast, other, with no difference larger"),  # too few to know the noise
+    ],
+)
+def test_a_run_is_the_fastest_only_by_more_than_the_noise_of_the_steps(
+    tmp_path: Path, slow_s: list[float], said: str
+) -> None:
+    fast = a_run(tmp_path / "fast", slow_s=[0.0] * 5, more={})
+    assert said in shown([fast, a_run(tmp_path / "other", slow_s=slow_s, more={})])
+
+
+def by_hand(run: Path, *, num_cut: int) -> dict[str, str]:
+    """Return a run's figures from the lines of its metrics alone, by the basis that pages name."""
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    rows = [(row["num_tokens"], row["phases_s"]) for row in map(json.loads, lines)]
+    rows.sort(key=lambda one: one[1]["step"] + one[1]["data wait"])
+    middle = rows[num_cut : len(rows) - num_cut]
+    step_s = sum(phases["step"] for _, phases in middle) / len(middle)
+    time_s = sum(phases["step"] + phases["data wait"] for _, phases in middle)
+    predicted_s = json.loads((run / "predicted.json").read_text())["calibrated"]["predicted"][
+        "step_s"
+    ]
+    return {
+        "tokens/s": f"{sum(num for num, _ in middle) / time_s:,.0f}",
+        "step measured": f"{step_s:.2f} s",
+        "step predicted": f"{predicted_s:.2f} s",
+        "error": f"{100 * (predicted_s - step_s) / step_s:+.0f}%",
+    }
+
+
+def test_every_page_and_table_has_the_same_speed_and_error_of_a_run(tmp_path: Path) -> None:
+    slow_s = [9.0, 1.0, 0.0, 0.5, 2.0, 1.5, 0.25, 7.0, 3.0, 0.75]  # the cold first step is no part
+    run = a_run(tmp_path / "uneven", slow_s=slow_s, more={})
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for number, row in enumerate(lines):
+        row["num_tokens"] = 1000 + 100 * number
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in lines))
+    figures = by_hand(run, num_cut=2)
+    assert figures["error"] == "-22%"
+    rate, measured, predicted, error = (figures[name] for name in FIGURES)
+    basis = "mean of the middle 6 of 10 steps"
+
+    page = Seen(run_page(run)).text
+    assert f"a step took {measured} predicted {predicted}, error {error}; {basis}" in page
+    assert f"speed {rate} tokens/s in the same steps, all waits included" in page
+    assert f"step {predicted} {measured} {error}" in page
+    console = Console(width=200, record=True)
+    with console.capture() as screen:
+        console.print(as_text(compared(explain(run))))
+    assert re.search(rf"step +{predicted} +{measured} +{error} ", screen.get())
+    assert f"{rate} tokens/s in the same steps" in screen.get()
+    assert basis in screen.get()
+
+    others = [run, a_run(tmp_path / "other", slow_s=[0.0], more={})]
+    cells = f"{rate} {measured} {predicted} {error}"
+    for text in (Seen(compare_page(read_runs(others))).text, " ".join(shown(others).split())):
+        assert cells in text
+        assert "between the 20th and the 80th percentile of time" in text
+    swept = SweptRun(
+        name="uneven", settings={}, state="done", rows=lines, pace=explain(run).sections[-1].pace
+    )
+    sweep = Seen(sweep_page("Sweep", [], [swept])).text
+    assert cells in sweep
+    assert BASIS in sweep
+    measured_file = {
+        **{"step": 10, "step_s": 1.0, "optimizer_s": 0.5, "bound_s": 0.5, "device": "cpu"},
+        **{"device_name": "a processor", "peak_bytes": 2**30, "memory": []},
+        "versions": {"torch": "2.13"},
+    }
+    timeline = explain(run).predicted
+    (run / "measured.json").write_text(with_timeline(measured_file, timeline))
+    assert (
+        f"Predicted: a step of {shown_time(timeline.step_s)}. Measured: step 10, which took 1.00 s;"
+        ' the time at "a step took" is the mean of the middle steps.' in Seen(run_page(run)).text
+    )
+    step = shared_row(run).step
+    assert [f"{step.measured_s:.2f} s", f"{step.predicted_s:.2f} s"] == [measured, predicted]
+    (room,) = (one for one in Runs(tmp_path).all()["runs"] if one["name"] == "uneven")
+    assert room["pace"] == figures
 
 
 def test_settings_that_differ_are_named_but_not_the_names(folders: list[Path]) -> None:
@@ -484,7 +641,7 @@ def test_the_page_of_a_run_says_what_it_did_and_draws_every_step(tmp_path: Path)
     (tmp_path / "samples_after.json").write_text(sealed_json(answers))
     text = run_page(tmp_path)
     seen, drawn = Seen(text), specs(text)
-    assert "held-out answers right 50% after training" in seen.text
+    assert "held-out answers right 50.0% after training" in seen.text
     assert "training loss 1.0000 -> 1.0000 step 1 -> step 5" in seen.text
     assert "5 of 12 steps, 500 tokens" in seen.text
     order = ("a step took", "Answers to held-out", "Training loss", "Predicted from", "The run")
@@ -561,10 +718,16 @@ def test_a_page_begins_with_what_was_learned_and_how_well_it_was_predicted(tmp_p
         found = verdict(tmp_path, rows, explain(tmp_path))
         return {row.label: (shown_figure(row.value, row.unit), row.note) for row in found}
 
-    assert list(tiles()) == ["held-out loss", "training loss", "training took", "a step took"]
+    assert list(tiles()) == [
+        *("held-out loss", "training loss", "training took", "a step took", "speed")
+    ]
     lowest = "; lowest 0.2500, step 3"
     assert tiles()["held-out loss"] == ("0.5000 -> 0.3750", f"step 2 -> step 5{lowest}")
-    assert tiles()["a step took"] == ("6.62 s", "predicted 5.50 s, -17%")
+    assert tiles()["a step took"] == (
+        "6.62 s",
+        "predicted 5.50 s, error -17%; mean of the middle 3 of 5 steps",
+    )
+    assert tiles()["speed"] == ("15 tokens/s", "in the same steps, all waits included")
     took_s = sum(row["phases_s"]["step"] + row["phases_s"]["data wait"] for row in rows)
     assert tiles()["training took"][0] == shown_time(took_s)
     before = sealed_json(json.dumps({"eval_loss": 2.0}, indent=1))
@@ -573,7 +736,10 @@ def test_a_page_begins_with_what_was_learned_and_how_well_it_was_predicted(tmp_p
     for when, share in (("before", 0.0), ("after", 0.875)):
         samples = json.dumps({"exact_match": share, "prompts": {"": 8}, "rows": []}, indent=1)
         (tmp_path / f"samples_{when}.json").write_text(sealed_json(samples))
-    assert tiles()["held-out answers right"] == ("0% -> 88%", "before -> after training")
+    assert tiles()["held-out answers right"] == ("0.0% -> 87.5%", "before -> after training")
+    busy = [row | {"load_per_cpu": 4.0} for row in rows]
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in busy))
+    assert tiles()["a step took"][1].endswith("of 5 steps; the run was disturbed")
 
 
 def test_a_curve_of_one_point_or_one_value_is_seen() -> None:
@@ -625,7 +791,7 @@ def test_a_page_loads_nothing_and_closes_what_it_opens(tmp_path: Path) -> None:
 )
 def test_the_break_even_is_a_line_where_there_is_one(tokens, num_layers, words) -> None:
     points = [{"tokens per step": 1024, "tokens/s": 10.0}]
-    chart = charts.break_even(points, break_even_tokens=tokens)
+    chart = break_even(points, break_even_tokens=tokens)
     assert len(chart.spec["layer"]) == num_layers
     assert words in chart.summary
 
@@ -638,6 +804,7 @@ def test_text_of_a_run_cannot_become_markup_or_code(tmp_path: Path) -> None:
             settings={evil: evil},
             state=evil,
             rows=[{"step": 1, "loss": 1.0, "eval_loss": 2.0, "tokens_per_s": 3.0}],
+            pace=None,
         )
     ]
     text = sweep_page(evil, [(evil, evil)], runs)
@@ -667,9 +834,9 @@ def test_the_runs_of_a_sweep_are_listed_the_best_first() -> None:
             {"step": 2 + i, "loss": loss, "tokens_per_s": 10.0, "eval_loss": value}
             for i, value in enumerate(evaluated)
         ]
-        return SweptRun(name=name, settings={"train.lr": loss}, state="done", rows=rows)
+        return SweptRun(name=name, settings={"train.lr": loss}, state="done", rows=rows, pace=None)
 
-    none = SweptRun(name="none", settings={}, state="no step", rows=[])
+    none = SweptRun(name="none", settings={}, state="no step", rows=[], pace=None)
     runs = [run("b", 0.1, 3.0, 2.0), none, run("d", 0.3), run("a", 0.4, 1.5), run("c", 0.2)]
     assert [one.name for one in best_first(runs)] == ["a", "b", "c", "d", "none"]
     text = sweep_page("Sweep", [("together", "1 s")], runs)

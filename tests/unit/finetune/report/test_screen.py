@@ -17,6 +17,7 @@ from finetune.data.dataset import load_rows
 from finetune.recipe.sections import DataSection
 from finetune.report.choice import inventory_table
 from finetune.report.data_view import Bin, histogram, printable, shortened
+from finetune.report.format import shown_span
 from finetune.report.rows import as_text
 from finetune.report.screen import (
     NUM_LINES,
@@ -406,3 +407,8 @@ def test_a_long_text_keeps_its_beginning_and_its_end() -> None:
     assert shortened("a" * 400) == "a" * 400
     text = shortened("a" * 300 + "b" * 300)
     assert text == "a" * 200 + " [... 200 characters ...] " + "b" * 200
+
+
+@pytest.mark.parametrize(("low", "high", "text"), [(9, 9, "9"), (9, 1200, "9 to 1,200")])
+def test_counts_that_are_all_one_are_written_as_one(low: int, high: int, text: str) -> None:
+    assert shown_span(low, high) == text
