@@ -421,6 +421,26 @@ def add_loras(
     return adapted
 
 
+def add_pattern(model: PreTrainedModel) -> PeftModel:
+    """Freeze the model, and add an adapter of rank 1 on all linears that others may later be on.
+
+    Those are the linears of the layers, but for routers and those that peft takes for experts, and
+    the head. The adapter is named `ALONE`; it computes nothing, and does not train.
+
+    Args:
+        model: Without adapters.
+    """
+    linears, head = linear_modules(model), model.get_output_embeddings()
+    claimed = _claimed_by_peft(model, linears, LoraSection())
+    names = [name for name in linears if name not in claimed]
+    names += [name for name, module in model.named_modules() if module is head]
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of tied weights: an adapter on the head is no tie
+        adapted = get_peft_model(model, LoraConfig(r=1, target_modules=names), adapter_name=ALONE)
+    compute_in_base_dtype(adapted)
+    return adapted.requires_grad_(requires_grad=False)
+
+
 def held_by(model: PreTrainedModel, adapter: AdapterSection) -> tuple[frozenset[str], bool]:
     """Return the parameters that peft adapts in place of modules, and whether it ties a copy.
 

@@ -4,7 +4,7 @@ Losses are sums or whatever the request's objective makes of its log-probabiliti
 divided. Gradients of several `Train` add up until a `Step`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,6 +70,8 @@ class Sample:
     num_answers: int = 1
     stop_ids: frozenset[int] = frozenset()  # tokens that end an answer, and belong to it
     temperature: float = 1.0  # divisor of the logits; 0 for the most probable tokens
+    # Returns whether an answer ends with the tokens that it has, besides at `stop_ids`.
+    is_ended: Callable[[Sequence[int]], bool] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -77,12 +79,14 @@ class ClientState:
     """All that a client's training goes on from, on the host; gradients are no part of it."""
 
     values: Mapping[str, torch.Tensor]  # of its adapter
-    moments: Mapping[str, Any] = field(default_factory=dict)  # as `state_dict` of AdamW has them
+    moments: Mapping[str, Any] = field(default_factory=dict)  # `state` as of AdamW's `state_dict`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Save:
     """Return a copy of the client's state, as `ClientState`."""
+
+    has_moments: bool = True  # whether those of AdamW are in it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -99,4 +103,11 @@ class Freeze:
     name: str  # of the new client, which may be asked at once
 
 
-Request = Train | Score | Step | Sample | Save | Load | Freeze
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Refused:
+    """Fail in the client's order like a `Train` that fails: the step that follows fails, too."""
+
+    error: Exception  # the reason
+
+
+Request = Train | Score | Step | Sample | Save | Load | Freeze | Refused

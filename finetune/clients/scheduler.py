@@ -16,7 +16,7 @@ Each as if alone, to the bit. What a client gets does not depend on who else is 
 
 Failures. If a common pass fails, what it has added to gradients is undone, and each request is
 computed by itself, so that only that which fails alone does fail. A loss that is not a number fails
-its own request.
+its own request. The client's next step then fails, too, and clears its gradients: they lack rows.
 
 Which requests wait. Those to sample go on while their client trains, since gradients change no
 weight; whatever changes weights waits until the client's answers have ended.
@@ -25,8 +25,9 @@ weight; whatever changes weights waits until the client's answers have ended.
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
@@ -38,6 +39,7 @@ from finetune.clients.requests import (
     ClientState,
     Freeze,
     Load,
+    Refused,
     Request,
     Sample,
     Save,
@@ -72,6 +74,7 @@ def settle(model: Any) -> None:
     compute_in_base_dtype(model)
 
 
+Values = Mapping[str, torch.Tensor]
 Work = Callable[[], object]
 """Something that is done in a client's order, and is no request."""
 
@@ -86,7 +89,7 @@ class _Queued:
     @property
     def changes_weights(self) -> bool:
         """Whether the client's answers must have ended before it is done."""
-        return not isinstance(self.request, Train | Score | Sample | Save | Freeze)
+        return not isinstance(self.request, Train | Score | Sample | Save | Freeze | Refused)
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -125,6 +128,7 @@ class _Client:
     optimizer: torch.optim.AdamW | None = None  # of one that trains, once its adapter is there
     is_frozen: bool = False  # whether it only scores and samples
     is_ready: bool = True  # whether its adapter is there, or added by what is in its queue
+    lacks_rows: bool = False  # whether a request to train has failed since the last step
     is_leaving: bool = False  # whether it was removed, and nothing more may be asked
 
 
@@ -171,6 +175,7 @@ class Scheduler:
         max_clients: int,
         max_rank: int,
         max_cached_tokens: int,
+        state_tokens: int = 0,
     ) -> None:
         """Take an engine; no client is there.
 
@@ -180,6 +185,8 @@ class Scheduler:
             max_clients: Clients at a time, frozen ones included.
             max_rank: The largest rank of an adapter.
             max_cached_tokens: Tokens whose keys and values are on the device at a time.
+            state_tokens: Tokens that an answer counts for besides its own, for states of a fixed
+                size.
 
         Raises:
             OffloadError: `Adapters` refuses the engine or the pattern.
@@ -192,7 +199,7 @@ class Scheduler:
             max_rank=max_rank,
             settle=settle,
         )
-        self._max_cached_tokens = max_cached_tokens
+        self._max_cached_tokens, self._state_tokens = max_cached_tokens, state_tokens
         self._clients: dict[str, _Client] = {}
         self._generations: dict[str, Generation] = {}
         self._num_groups, self._is_closed = 0, False
@@ -216,10 +223,29 @@ class Scheduler:
         Raises:
             ConfigError: There is a client of this name.
         """
+        return self._begin(client, partial(self._add, client, settings, seed), is_frozen=False)
+
+    def put(self, client: str, settings: AdapterSettings, values: Values) -> Future[None]:
+        """Add a client that only scores and samples; it may be asked at once.
+
+        Args:
+            client: Its name, and that of its adapter.
+            settings: The settings of its adapter.
+            values: The values of its adapter, as `ClientState` has them.
+
+        Returns:
+            As of `add`.
+
+        Raises:
+            ConfigError: There is a client of this name.
+        """
+        return self._begin(client, partial(self._put, client, settings, values), is_frozen=True)
+
+    def _begin(self, client: str, work: Work, *, is_frozen: bool) -> Future[None]:
+        one = _Queued(request=work)
         with self._changed:
             self._require_new(client)
-            one = _Queued(request=partial(self._add, client, settings, seed))
-            self._clients[client] = _Client(queue=deque([one]))
+            self._clients[client] = _Client(queue=deque([one]), is_frozen=is_frozen)
             self._changed.notify_all()
         return one.future
 
@@ -367,10 +393,10 @@ class Scheduler:
             )
         ids = torch.tensor([list(request.prompt)], dtype=torch.int64)
         checked_batch({"input_ids": ids}, self._engine.vocabulary, "the prompt")
-        if _num_cached(request) > self._max_cached_tokens:
+        if self._num_cached(request) > self._max_cached_tokens:
             raise ConfigError(
                 f"{request.num_answers} answers of {request.max_tokens} tokens to a prompt of"
-                f" {len(request.prompt)} keep {_num_cached(request)} tokens",
+                f" {len(request.prompt)} keep {self._num_cached(request)} tokens",
                 limit=f"keys and values of {self._max_cached_tokens} tokens fit",
                 hint="a smaller `max_tokens` or `num_answers`",
             )
@@ -428,8 +454,13 @@ class Scheduler:
         return None
 
     def _has_room(self, request: Sample) -> bool:
-        taken = sum(_num_cached(one.request) for one in self._decodings())
-        return taken + _num_cached(request) <= self._max_cached_tokens
+        taken = sum(self._num_cached(one.request) for one in self._decodings())
+        return taken + self._num_cached(request) <= self._max_cached_tokens
+
+    def _num_cached(self, request: Sample) -> int:
+        """Return the tokens that a request's answers count for at their end."""
+        num_tokens = len(request.prompt) + request.max_tokens + self._state_tokens
+        return num_tokens * request.num_answers
 
     def _decodings(self) -> list[_Decoding]:
         return [decoding for known in self._clients.values() for decoding in known.decoding]
@@ -458,26 +489,36 @@ class Scheduler:
         if isinstance(request, Step):
             return self._step(client, request)
         if isinstance(request, Save):
-            return self._state(client)
+            return self._state(client, has_moments=request.has_moments)
         if isinstance(request, Load):
             self._load(client, request.state)
             return None
+        if isinstance(request, Refused):
+            self._clients[client].lacks_rows = True
+            raise request.error
         assert isinstance(request, Freeze)
-        try:
+        with self._dropping(request.name):
             self.adapters.copy(client, request.name)
-        except Exception as error:
-            self._drop(request.name, error)
-            raise
         self._clients[request.name].is_ready = True
         return None
 
     def _add(self, client: str, settings: AdapterSettings, seed: int) -> None:
-        try:
+        with self._dropping(client):
             self.adapters.add(client, settings, seed=seed)
+        self._clients[client].optimizer = self._new_optimizer(client)
+
+    def _put(self, client: str, settings: AdapterSettings, values: Values) -> None:
+        with self._dropping(client):
+            self.adapters.put(client, settings, values)
+
+    @contextmanager
+    def _dropping(self, client: str) -> Iterator[None]:
+        """Forget a client whose adapter cannot be added in this context."""
+        try:
+            yield
         except Exception as error:
             self._drop(client, error)
             raise
-        self._clients[client].optimizer = self._new_optimizer(client)
 
     def _remove(self, client: str) -> None:
         self._end(client)
@@ -498,8 +539,17 @@ class Scheduler:
         return torch.optim.AdamW(self.adapters.parameters(client).values())
 
     def _step(self, client: str, request: Step) -> Stepped:
-        optimizer = self._clients[client].optimizer
+        known = self._clients[client]
+        optimizer = known.optimizer
         assert optimizer is not None
+        if known.lacks_rows:
+            known.lacks_rows = False
+            optimizer.zero_grad()
+            raise DataError(
+                f"a request of {client!r} to train on has failed before this step",
+                limit="the gradients lack its rows, and are cleared",
+                hint="`Train` on all rows of the step again",
+            )
         own = [p for p in self.adapters.parameters(client).values() if p.grad is not None]
         if not own:
             raise DataError(
@@ -528,19 +578,22 @@ class Scheduler:
         optimizer.zero_grad()
         return Stepped(grad_norm=norm)
 
-    def _state(self, client: str) -> ClientState:
-        optimizer = self._clients[client].optimizer
-        moments = {} if optimizer is None else optimizer.state_dict()
+    def _state(self, client: str, *, has_moments: bool) -> ClientState:
+        optimizer = self._clients[client].optimizer if has_moments else None
+        moments = {} if optimizer is None else {"state": optimizer.state_dict()["state"]}
         values = self.adapters.values(client)
         return ClientState(values=values, moments=cast("dict[str, Any]", _on_host(moments)))
 
     def _load(self, client: str, state: ClientState) -> None:
         optimizer = self._new_optimizer(client)
         if state.moments:
-            optimizer.load_state_dict(cast("dict[str, Any]", _on_host(state.moments)))
+            groups = optimizer.state_dict()["param_groups"]
+            moments = cast("dict[str, Any]", _on_host(state.moments))
+            optimizer.load_state_dict({**moments, "param_groups": groups})
         self.adapters.load(client, state.values)
         optimizer.zero_grad()
         self._clients[client].optimizer = optimizer
+        self._clients[client].lacks_rows = False
         self._end(client)
 
     def _end(self, client: str) -> None:
@@ -569,15 +622,15 @@ class Scheduler:
         before = [self._gradients(client) for client, _ in due]
         try:
             results = compute(runs)
-            for (_, one), objective, result, gradients in zip(
+            for (client, one), objective, result, gradients in zip(
                 due, kept, results, before, strict=True
             ):
-                self._settle(one, objective, result, gradients)
+                self._settle(client, one, objective, result, gradients)
         except Exception as error:  # noqa: BLE001 - the future has it
             for gradients in before:
                 _restore(gradients)
             if len(due) == 1:
-                due[0][1].future.set_exception(error)
+                self._fail(*due[0], error)
                 return
             for pair in due:
                 self._compute([pair], compute)
@@ -593,8 +646,18 @@ class Scheduler:
         self._count("score", results[0].num_loads)
         return results
 
+    def _fail(self, client: str, one: _Queued, error: Exception) -> None:
+        """Fail a request to train or score."""
+        self._clients[client].lacks_rows |= isinstance(one.request, Train)
+        one.future.set_exception(error)
+
     def _settle(
-        self, one: _Queued, kept: _Kept, result: Any, gradients: Mapping[torch.Tensor, Any]
+        self,
+        client: str,
+        one: _Queued,
+        kept: _Kept,
+        result: Any,
+        gradients: Mapping[torch.Tensor, Any],
     ) -> None:
         """Give a request its result, unless that is no number."""
         found = Scored(
@@ -607,13 +670,12 @@ class Scheduler:
             one.future.set_result(found)
             return
         _restore(gradients)
-        one.future.set_exception(
-            DivergedError(
-                f"the loss is {found.loss}",
-                limit="gradients are as they were before the request",
-                hint="look at its rows and at the values that its loss reads",
-            )
+        error = DivergedError(
+            f"the loss is {found.loss}",
+            limit="gradients are as they were before the request",
+            hint="look at its rows and at the values that its loss reads",
         )
+        self._fail(client, one, error)
 
     def _gradients(self, client: str) -> dict[torch.Tensor, torch.Tensor | None]:
         """Return copies of the gradients of a client."""
@@ -688,6 +750,9 @@ class Scheduler:
         )
         sampler.give(decoding.rows, logits_BV, decoding.choose)
         answers = tuple(answer for _, answer in decoding.rows)
+        for answer in answers:
+            if answer.is_cut and request.is_ended is not None and request.is_ended(answer.tokens):
+                answer.is_cut = False
         if any(map(sampler.goes_on, answers)):
             decoding.given = torch.tensor([[answer.tokens[-1]] for answer in answers])
             return
@@ -709,11 +774,6 @@ class Scheduler:
 def _is_kept(one: _Queued) -> bool:
     """Return whether this stays in a queue that is cancelled: it adds or removes the client."""
     return callable(one.request)
-
-
-def _num_cached(request: Sample) -> int:
-    """Return the tokens whose keys and values a request keeps at its end."""
-    return (len(request.prompt) + request.max_tokens) * request.num_answers
 
 
 def _restore(gradients: Mapping[torch.Tensor, torch.Tensor | None]) -> None:

@@ -97,6 +97,11 @@ class Adapters:
             )
         engine.require_adapters_alone()
 
+    @property
+    def targets(self) -> frozenset[str]:
+        """Last names of the linears that adapters may be on."""
+        return frozenset(name.rpartition(".")[2] for name in self._linears)
+
     # -------------------------------------------------------------------------------------- memory
 
     @property
@@ -167,8 +172,8 @@ class Adapters:
         Raises:
             OffloadError: A name or setting does not fit, or all slots are taken.
         """
-        self._add(name, settings, is_trained=True)
         generator = torch.Generator().manual_seed(seed)
+        self._add(name, settings, is_trained=True)
         with torch.no_grad():
             for path, parameter in self.parameters(name).items():
                 values = torch.zeros(parameter.shape)
@@ -195,6 +200,29 @@ class Adapters:
             for path, parameter in self.parameters(source).items():
                 own[path].copy_(parameter)
         self._engine.know_alike(name, like=source)
+
+    def put(self, name: str, settings: AdapterSettings, values: Mapping[str, torch.Tensor]) -> None:
+        """Add a frozen adapter with some values.
+
+        What is known of the computations of one with the same settings holds for it too.
+
+        Args:
+            name: One that no other has.
+            settings: Its rank, scale and linears.
+            values: Values in the form of `Adapters.values`.
+
+        Raises:
+            OffloadError: A name, setting or value does not fit, or all slots are taken.
+        """
+        like = next((one for one, known in self._known.items() if known == settings), None)
+        self._add(name, settings, is_trained=False)
+        try:
+            self.load(name, values)
+        except OffloadError:
+            self.remove(name)
+            raise
+        if like is not None:
+            self._engine.know_alike(name, like=like)
 
     def load(self, name: str, values: Mapping[str, torch.Tensor]) -> None:
         """Give an adapter other values; generations with it end.
@@ -258,7 +286,7 @@ class Adapters:
         return [name for name in self._linears if name.rpartition(".")[2] in targets]
 
     def _require_room(self, name: str, settings: AdapterSettings) -> None:
-        last_names = sorted({one.rpartition(".")[2] for one in self._linears})
+        last_names = sorted(self.targets)
         parts = {part for path, _ in self._model.named_parameters() for part in path.split(".")}
         unknown = sorted(settings.targets - set(last_names))
         if name in self._model.peft_config:

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 import offload
-from finetune.clients.requests import Freeze, Load, Sample, Save, Score, Step, Train
+from finetune.clients.requests import Freeze, Load, Refused, Sample, Save, Score, Step, Train
 from finetune.clients.scheduler import Scheduler
 from finetune.errors import ConfigError, DataError, DivergedError
 from offload.engine.adapters import AdapterSettings
 from offload.engine.objective import Reference, Scores, StepLoss
+from offload.errors import OffloadError
 from tests.parity.clients import LARGE, SMALL, alone, base_model, is_same, shared_engine
 from tests.parity.runs import own_name
 
@@ -321,27 +322,70 @@ def test_a_request_that_fails_harms_no_other() -> None:
                 kinds
                 == [DivergedError, DivergedError, ArithmeticError, ArithmeticError][: len(failed)]
             )
-            with pytest.raises(DataError, match="'b' has no gradients"):
+            why = (
+                "a request of 'b' to train on has failed" if has_others else "'b' has no gradients"
+            )
+            with pytest.raises(DataError, match=why):
                 step.result()
     assert results[0] == results[1]
 
 
 @pytest.mark.thorough
-def test_a_failed_request_leaves_the_gradients_of_those_before_it() -> None:
+def test_a_step_that_lacks_rows_fails_and_the_next_is_that_of_its_own_rows() -> None:
     train, states = Train(rows=rows(2, 6), objective=Weighted(1.0)), []
-    for bad in (None, Failing(1.0), Weighted(float("inf"))):
+    lost: list[Any] = [
+        Train(rows=rows(1, 5), objective=Failing(1.0)),
+        Train(rows=rows(1, 5), objective=Weighted(float("inf"))),
+        Refused(error=DataError("such a row", hint="another")),
+    ]
+    for bad in (None, *lost):
         with scheduler() as one:
             one.add("a", SMALL, seed=0)
-            one.submit("a", train)
-            if bad is not None:
-                one.submit("a", Train(rows=rows(1, 5), objective=bad))
+            before = [] if bad is None else [train, bad, train, Step(lr=0.01)]
+            failed = [one.submit("a", request) for request in before]
             one.submit("a", train)
             one.submit("a", Step(lr=0.01))
             state = one.submit("a", Save())
             one.run_all()
+            if failed:
+                with pytest.raises(DataError, match="lack its rows, and are cleared"):
+                    failed[-1].result()
             states.append(state.result().values)
-    assert is_same(states[1], states[0])
-    assert is_same(states[2], states[0])
+    for state in states[1:]:
+        assert is_same(state, states[0])
+
+
+def test_a_put_adapter_answers_as_the_client_whose_values_it_has() -> None:
+    sample = Sample(prompt=[4, 5], max_tokens=6, seed=1)
+    with scheduler() as one:
+        one.add("a", LARGE, seed=0)
+        one.submit("a", Train(rows=rows(2, 6), objective=Weighted(1.0)))
+        one.submit("a", Step(lr=0.1))
+        state, wanted = one.submit("a", Save(has_moments=False)), one.submit("a", sample)
+        one.run_all()
+        assert not state.result().moments
+        one.put("b", LARGE, state.result().values)
+        found = one.submit("b", sample)
+        refused = one.submit("b", Step(lr=0.1))
+        misfit = one.put("c", SMALL, state.result().values)
+        one.run_all()
+        assert plain(found.result()) == plain(wanted.result())
+        assert isinstance(refused.exception(), ConfigError)
+        assert isinstance(misfit.exception(), OffloadError)
+        assert one.adapters.names == ("a", "b")
+
+
+def test_an_answer_ends_where_its_request_says() -> None:
+    with scheduler() as one:
+        one.add("a", SMALL, seed=0)
+        whole = one.submit("a", Sample(prompt=[4, 5], max_tokens=6, seed=1))
+        ended = one.submit(
+            "a", Sample(prompt=[4, 5], max_tokens=6, seed=1, is_ended=lambda ids: len(ids) == 3)
+        )
+        one.run_all()
+        assert whole.result()[0].is_cut
+        assert not ended.result()[0].is_cut
+        assert ended.result()[0].tokens == whole.result()[0].tokens[:3]
 
 
 @pytest.mark.thorough
