@@ -26,6 +26,7 @@ from finetune.cli.commands import (
     push,
     recipes_app,
     score,
+    serve,
     share,
     studio,
     sweep,
@@ -43,7 +44,7 @@ _OURS: Sequence[Callable[..., None]] = (
     *(init, plan, fit, probe, doctor, validate),
     *(data, explain, compare, generate, chat, score),
     *(adapter, merge, export, push, share),
-    studio,
+    *(studio, serve),
 )
 COMMANDS = Registry[Any]("commands", {one.__name__: one for one in _OURS}, FunctionType)
 

@@ -94,7 +94,7 @@ def init(
         if machine is not None or vram is not None:
             asked = Asked(machine=machine, vram_gib=vram, ram_gib=ram, goal=DEFAULT_GOAL)
             if machine != "here":
-                target_of(asked, dtype="bfloat16")
+                target_of(asked, dtype=None)
         else:
             asked = answered(
                 "Card (a name, its GiB, or `here`; GiB of RAM after a comma: 12, 64)",
@@ -765,20 +765,90 @@ def studio(
         from finetune.studio.answer import Planner
         from finetune.studio.launcher import Launcher
         from finetune.studio.server import Background
+        from offload.plan.machine.machine import half_dtype
 
-        known = None if machine is None else find_machine(machine, dtype="bfloat16")
+        known = None if machine is None else find_machine(machine, dtype=half_dtype(machine))
         with (
             TemporaryDirectory(prefix="sluice-studio-") as configs,
-            Background(Path(configs)) as background,
+            Background(Path(configs), root=Path.cwd()) as background,
         ):
+            measured = Path(machine).absolute() if machine and Path(machine).is_file() else None
             planner = Planner(
-                here=lambda: known or probed("bfloat16", note=warn),
+                here=lambda: known or probed(None, note=warn),
                 folder=Path(configs),
+                root=Path.cwd(),
+                other=machine if measured is None else None,
                 background=background.answer,
             )
-            measured = Path(machine).absolute() if machine and Path(machine).is_file() else None
             launcher = Launcher(folder, root=Path.cwd(), machine_file=measured)
             serve(planner, launcher, folder=folder, port=port, announce=print_address)
+
+
+SERVE_PORT = 8766
+
+
+def serve(
+    model: Annotated[str, typer.Argument(help="A recipe, or a model directory: the base.")],
+    overrides: Overrides = None,
+    *,
+    machine: Machine = None,
+    ram: Ram = None,
+    clients: Annotated[int, typer.Option(min=1, help="Clients that train at a time.")] = 4,
+    samplers: Annotated[
+        int, typer.Option(min=1, help="Frozen adapters in device memory at a time.")
+    ] = 4,
+    rank: Annotated[int, typer.Option(min=1, help="The largest rank of an adapter.")] = 32,
+    row_tokens: Annotated[
+        int, typer.Option(min=2, help="The longest row, and the longest prompt with its answer.")
+    ] = 2048,
+    cached_tokens: Annotated[
+        int | None, typer.Option(min=2, help="Tokens of all answers at a time; planned without it.")
+    ] = None,
+    name: Annotated[
+        list[str] | None,
+        typer.Option(help="What clients call the base, in place of its name here; repeatable."),
+    ] = None,
+    folder: Annotated[
+        Path, typer.Option(help="Where the key and the checkpoints of clients are.")
+    ] = Path("runs/serve"),
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Where to listen; 0 takes any that is free.")
+    ] = SERVE_PORT,
+) -> None:
+    """Serve a base to clients of the Tinker SDK, each with an adapter of its own."""
+    with explained("sluice serve"):
+        from finetune.commands.serve import planned, serve_planned, shown
+        from finetune.report.screen import Screen
+        from finetune.serve.planned import Capacity
+
+        capacity = Capacity(
+            num_clients=clients,
+            num_samplers=samplers,
+            max_rank=rank,
+            row_tokens=row_tokens,
+            cached_tokens=cached_tokens,
+        )
+        plan, is_here = planned(
+            model,
+            overrides or [],
+            capacity,
+            machine=machine,
+            ram_gib=ram,
+            note=warn,
+            working=Screen(open_errors(), is_verbose=False).working,
+        )
+        show(shown(plan))
+        if not is_here:
+            print_lines(f"This is the plan for {plan.machine.name}: nothing is served here.")
+            return
+        try:
+            serve_planned(plan, names=name or [], port=port, folder=folder, note=warn)
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"the server needs {error.name}, which is not installed",
+                limit="it is in the extra `serve`",
+                hint="`pip install 'sluice-finetune[serve]'`",
+            ) from error
 
 
 def print_address(address: str) -> None:

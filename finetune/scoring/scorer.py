@@ -16,6 +16,7 @@ from finetune.model.config import has_weights, is_on_hub
 from finetune.model.load import load_model
 from finetune.planning.request import find_machine, full_request, with_backend
 from finetune.planning.subject import Subject, is_model, subject_of
+from finetune.recipe.load import published_ids
 from finetune.recipe.recipe import Recipe
 from finetune.scoring.contenders import Contender, widest_spec
 from finetune.scoring.rows import Line, LineScore
@@ -219,7 +220,7 @@ def base_to_score(name: str, overrides: Sequence[str]) -> Subject:
     """
     if is_model(name):
         folder = expanded(name)
-        path = str(folder.absolute()) if folder.is_dir() else name
+        path = str(folder.absolute()) if folder.is_dir() else published_ids().get(name, name)
         overrides = [f"model.path={path}", *overrides]
     subject = subject_of(name, overrides)
     if subject.recipe.model.head != "tokens":

@@ -156,10 +156,19 @@ def plan_sampling(plan: Plan, request: SamplingRequest) -> SamplingPlan:
     )
 
 
-def pass_seconds(
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PassPlan:
+    """One pass over the layers, after another pass."""
+
+    seconds: float  # predicted seconds
+    num_loads: int  # layers that it copies to the device
+    limited_by: Limit  # what most of its time goes to
+
+
+def plan_pass(
     plan: Plan, *, num_groups: int, num_rows: int, num_past: int, num_tokens: int = 1
-) -> float:
-    """Predict the seconds of one pass over the layers, after another pass.
+) -> PassPlan:
+    """Predict one pass over the layers, after another pass.
 
     Args:
         plan: The plan of a step.
@@ -175,7 +184,22 @@ def pass_seconds(
         num_past=num_past,
         num_tokens=num_tokens,
     )
-    return one.seconds
+    return PassPlan(
+        seconds=one.seconds, num_loads=one.schedule.num_loads, limited_by=one.limited_by
+    )
+
+
+def pass_seconds(
+    plan: Plan, *, num_groups: int, num_rows: int, num_past: int, num_tokens: int = 1
+) -> float:
+    """Return the seconds of `plan_pass`; the arguments are the same."""
+    return plan_pass(
+        plan,
+        num_groups=num_groups,
+        num_rows=num_rows,
+        num_past=num_past,
+        num_tokens=num_tokens,
+    ).seconds
 
 
 def reached_experts(num_experts: int, *, active: int, num_tokens: int) -> float:

@@ -85,6 +85,10 @@ FLAGS = {
     "share": set(),
     "push": {"--repo", "--public"},
     "studio": {"--port", "--machine"},
+    # where; who is served, at most; what clients call the base; where the key is, and the address
+    "serve": {"--machine", "--ram"}
+    | {"--clients", "--samplers", "--rank", "--row-tokens", "--cached-tokens"}
+    | {"--name", "--folder", "--port"},
     "recipes list": set(),
     "recipes show": set(),
     "recipes copy": set(),
