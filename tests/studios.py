@@ -1,9 +1,11 @@
 """Questions of the studio's page, a studio that is served, a browser for it, and axe-core."""
 
+import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib import util
 from pathlib import Path
 from typing import Any
@@ -11,10 +13,13 @@ from typing import Any
 import pytest
 import uvicorn
 
+from finetune.loopback import listening
+from finetune.serve.status import STATUS_FILE
 from finetune.studio.answer import Planner, Question
 from finetune.studio.guard import new_token
 from finetune.studio.launcher import Launcher
-from finetune.studio.server import Background, Studio, listening
+from finetune.studio.server import Background, Studio
+from offload.plan.machine.machine import Machine
 
 SETUP: dict[str, Any] = {
     "model": "qwen3-0.6b",
@@ -76,8 +81,11 @@ def served(
     folder: Path, configs: Path, root: Path | None = None, machine_file: Path | None = None
 ) -> Iterator[Served]:
     """Serve a studio in a thread."""
-    with listening(0) as sockets, Background(configs) as background:
-        planner = Planner(here=None, folder=configs, background=background.answer)
+    at = root or folder
+    with listening(0) as sockets, Background(configs, root=at) as background:
+        text = None if machine_file is None else machine_file.read_text()
+        here = None if text is None else partial(Machine.from_json, text)
+        planner = Planner(here=here, folder=configs, root=at, background=background.answer)
         port = sockets.getsockname()[1]
         made = studio_of(folder, planner, port=port, root=root, machine_file=machine_file)
         config = uvicorn.Config(made.studio.app, log_level="error", lifespan="off")
@@ -125,3 +133,31 @@ def serious_findings(page: Any, axe: str) -> list[str]:
         if one["impact"] in ("serious", "critical")
         for node in one["nodes"]
     ]
+
+
+def client_status(name: str, **changes: Any) -> dict[str, Any]:
+    """Return what a server says of a client."""
+    return {
+        "id": name,
+        "rank": 32,
+        "num_steps": 1200,
+        "num_tokens": 98304,
+        "last_loss": 2.5,
+        "num_sampled": 5000,
+        "num_pending": 2,
+        "silent_s": 4.2,
+    } | changes
+
+
+def write_status(folder: Path, *clients: dict[str, Any], num_waiting: int = 0) -> Path:
+    """Write what a server says of its clients, and return the file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    found = {
+        "base": "Qwen/Qwen3-8B",
+        "clients": clients,
+        "num_waiting": num_waiting,
+        "num_passes": {"train": 8, "score": 0, "decode": 400},
+        "num_loads": {"train": 288, "score": 0, "decode": 13400},
+    }
+    (folder / STATUS_FILE).write_text(json.dumps(found))
+    return folder / STATUS_FILE

@@ -11,13 +11,14 @@ import hashlib
 import json
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast, get_args
 
 import yaml
 from pydantic import Field, ValidationError
 
-from finetune.errors import ConfigError
+from finetune.errors import ConfigError, StudioError
 from finetune.hub.repository import is_hub_reachable
 from finetune.planning.candidates import (
     chooser,
@@ -26,23 +27,30 @@ from finetune.planning.candidates import (
     uncollected,
 )
 from finetune.planning.ranks import require_gpus
-from finetune.planning.request import facts_of, with_backend
-from finetune.planning.subject import HUB_ID, NO_ROWS, Subject
+from finetune.planning.request import ASSUMED_IMAGE_TOKENS, facts_of, with_backend
+from finetune.planning.subject import (
+    HUB_ID,
+    NO_ROWS,
+    Subject,
+    with_image_tokens,
+    with_num_images,
+)
 from finetune.recipe.adapters import ADAPTERS
 from finetune.recipe.draft import Draft
 from finetune.recipe.extensions import OBJECTIVES, NameIn, ObjectiveSection, Section
 from finetune.recipe.load import find_shape, published_ids, recipe_from, shipped_shapes
 from finetune.recipe.recipe import Recipe, whole_units
 from finetune.recipe.sections import CodecName
-from finetune.report.charts import break_even
 from finetune.report.gantt import gantt_svg
 from finetune.report.plan import memory_limits, rows_of
 from finetune.report.rows import BRIEF, as_json, tables
 from finetune.report.what_if import what_if_json
+from finetune.studio.break_even import break_even
+from finetune.studio.guard import RUN_NAME, inside
 from offload.errors import SluiceError
 from offload.plan.facts.facts import ModelFacts
 from offload.plan.fit import MemoryNeeds
-from offload.plan.machine.machine import GIB, Machine, named_machine
+from offload.plan.machine.machine import GIB, Dtype, Machine, half_dtype, named_machine
 from offload.plan.memory.memory import MemoryTerm
 from offload.plan.plan import Plan
 from offload.plan.refusal import refusal
@@ -58,6 +66,11 @@ from offload.plan.what_if import NUM_CARDS, what_if
 HERE = "this machine"
 CONFIG = "config.json"
 NAME = "from-studio"
+ASSUMED = (
+    f"Images are assumed to have at most {ASSUMED_IMAGE_TOKENS:,} tokens; image.max_tokens sets it."
+)
+CONTROLS = {"micro_batch_size": "sequences per forward", "codec": "layers wait as"}
+"""What the page calls settings that make a plan fit."""
 TRAINED = {"lora": "LoRA", "dora": "DoRA", "all": "all weights of the model"}
 """What trains and is counted without torch and peft, in words."""
 
@@ -95,6 +108,12 @@ class Setup(Section):
     micro_batch_size: Literal["auto"] | Annotated[int, Field(ge=1, le=1024)] = Field(
         description="Sequences per forward."
     )
+    num_images: int = Field(
+        default=0, ge=0, le=10**9, description="Distinct images of the rows; 0 for rows of text."
+    )
+    image_tokens: int | None = Field(
+        default=None, ge=1, le=2**16, description="Tokens of an image at most."
+    )
 
     @property
     def source(self) -> str:
@@ -106,6 +125,16 @@ class Setup(Section):
     def is_here(self) -> bool:
         """Whether it is about this machine."""
         return self.card == HERE
+
+    @property
+    def is_assumed(self) -> bool:
+        """Whether nobody has said how many tokens the images have."""
+        return self.num_images > 0 and self.image_tokens is None
+
+    @property
+    def dtype(self) -> Dtype:
+        """What the layers compute in."""
+        return half_dtype(self.card)
 
     def recipe_values(self, source: str) -> dict[str, Any]:
         """Return the settings of the recipe that is planned, those that are no defaults.
@@ -121,6 +150,7 @@ class Setup(Section):
             adapter = {"rank": self.rank, "alpha": float(2 * self.rank)}
             adapter |= {"dora": True} if self.method == "dora" else {}
         is_default = self.objective == ObjectiveSection.default
+        most = ASSUMED_IMAGE_TOKENS if self.is_assumed else self.image_tokens
         size = 1 if self.micro_batch_size == "auto" else self.micro_batch_size
         train: dict[str, Any] = {
             "seq_len": self.seq_len,
@@ -131,9 +161,10 @@ class Setup(Section):
         if self.method == "all":
             train |= {"what": "all"} | ({"parallel": "fsdp2"} if self.num_cards > 1 else {})
         return {
-            "model": {"path": source},
+            "model": {"path": source} | ({} if self.dtype == "bfloat16" else {"dtype": self.dtype}),
             **({"adapter": adapter} if adapter else {}),
             "data": {"path": NO_ROWS},
+            **({} if most is None else {"image": {"max_tokens": most}}),
             **({} if is_default else {"objective": {"method": self.objective}}),
             "train": train,
             **({} if self.codec == "auto" else {"offload": {"codec": self.codec}}),
@@ -150,18 +181,33 @@ class Work(Section):
     price_per_kwh: float = Field(ge=0, le=1e9, description="Of electricity.")
 
 
+class Run(Section):
+    """What a run needs that a plan does not."""
+
+    rows: str = Field(default="", max_length=4096, description="File that the run learns from.")
+    name: str = Field(default=NAME, pattern=f"^{RUN_NAME}$", description="Of the run.")
+
+
 class Question(Section):
     """All that the page asks."""
 
     setup: Setup
     work: Work
+    run: Run = Run()
     zoom: int = Field(default=1, ge=1, le=16, description="How wide the step is drawn.")
 
 
-def recipe_text(setup: Setup) -> str:
-    """Return the recipe of a setup as YAML that `sluice plan` and `sluice finetune` read."""
+def recipe_text(question: Question) -> str:
+    """Return the recipe of a question as YAML that `sluice plan` and `sluice finetune` read."""
+    setup, run = question.setup, question.run
     values = setup.recipe_values(setup.source)
-    comments = [f"# {command(setup)}", "# data.path: put the file of your rows here"]
+    values["data"]["path"] = run.rows or NO_ROWS
+    values["output"]["name"] = run.name
+    comments = [f"# {command(question)}"]
+    if not run.rows:
+        comments.append("# data.path: put the file of your rows here")
+    if setup.is_assumed:
+        comments.append("# image.max_tokens: assumed")
     if setup.num_cards > 1:
         comments.append(
             f"# {setup.num_cards} cards: `accelerate launch --multi_gpu"
@@ -172,28 +218,59 @@ def recipe_text(setup: Setup) -> str:
     return "\n".join(comments) + "\n\n" + yaml.safe_dump(values, sort_keys=False)
 
 
-def command(setup: Setup) -> str:
+def command(question: Question) -> str:
     """Return the command that plans the recipe for the same machine."""
-    words = [f"sluice plan {NAME}.yaml"]
+    setup = question.setup
+    words = [f"sluice plan {question.run.name}.yaml"]
     if not setup.is_here:
         words.append(f"--machine {setup.card}")
         words += [] if setup.ram_gib is None else [f"--ram {setup.ram_gib:g}"]
         words += [] if setup.link_gb_per_s is None else [f"--link {setup.link_gb_per_s:g}"]
     words += [f"--gpus {setup.num_cards}"] if setup.num_cards > 1 else []
+    words += [f"--images {setup.num_images}"] if setup.num_images else []
     return " ".join(words)
 
 
-def subject(setup: Setup, *, folder: Path) -> Subject:
+def obstacle(setup: Setup, *, other: str | None) -> StudioError | None:
+    """Return why the page starts no run of a setup, whether it fits or not; None if it does.
+
+    Args:
+        setup: What is planned.
+        other: The card that "this machine" is planned as; None if it is measured.
+    """
+    if not setup.is_here or other is not None:
+        return StudioError(
+            f"the plan is for {other if setup.is_here else setup.card}, and a run starts on the"
+            " machine of this page",
+            hint="`sluice studio` without `--machine NAME`"
+            if setup.is_here
+            else f"choose {HERE} as the card",
+        )
+    if setup.num_cards > 1:
+        return StudioError(
+            f"{setup.num_cards} cards share a step, and the page starts one process",
+            hint="copy the recipe and use the command in its comment",
+        )
+    if setup.model == CONFIG:
+        return StudioError(
+            f"a {CONFIG} has no weights",
+            hint="give a hub id, or a folder with the model",
+        )
+    return None
+
+
+def subject(setup: Setup, *, folder: Path, root: Path | None) -> Subject:
     """Return the recipe and the model's facts.
 
     Args:
         setup: What is planned.
         folder: Where a pasted config is written, by its hash.
+        root: A folder that models may be in; None if there is none.
 
     Raises:
         ConfigError: There is no such model, or settings contradict each other.
     """
-    recipe = _recipe(setup, _model_path(setup, folder=folder))
+    recipe = _recipe(setup, _model_path(setup, folder=folder, root=root))
     facts = facts_of(recipe.model)
     return Subject(name=setup.model, recipe=recipe, facts=facts, num_ranks=setup.num_cards)
 
@@ -206,8 +283,8 @@ def machine(setup: Setup, *, here: Machine | None) -> Machine:
         here: This machine, as it was measured; None where it cannot be.
 
     Raises:
-        ConfigError: This machine is not known.
-        MachineError: It is no known card, or does not compute in bfloat16.
+        ConfigError: This machine is not known, or was measured in another type.
+        MachineError: It is no known card.
     """
     if setup.is_here:
         if here is None:
@@ -215,10 +292,17 @@ def machine(setup: Setup, *, here: Machine | None) -> Machine:
                 f"{HERE} was not measured",
                 hint="`sluice studio`, which measures it, or take a named card",
             )
+        if here.dtype != setup.dtype:
+            raise ConfigError(
+                f"{HERE} was measured in {here.dtype}, and the page plans it in {setup.dtype}",
+                hint="`sluice init --machine here` for a GPU without bfloat16, else `sluice probe"
+                " --save FILE` and `sluice studio --machine FILE`",
+            )
         return here
     link = setup.link_gb_per_s
     return named_machine(
         setup.card,
+        dtype=setup.dtype,
         ram_bytes=None if setup.ram_gib is None else int(setup.ram_gib * GIB),
         link_bytes_per_s=None if link is None else link * 1e9,
     )
@@ -230,8 +314,8 @@ def _recipe(setup: Setup, path: str) -> Recipe:
     return recipe_from(draft, Path("/"), check_files=False)
 
 
-def _model_path(setup: Setup, *, folder: Path) -> str:
-    """Return the path or hub id of the model; no path of the user's is read."""
+def _model_path(setup: Setup, *, folder: Path, root: Path | None) -> str:
+    """Return the path or hub id of the model; no path outside of the root is read."""
     if setup.model == CONFIG:
         text = setup.config or ""
         held = folder / hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -240,13 +324,16 @@ def _model_path(setup: Setup, *, folder: Path) -> str:
         return str(held)
     if setup.model in shipped_shapes():
         return str(find_shape(setup.model).absolute())
+    found = None if root is None else inside(root, setup.model)
+    if found is not None and (found / CONFIG).is_file():
+        return str(found)
     is_id = HUB_ID.fullmatch(setup.model) is not None and not Path(setup.model).exists()
     if is_id and (setup.model in published_ids().values() or is_hub_reachable()):
         return setup.model
     raise ConfigError(
         f"{setup.model} is no shipped model, and no id on the hub that can be reached",
         limit=f"shipped are {', '.join(published_ids())}",
-        hint=f"paste the model's {CONFIG}",
+        hint=f"paste the model's {CONFIG}, or name a folder with it, relative to the studio's",
     )
 
 
@@ -263,6 +350,8 @@ class Planner:
     Args:
         here: Measures this machine, when a question is first about it; None where it cannot be.
         folder: Where pasted configs are written.
+        root: A folder that models may be in; None if there is none.
+        other: The card that "this machine" is planned as; None if it is measured.
         background: Answers questions that are asked while the controls rest, with this machine if
             they are about it; None answers them here.
     """
@@ -272,11 +361,13 @@ class Planner:
         *,
         here: Callable[[], Machine] | None,
         folder: Path,
+        root: Path | None = None,
+        other: str | None = None,
         background: Callable[[Kind, Question, Machine | None], Json] | None = None,
     ) -> None:
         """Plan nothing yet."""
         self._here = None if here is None else functools.cache(here)
-        self._folder = folder
+        self._folder, self._root, self._other = folder, root, other
         self._background = background
         self._is_planning = threading.Lock()  # one plan at a time is the fastest for each
         self._is_measuring = threading.Lock()
@@ -307,7 +398,23 @@ class Planner:
                 return {"error": None, **self._answer(kind, question)}
         except SluiceError as error:
             said = {"what": error.what, "limit": error.limit, "hint": error.hint}
-            return {"error": said, "recipe": recipe_text(question.setup)}
+            return {"error": said, "recipe": recipe_text(question)}
+
+    def startable(self, question: Question) -> str:
+        """Return the recipe of a question whose run the page may start.
+
+        Raises:
+            StudioError: The plan does not fit, or the page starts no such run.
+            SluiceError: It cannot be planned.
+        """
+        why = obstacle(question.setup, other=self._other)
+        if why is not None:
+            raise why
+        with self._is_planning, uncollected():
+            plan = self._planned(question.setup)[-1]
+        if plan is None:
+            raise StudioError("the plan does not fit", hint="change it until it fits")
+        return recipe_text(question)
 
     def _answer(self, kind: Kind, question: Question) -> Json:
         facts, here, requests, plan = self._planned(question.setup)
@@ -316,8 +423,9 @@ class Planner:
         if plan is None:
             needs = MemoryNeeds.of(facts, here, nearest_request(facts, here, requests))
             if kind == "ways":
-                return {"other_ways": None, "hint": refusal(needs).hint}
-            return _refused(needs, question.setup)
+                fixes = filter(None, (self._nearest_control(question.setup), refusal(needs).hint))
+                return {"other_ways": None, "hint": "; or ".join(fixes)}
+            return {"sees": facts.tower is not None, **_refused(needs, question)}
         if kind == "step":
             return {"gantt": _drawn(plan, zoom=question.zoom)}
         if kind == "ways":  # they are priced for one card and its neighbours
@@ -325,7 +433,21 @@ class Planner:
             return (
                 what_if_json(what_if(plan, num_cards=NUM_CARDS)) if is_one else {"other_ways": None}
             )
-        return _plan_answer(plan, question)
+        why = obstacle(question.setup, other=self._other)
+        return _plan_answer(plan, question) | {
+            "sees": facts.tower is not None,
+            "obstacle": None if why is None else f"{why.what}. Fix: {why.hint}",
+        }
+
+    def _nearest_control(self, setup: Setup) -> str:
+        """Return the nearest change of the page's own controls that fits; empty if none does."""
+        single, packed = {"micro_batch_size": 1}, {"codec": "nf4"}
+        for changes in (single, packed, single | packed):
+            changed = setup.model_copy(update=changes)
+            with suppress(SluiceError):  # not every setup may have each
+                if changed != setup and self._planned(changed)[-1] is not None:
+                    return " and ".join(f"{CONTROLS[name]}: {to}" for name, to in changes.items())
+        return ""
 
     def _measured(self, setup: Setup) -> Machine | None:
         """Return this machine if the setup is about it, and it can be measured."""
@@ -336,10 +458,14 @@ class Planner:
 
     def _plan_of(self, setup: Setup) -> tuple[ModelFacts, Machine, list[PlanRequest], Plan | None]:
         found = machine(setup, here=self._measured(setup))
-        planned = subject(setup, folder=self._folder)
+        planned = subject(setup, folder=self._folder, root=self._root)
+        if setup.num_images:
+            planned = with_image_tokens(planned)
         here = with_backend(planned.recipe, planned.facts, found)
         require_gpus(planned.recipe.train, here, num_gpus=setup.num_cards, setting="cards:")
         requests = planned.requests()
+        if setup.num_images:
+            requests = with_num_images(requests, planned.recipe, setup.num_images)
         if planned.recipe.train.is_sharded:
             choice = chooser(planned.recipe)(planned.facts, here, requests)
             return planned.facts, here, requests, choice.plan
@@ -357,12 +483,13 @@ def _plan_answer(plan: Plan, question: Question) -> Json:
         "fits": True,
         "figures": figures,
         "rows": acted_on.lines,
+        "notes": [ASSUMED] if question.setup.is_assumed else [],
         "memory": _memory(plan.machine, plan.device_memory, plan.host_memory),
         "work": _work(question.work, figures),
         "gantt": _drawn(plan, zoom=1),
         "curve": break_even([], break_even_tokens=plan.break_even_tokens).complete_spec,
-        "recipe": recipe_text(question.setup),
-        "command": command(question.setup),
+        "recipe": recipe_text(question),
+        "command": command(question),
     }
 
 
@@ -372,7 +499,7 @@ def _drawn(plan: Plan, *, zoom: int) -> str:
     return gantt_svg({"predicted": timeline}, width=zoom * DRAWN_WIDTH)
 
 
-def _refused(needs: MemoryNeeds, setup: Setup) -> Json:
+def _refused(needs: MemoryNeeds, question: Question) -> Json:
     least = needs.fewest
     return {
         "fits": False,
@@ -386,8 +513,8 @@ def _refused(needs: MemoryNeeds, setup: Setup) -> Json:
             for one in needs.shortages(least)
         ],
         "memory": _memory(needs.machine, needs.device(least), needs.host(least)),
-        "recipe": recipe_text(setup),
-        "command": command(setup),
+        "recipe": recipe_text(question),
+        "command": command(question),
     }
 
 

@@ -10,8 +10,10 @@ import secrets
 from collections.abc import Mapping
 from pathlib import Path
 
-HOST = "127.0.0.1"
+from finetune.loopback import HOST
+
 TOKEN_BYTES = 24
+RUN_NAME = r"[A-Za-z0-9][A-Za-z0-9._\-]{0,99}"  # of what the page starts; valid in HTML too
 SAME_SITE = ("same-origin", "none")  # `none` is a typed address
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self';"
@@ -20,7 +22,7 @@ POLICY = (
 # A report is one file with its own scripts, and reaches nothing.
 REPORT_POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline';"
-    " base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    " img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 HEADERS = {
     "Content-Security-Policy": POLICY,
@@ -61,7 +63,7 @@ def refusal(headers: Mapping[str, str], path: str, *, token: str, port: int) -> 
 
 
 def inside(folder: Path, name: str) -> Path | None:
-    """Return a path in a folder; None if it is outside, by `..` or by a link.
+    """Return a path in a folder; None if it is outside, by `..` or by a link, or cannot be.
 
     Args:
         folder: What is shown.
@@ -71,4 +73,10 @@ def inside(folder: Path, name: str) -> Path | None:
         return None
     root = folder.resolve()
     found = (root / name).resolve()
+    try:
+        found.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError:  # such as a name that is too long
+        return None
     return found if found.is_relative_to(root) and found != root else None

@@ -26,17 +26,16 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from finetune.errors import StudioError
+from finetune.errors import CheckpointError, StudioError
 from finetune.recipe.load import RUN_CHECKPOINTS, RUN_RECIPE
 from finetune.run.run_dir import RUN_LOG, RUN_STOP, RunDir
 from finetune.run.run_lock import holder, holding
-from finetune.studio.guard import inside
+from finetune.studio.guard import RUN_NAME, inside
 
 LOCK = "studio.lock"
 RECIPES = (".yaml", ".yml")
 MOST_RECIPES = 200
 DEPTH = 3  # of folders with recipes
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _HEAD_BYTES = 2**16
 _WAIT_S = 1.0  # a reader holds the lock for a moment
 _POLL_S = 0.02
@@ -111,7 +110,55 @@ class Launcher:
                 limit="only recipes in the folder that `sluice studio` was started in are started",
                 hint="choose one of the list, or start the page in the folder of the recipe",
             )
-        if NAME.fullmatch(name) is None:
+        with self._new_run(name) as (run, lock):
+            self._launch(run, name, lock, [str(file), f"output.name={json.dumps(name)}"])
+
+    def start_text(self, text: str, name: str) -> None:
+        """Write a recipe into the root as `NAME.yaml`, and start its run.
+
+        Args:
+            text: The recipe, with paths relative to the root.
+            name: Of the run, as in the recipe.
+
+        Raises:
+            StudioError: The name is none, another run is at work, or there is another recipe of
+                this name.
+            CheckpointError: There is something of that name already.
+        """
+        with self._new_run(name) as (run, lock):
+            file = self.root / f"{name}.yaml"
+            _write_new(file, text)
+            self._launch(run, name, lock, [str(file)])
+
+    def require_rows(self, rows: str) -> None:
+        """Check that rows for a run are in the root.
+
+        Args:
+            rows: Relative to the root.
+
+        Raises:
+            StudioError: None are named, or there is no such file.
+        """
+        file = inside(self.root, rows)
+        if file is None or not file.is_file():
+            raise StudioError(
+                f"{rows!r} is no file in {self.root}" if rows else "no file of rows is given",
+                limit="a run learns from a file in the folder that `sluice studio` was started in",
+                hint="name one in the field `file of rows`, for instance `chats.jsonl`",
+            )
+
+    @contextmanager
+    def _new_run(self, name: str) -> Iterator[tuple[Path, int]]:
+        """Find the directory of a new run, while no other starts.
+
+        Yields:
+            The directory, which may not be there, and the lock that the run inherits.
+
+        Raises:
+            StudioError: The name is none or leads elsewhere, or another run is at work.
+            CheckpointError: There is something of that name already.
+        """
+        if re.fullmatch(RUN_NAME, name) is None:
             raise StudioError(
                 f"{name!r} cannot name a run",
                 limit="letters, digits, dot, dash and underscore, at most 100",
@@ -125,9 +172,15 @@ class Launcher:
                     limit="a run is a directory of the folder",
                     hint="choose another name",
                 )
-            RunDir(run).require_startable(may_overwrite=False)
-            run.mkdir(exist_ok=True)
-            self._launch(run, name, lock, [str(file), f"output.name={json.dumps(name)}"])
+            try:
+                RunDir(run).require_startable(may_overwrite=False)
+            except CheckpointError as error:  # its hint is about options of the command
+                raise CheckpointError(
+                    error.what,
+                    limit=error.limit,
+                    hint="choose another name; a run that has stopped is resumed in the table",
+                ) from error
+            yield run, lock
 
     def resume(self, name: str) -> None:
         """Continue a run of the folder.
@@ -144,7 +197,7 @@ class Launcher:
             raise StudioError(
                 f"{name} is a run of a sweep",
                 limit="runs of a sweep go on together",
-                hint=f"`sluice sweep {sweep} --resume`",
+                hint=f"in a terminal: `sluice sweep {sweep} --resume`",
             )
         with self._turn() as lock:
             by = holder(run)
@@ -229,6 +282,7 @@ class Launcher:
         machine = [] if self._machine_file is None else ["--machine", str(self._machine_file)]
         where = f"output.dir={json.dumps(str(run))}"
         command = ["finetune", words[0], where, *words[1:], *machine]
+        run.mkdir(exist_ok=True)
         (run / RUN_STOP).unlink(missing_ok=True)
         with _opened(run / RUN_LOG, os.O_APPEND) as log:
             os.write(log, f"$ sluice {' '.join(command)}\n".encode())
@@ -310,6 +364,29 @@ def _opened(file: Path, flags: int = 0) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+def _write_new(file: Path, text: str) -> None:
+    """Write a file; one with the same text, of a start that failed, is left as it is.
+
+    Raises:
+        StudioError: There is another file of this name, or none can be written.
+    """
+    try:
+        with file.open("x", encoding="utf-8") as made:
+            made.write(text)
+    except FileExistsError as error:
+        if file.is_symlink() or not file.is_file() or file.read_bytes() != text.encode():
+            raise StudioError(
+                f"{file} is there and is not this recipe",
+                hint="choose another name, or remove it",
+            ) from error
+    except OSError as error:
+        raise StudioError(
+            f"{file} cannot be written: {error.strerror}",
+            limit="the recipe of a run is written into the folder of the studio",
+            hint="start `sluice studio` in a folder where you may write",
+        ) from error
 
 
 def _write(descriptor: int, text: str) -> None:

@@ -5,7 +5,6 @@ shown with what there is, and never keeps the others from being shown.
 """
 
 import math
-import statistics
 from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,18 +18,25 @@ from threading import Lock
 from typing import Any
 
 from finetune.errors import CheckpointError
+from finetune.planning.request import ASSUMED_IMAGE_TOKENS
 from finetune.recipe.extensions import OBJECTIVES, ObjectiveSection
-from finetune.recipe.load import RUN_RECIPE, published_ids
+from finetune.recipe.load import RUN_RECIPE, published_ids, shipped_facts
 from finetune.report.charts import COLOURS, LIBRARIES, STYLE, Chart, curves
 from finetune.report.charts import asset as report_asset
+from finetune.report.format import shown_time
+from finetune.report.images import read_images
+from finetune.report.pace import BASIS, FIGURES, Steps
 from finetune.report.pages import answers, run_page
-from finetune.report.prediction import FIRST, read_predictions
+from finetune.report.prediction import FIRST, Prediction, read_predictions, start_of
+from finetune.run.new_rows import NewRows
 from finetune.run.run_dir import RUN_LOG, RunDir
-from finetune.run.run_files import EVAL_LOSS, NewRows
+from finetune.run.run_files import EVAL_LOSS
 from finetune.run.run_lock import holder
-from finetune.studio.answer import CONFIG, HERE, TRAINED, counted_by_peft
-from finetune.studio.guard import inside
+from finetune.studio.answer import CONFIG, CONTROLS, HERE, NAME, TRAINED, counted_by_peft
+from finetune.studio.guard import RUN_NAME, inside
 from finetune.studio.launcher import at_work, is_stopping
+from finetune.studio.servers import CLIENT_COLUMNS, NUM_WORDS, REWARD_COLUMNS, Servers
+from finetune.studio.talk import MAX_IMAGE_BYTES
 from offload.errors import SluiceError
 from offload.plan.facts.codec import CODECS
 from offload.plan.machine.cards import CARDS
@@ -90,9 +96,10 @@ def plan_page(*, is_static: bool) -> str:
                 "Step",
                 _slider("seq_len", "sequence length, tokens", SEQ_LENS, chosen=2048),
                 _slider("tokens_per_step", "tokens per step", STEPS, chosen=16384),
-                _select("micro_batch_size", "sequences per forward", _named(SIZES, {})),
-                _select("codec", "layers wait as", _named(("auto", *CODECS), {})),
+                _select("micro_batch_size", CONTROLS["micro_batch_size"], _named(SIZES, {})),
+                _select("codec", CONTROLS["codec"], _named(("auto", *CODECS), {})),
             ),
+            _images_group(),
             _group(
                 "Data and prices",
                 _number("data_tokens", "tokens to train on", "10000000", least="0", step="1"),
@@ -103,6 +110,9 @@ def plan_page(*, is_static: bool) -> str:
         )
     )
     waiting = "Loading the planner, once: 9 MB ..." if is_static else "Planning ..."
+    rows = _text("rows", "file of rows", "", hint="chats.jsonl")
+    run = rows + _text("name", "name of the run", NAME, limits=f' pattern="{RUN_NAME}" required')
+    start = "" if is_static else '<button id="start-plan" type="button">Start this run</button>'
     body = f"""<div class="room"><form id="question" autocomplete="off">{form}</form>
 <div id="answer">
 <section aria-label="Answer"><p id="headline" role="status">{waiting}</p>
@@ -117,28 +127,29 @@ def plan_page(*, is_static: bool) -> str:
 <section id="ways-part"><h2>What if</h2><div id="ways" class="wide" tabindex="0" role="group"
  aria-label="Other ways"></div></section>
 <section><h2>The recipe</h2><p><code id="command"></code></p>
-<p><button id="copy" type="button">Copy</button> <span id="copied" role="status"></span></p>
-<pre id="recipe" tabindex="0"></pre></section>
+<div id="run">{run}<button id="copy" type="button">Copy the recipe</button>{start}</div>
+<p id="said" role="status"></p><pre id="recipe" tabindex="0"></pre></section>
 </div></div>"""
     return _frame("Plan", body, script="plan.js", is_static=is_static)
 
 
 def runs_page() -> str:
     """Return the Runs room."""
-    body = """<form id="start" autocomplete="off">
+    figures = "".join(f'<th scope="col" class="figure">{name}</th>' for name in FIGURES)
+    body = f"""<form id="start" autocomplete="off">
 <label>recipe<select name="recipe"></select></label>
 <label>name of the run<input name="name" maxlength="100" required></label>
 <button>Start</button> <span id="said" role="status"></span></form>
 <p id="folder" class="soft"></p>
 <div class="wide" tabindex="0" role="group" aria-label="Runs"><table><thead><tr>
 <th scope="col">run</th><th scope="col">state</th><th scope="col" class="figure">steps</th>
-<th scope="col" class="figure">loss</th><th scope="col">its course</th>
-<th scope="col" class="figure">held-out</th><th scope="col" class="figure">a step</th>
-<th scope="col" class="figure">predicted</th>
-<th scope="col" class="figure">tokens/s</th><th scope="col" class="figure">ends in</th>
-<th scope="col">pages</th><th scope="col">do</th></tr></thead>
+<th scope="col" class="figure">loss</th><th scope="col">loss curve</th>
+<th scope="col" class="figure">held-out</th>{figures}<th scope="col" class="figure">time left</th>
+<th scope="col">pages</th><th scope="col">actions</th></tr></thead>
 <tbody id="runs"></tbody></table></div>
+<p class="soft">{BASIS}</p>
 <p id="none" role="status"></p>
+{_servers()}
 <section id="one" hidden><h2 id="name"></h2><p id="problem" class="bad"></p>
 <table id="settings"></table>
 <details id="log-part"><summary>What it printed</summary><pre id="log" tabindex="0"></pre></details>
@@ -149,10 +160,28 @@ def runs_page() -> str:
 <section id="chat-part" hidden><h2>Talk with it</h2>
 <div id="talk" role="log" aria-label="Conversation"></div>
 <form id="chat" autocomplete="off"><label>message<input name="said" required></label>
-<button>Send</button></form></section>
+<label id="attach" hidden>image, if any<input name="image" type="file" accept="image/*"
+ data-most-bytes="{MAX_IMAGE_BYTES}"></label><button>Send</button></form></section>
 <section id="samples-part"><h2>Answers to held-out rows</h2><div id="samples" class="wide"
  tabindex="0" role="group" aria-label="Answers to held-out rows"></div></section></section>"""
     return _frame("Runs", body, script="runs.js", is_static=False)
+
+
+def _servers() -> str:
+    """Return the places of servers, of their clients, and of the rewards of recipes."""
+
+    def place(name: str, words: str, columns: Sequence[str]) -> str:
+        kinds = ("" if i < NUM_WORDS else ' class="figure"' for i in range(len(columns)))
+        heads = "".join(f'<th scope="col"{k}>{c}</th>' for k, c in zip(kinds, columns, strict=True))
+        return (
+            f'<div id="{name}-part" class="wide" tabindex="0" role="group" aria-label="{words}">'
+            f'<table><thead><tr>{heads}</tr></thead><tbody id="{name}"></tbody></table></div>'
+        )
+
+    return f"""<section id="serving" hidden><h2>Servers</h2><div id="servers"></div>
+{place("clients", "Clients of servers", CLIENT_COLUMNS)}</section>
+<section id="rewarded" hidden><h2>Rewards</h2>
+{place("rewards", "Rewards of recipes", REWARD_COLUMNS)}</section>"""
 
 
 def _frame(title: str, body: str, *, script: str, is_static: bool) -> str:
@@ -242,10 +271,35 @@ def _number(
     )
 
 
-def _other_model() -> str:
+def _images_group() -> str:
+    """Return what is asked of rows with images; models that see them are named for the page."""
+    seeing = " ".join(name for name, facts in shipped_facts().items() if facts.get("tower"))
+    controls = _number("num_images", "distinct images", "0", least="0", step="1") + _number(
+        "image_tokens",
+        "image.max_tokens",
+        "",
+        least="1",
+        step="1",
+        hint=f"{ASSUMED_IMAGE_TOKENS:,} are assumed",
+    )
     return (
-        '<div id="other" hidden><label>hub id<input type="text" name="hub_id"'
-        ' placeholder="Qwen/Qwen3-8B"></label>'
+        f'<fieldset id="images" data-seeing="{seeing}" hidden disabled><legend>Images</legend>'
+        f"{controls}</fieldset>"
+    )
+
+
+def _text(name: str, words: str, value: str, *, hint: str = "", limits: str = "") -> str:
+    """Return a text of the form, which need not be inside it."""
+    return (
+        f'<label>{words}<input type="text" form="question" name="{name}" value="{value}"{limits}'
+        f' placeholder="{hint}"></label>'
+    )
+
+
+def _other_model() -> str:
+    hub_id = _text("hub_id", "hub id, or a folder here", "", hint="Qwen/Qwen3-8B")
+    return (
+        f'<div id="other" hidden>{hub_id}'
         f'<label>or the text of its {CONFIG}<textarea name="config" rows="4"></textarea></label>'
         f'<label>or the file<input type="file" id="config-file" accept=".json"></label></div>'
     )
@@ -287,16 +341,18 @@ class Runs:
         """Name the folder; nothing is read yet."""
         self.folder = folder
         self._progress: dict[str, _Progress] = {}
+        self._servers = Servers(folder)
         self._lock = Lock()
 
     def all(self) -> Json:
-        """Return each run in a line: its state, its steps, its last loss, when it will end."""
+        """Return each run in a line, and servers: its state, its last loss, when it will end."""
         with self._lock:
             names = run_names(self.folder)
             known = {name: self._progress.get(name) for name in names}
             self._progress = {n: p or _Progress(self.folder / n) for n, p in known.items()}
             runs = [self._line(name, one) for name, one in self._progress.items()]
-        return {"folder": str(self.folder), "runs": runs}
+            servers = self._servers.all()
+        return {"folder": str(self.folder), "runs": runs, **servers}
 
     def one(self, name: str) -> Json:
         """Return one run: its line, its curves, its samples.
@@ -308,6 +364,7 @@ class Runs:
         with self._lock:
             progress = self._progress.setdefault(name, _Progress(run))
             found = self._line(name, progress) | {"charts": {}, "samples": [], "settings": []}
+            found["sees"] = False
             charts = {chart.name: chart.complete_spec for chart in progress.charts()}
         found["log"] = _tail(run / RUN_LOG)
         if "problem" in found or not (run / RUN_RECIPE).is_file():
@@ -317,10 +374,13 @@ class Runs:
             found["settings"] = [
                 ["model", str(recipe.model.path or recipe.model.config)],
                 ["learns by", recipe.objective.method],
-                ["tokens per step", f"{recipe.train.global_batch_size * recipe.train.seq_len:,}"]
-                if recipe.train.micro_batch_size != "auto"
-                else ["tokens per step", f"{recipe.train.tokens_per_step:,}"],
             ]
+            if (run / FIRST).exists():  # planned from the rows, whose lengths differ
+                schedule = read_predictions(run)[-1].calibrated["schedule"]
+                found["settings"].append(["tokens per step", f"{schedule['tokens_per_step']:,}"])
+            if (images := read_images(run)) is not None:
+                found["sees"] = True
+                found["settings"].append(["images", images.line])
             found["charts"] = charts
             found["samples"] = [asdict(answer) for answer in answers(run)]
         except (SluiceError, OSError) as error:
@@ -390,7 +450,9 @@ class _Progress:
         self._curves = {"loss": array("d"), "tokens_per_s": array("d")}
         self._evaluated: list[tuple[int, float]] = []
         self._last_s: deque[float] = deque(maxlen=NUM_LAST)  # times of steps, with their data
-        self._last_step_s: deque[float] = deque(maxlen=NUM_LAST)  # without
+        self._unplaced: list[Json] = []  # rows that were not yet added to their start's
+        self._start, self._of_start, self._predicted_s = 0, Steps(), 0.0
+        self._figures: dict[str, str] = {}
 
     def _read(self) -> None:
         """Read the rows that are new.
@@ -407,8 +469,21 @@ class _Progress:
                 curve.append(row[key])
             if EVAL_LOSS in row:
                 self._evaluated.append((row["step"], row[EVAL_LOSS]))
-            self._last_step_s.append(row["phases_s"]["step"])
             self._last_s.append(row["phases_s"]["step"] + row["phases_s"]["data wait"])
+        self._unplaced += rows
+
+    def _take_pace(self, predictions: Sequence[Prediction]) -> None:
+        """Take the pace of the newest start, if a step is new."""
+        for row in self._unplaced:
+            start = start_of(predictions, row)
+            if start.number > self._start:
+                self._start, self._of_start = start.number, Steps()
+                self._predicted_s = start.calibrated["predicted"]["step_s"]
+            if start.number == self._start:
+                self._of_start.add(row)
+        if self._unplaced:
+            self._figures = self._of_start.pace(self._predicted_s).shown
+        self._unplaced = []
 
     def line(self) -> Json:
         """Return how far the run is; what is damaged is said and not raised."""
@@ -419,21 +494,23 @@ class _Progress:
             "loss": None,
             "eta_s": None,
             "can": None,
+            "pace": dict.fromkeys(FIGURES, "-"),
         }
         try:
             self._read()
             if (self._run.path / FIRST).exists():
-                newest = read_predictions(self._run.path)[-1]
+                *_, newest = predictions = read_predictions(self._run.path)
+                self._take_pace(predictions)
                 found["of"] = newest.num_steps
-                found["predicted_s"] = newest.calibrated["predicted"]["step_s"]
+                step_s = newest.calibrated["predicted"]["step_s"]
+                found["pace"] |= self._figures or {"step predicted": shown_time(step_s)}
         except (SluiceError, OSError) as error:
             return {**found, "state": "damaged", "problem": str(error)}
         is_written = holder(self._run.path) is not None
         if self._steps:
             found["steps"] = self._steps[-1]
-            found |= {key: curve[-1] for key, curve in self._curves.items()}
+            found["loss"] = self._curves["loss"][-1]
             found["eval_loss"] = self._evaluated[-1][1] if self._evaluated else None
-            found["measured_s"] = statistics.median(self._last_step_s)
             found["spark"] = self._spark()
         if is_written:
             found["state"] = "training" if self._steps else "starting"

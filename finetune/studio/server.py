@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -27,7 +26,8 @@ from starlette.responses import (
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from finetune.errors import ConfigError, StudioError
+from finetune.errors import StudioError
+from finetune.loopback import HOST, listening
 from finetune.processes import prepare_worker, process_context, signals_deferred
 from finetune.recipe.extensions import Section
 from finetune.report.charts import page
@@ -44,7 +44,7 @@ from finetune.studio.runs import (
     require_run,
     runs_page,
 )
-from finetune.studio.talk import Talk
+from finetune.studio.talk import MAX_IMAGE_BYTES, Talk
 from offload.errors import SluiceError
 from offload.plan.machine.machine import Machine
 
@@ -63,11 +63,12 @@ class Background:
 
     Args:
         folder: Where pasted configs are written.
+        root: A folder that models may be in.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, root: Path) -> None:
         """Start nothing yet."""
-        self._folder = folder
+        self._folders = folder, root
         self._is_asked = threading.Lock()
 
     def __enter__(self) -> Self:
@@ -112,7 +113,7 @@ class Background:
     def _start(self) -> None:
         context = process_context()
         self._pipe, its_end = context.Pipe()
-        self._process = context.Process(target=_answer_all, args=(its_end, self._folder))
+        self._process = context.Process(target=_answer_all, args=(its_end, *self._folders))
         with signals_deferred():
             self._process.start()
         its_end.close()
@@ -125,7 +126,9 @@ class Background:
         return self._process.exitcode
 
 
-def _answer_all(pipe: "Connection[Json, tuple[Kind, Question, Machine | None]]", at: Path) -> None:
+def _answer_all(
+    pipe: "Connection[Json, tuple[Kind, Question, Machine | None]]", folder: Path, root: Path
+) -> None:
     prepare_worker()
     os.nice(NICENESS)
     found: Machine | None = None
@@ -134,7 +137,7 @@ def _answer_all(pipe: "Connection[Json, tuple[Kind, Question, Machine | None]]",
         assert found is not None, "a question about this machine comes with it"
         return found
 
-    planner = Planner(here=here, folder=at)
+    planner = Planner(here=here, folder=folder, root=root)
     with suppress(EOFError, ConnectionError):  # the command has ended
         while True:
             kind, question, found = pipe.recv()
@@ -142,6 +145,7 @@ def _answer_all(pipe: "Connection[Json, tuple[Kind, Question, Machine | None]]",
 
 
 MAX_QUESTION_BYTES = 2**21
+MAX_MESSAGE_BYTES = MAX_QUESTION_BYTES + 4 * MAX_IMAGE_BYTES // 3  # an image is sent in base64
 NO_FILE, REFUSED, TOO_LONG = 404, 409, 413
 
 
@@ -157,6 +161,9 @@ class Said(Section):
 
     name: str = Field(max_length=4096, description="Of the run.")
     said: str = Field(min_length=1, max_length=2**16, description="A message.")
+    image: str | None = Field(
+        default=None, description="An image that the message is about, as a `data:` URI."
+    )
 
 
 class Named(Section):
@@ -196,6 +203,7 @@ class Studio:
             Route(f"{at}/rows", self._rows),
             Route(f"{at}/recipes.json", self._recipes),
             Route(f"{at}/start", self._start, methods=["POST"]),
+            Route(f"{at}/start-plan", self._start_plan, methods=["POST"]),
             Route(f"{at}/resume", self._resume, methods=["POST"]),
             Route(f"{at}/stop", self._stop, methods=["POST"]),
             Route(f"{at}/chat", self._chat, methods=["POST"]),
@@ -205,7 +213,7 @@ class Studio:
     @property
     def address(self) -> str:
         """What to open."""
-        return f"http://{guard.HOST}:{self._port}/{self._token}/"
+        return f"http://{HOST}:{self._port}/{self._token}/"
 
     async def _plan_room(self, _: Request) -> Response:
         return HTMLResponse(plan_page(is_static=False))
@@ -259,6 +267,16 @@ class Studio:
 
         return await _done(request, start)
 
+    async def _start_plan(self, request: Request) -> Response:
+        def start(body: bytes) -> None:
+            asked = Question.model_validate_json(body)
+            text = self._planner.startable(asked)
+            self._launcher.require_rows(asked.run.rows)
+            self.talk.end()
+            self._launcher.start_text(text, asked.run.name)
+
+        return await _done(request, start)
+
     async def _resume(self, request: Request) -> Response:
         def resume(body: bytes) -> None:
             asked = Named.model_validate_json(body)
@@ -277,12 +295,13 @@ class Studio:
     async def _chat(self, request: Request) -> Response:
         def answer(body: bytes) -> Response:
             asked = Said.model_validate_json(body)
-            parts = self.talk.answer(require_run(self._folder, asked.name), asked.said)
+            name = require_run(self._folder, asked.name)
+            parts = self.talk.answer(name, asked.said, asked.image)
             return StreamingResponse(
                 (json.dumps(part) + "\n" for part in parts), media_type="application/x-ndjson"
             )
 
-        return await _done(request, answer)
+        return await _done(request, answer, most_bytes=MAX_MESSAGE_BYTES)
 
 
 async def _page(request: Request, made: Callable[[str], str]) -> Response:
@@ -296,11 +315,17 @@ async def _page(request: Request, made: Callable[[str], str]) -> Response:
     return HTMLResponse(text, headers=headers)
 
 
-async def _done(request: Request, do: Callable[[bytes], Response | None]) -> Response:
+async def _done(
+    request: Request,
+    do: Callable[[bytes], Response | None],
+    *,
+    most_bytes: int = MAX_QUESTION_BYTES,
+) -> Response:
     """Do what a body asks, or say why not."""
     body = await request.body()
-    if len(body) > MAX_QUESTION_BYTES:
-        return PlainTextResponse("too long a question", TOO_LONG)
+    if len(body) > most_bytes:
+        problem = f"{len(body):,} bytes are sent, and at most {most_bytes:,} are read"
+        return JSONResponse({"problem": problem}, TOO_LONG)
     try:
         answer = await run_in_threadpool(do, body)
     except ValidationError as error:
@@ -339,30 +364,6 @@ class _Guarded:
         why = guard.refusal(headers, scope["path"], token=self._token, port=self._port)
         answer = self._app if why is None else PlainTextResponse(f"refused: {why}\n", 403)
         await answer(scope, receive, send_guarded)
-
-
-def listening(port: int) -> socket.socket:
-    """Return a socket on the loopback address.
-
-    Args:
-        port: 0 takes any that is free.
-
-    Raises:
-        ConfigError: The port is in use, or may not be had.
-    """
-    found = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        found.bind((guard.HOST, port))
-        found.listen()
-    except OSError as error:
-        found.close()
-        raise ConfigError(
-            f"port {port} of {guard.HOST} cannot be had: {error.strerror}",
-            limit="one program listens on a port",
-            hint="`--port 0` takes one that is free, or end the program that has it",
-        ) from error
-    return found
 
 
 def serve(

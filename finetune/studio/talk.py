@@ -7,18 +7,24 @@ a new process. It ends with the server, as it holds nothing that would be lost.
 import threading
 from collections.abc import Generator, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from finetune.errors import StudioError
+from finetune.errors import RowError, StudioError
 from finetune.processes import prepare_worker, process_context, signals_deferred
 from finetune.studio.launcher import started
 from offload.errors import SluiceError
 
+if TYPE_CHECKING:
+    from finetune.data.pictures.picture import Picture
+
 MOST_TOKENS = 256  # longest answer
+MAX_IMAGE_BYTES = 2**23  # size of a file that is attached
 Part = tuple[Literal["say", "note", "problem", "end"], str]
+Asked = tuple[str, "Picture | None"]  # a message, and the image that it is about
 
 
 class Talk:
@@ -30,22 +36,25 @@ class Talk:
         self._process: SpawnProcess | None = None
         self._is_answering = threading.Lock()
 
-    def answer(self, name: str, said: str) -> Generator[Part, None, None]:
+    def answer(self, name: str, said: str, image: str | None = None) -> Generator[Part, None, None]:
         """Give the parts of an answer as they come.
 
         Args:
             name: A run's, which is checked to be in the folder.
             said: Message of the user, or `/reset`.
+            image: An image that the message is about, as a `data:` URI.
 
         Raises:
-            StudioError: A run is at work, or a file is to be shown.
+            StudioError: A run is at work, or the image is not one that is read.
         """
         if said.strip().startswith("/image"):
             raise StudioError(
-                "the page shows no image to a model",
-                limit="it reads no files but runs and recipes",
-                hint=f"`sluice chat {self._folder / name}` in a terminal",
+                "`/image` names a file",
+                limit="the page reads no files but runs and recipes",
+                hint=f"attach the image to the message, or `sluice chat {self._folder / name}` in a"
+                " terminal",
             )
+        picture = None if image is None else _picture(image)
         now = started(self._folder)
         if now is not None:
             raise StudioError(
@@ -53,7 +62,7 @@ class Talk:
                 limit="a run is planned for all of the card and the RAM",
                 hint="stop it or wait for it",
             )
-        return self._parts(name, " ".join(said.split("\n")))
+        return self._parts(name, (" ".join(said.split("\n")), picture))
 
     def end(self) -> None:
         """End the conversation, so that a run has all of the card.
@@ -80,7 +89,7 @@ class Talk:
             self._pipe.close()
             self._process = None
 
-    def _parts(self, name: str, said: str) -> Generator[Part, None, None]:
+    def _parts(self, name: str, asked: Asked) -> Generator[Part, None, None]:
         if not self._is_answering.acquire(blocking=False):
             yield "problem", f"{self._name} is answering: one conversation is held at a time"
             return
@@ -91,7 +100,7 @@ class Talk:
                 self._start(name)
                 yield from self._heard()  # until the model is loaded
             if self._process is not None:
-                self._pipe.send(said)
+                self._pipe.send(asked)
                 yield from self._heard()
             is_whole = True
         finally:
@@ -124,15 +133,32 @@ class Talk:
         its_end.close()
 
 
-def _converse(pipe: "Connection[Part, str]", run_dir: Path) -> None:
+def _picture(image: str) -> "Picture":
+    """Return the image of a `data:` URI; it is decoded by the process that answers.
+
+    Raises:
+        StudioError: It is another kind of file, or broken.
+    """
+    from finetune.data.pictures.references import read_base64
+
+    try:
+        return replace(read_base64(image), name="that is attached")
+    except RowError as error:
+        raise StudioError(
+            str(error), limit="the page sends what its browser has read", hint="attach another file"
+        ) from error
+
+
+def _converse(pipe: "Connection[Part, Asked]", run_dir: Path) -> None:
     prepare_worker()
-    from finetune.commands.chat import Chat
+    from finetune.commands.chat import Chat, Shown
     from finetune.model.tokenizer import chosen_by
 
-    def lines() -> Iterator[str]:
+    def lines() -> "Iterator[str | Shown]":
         while True:
             pipe.send(("end", ""))
-            yield pipe.recv()
+            said, image = pipe.recv()
+            yield said if image is None else Shown(said=said, image=image)
 
     chat = Chat(
         max_new_tokens=MOST_TOKENS,

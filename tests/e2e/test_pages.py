@@ -19,6 +19,7 @@ from finetune.report import charts
 from finetune.report.charts import page as page_of
 from finetune.report.compare_pages import SweptRun, compare_page, sweep_page
 from finetune.report.compared_runs import read_runs
+from finetune.report.explain import explain
 from finetune.report.memory import MemoryRow
 from finetune.report.pages import run_page, write_run_page
 from finetune.run.run_files import line_of, read_rows
@@ -85,8 +86,9 @@ def pages_of_runs(folder: Path) -> dict[str, str]:
             settings={"train.lr": 0.1},
             state="done",
             rows=[{"step": n, "loss": 1 / n, "tokens_per_s": 9.0} for n in range(1, num_steps)],
+            pace=explain(finished[0]).sections[-1].pace,
         )
-        for name, num_steps in (("long", 1388), ("one step", 2))
+        for name, num_steps in (("long, of 1,387 steps", 1388), ("one step, with a long name", 2))
     ]
     texts = {
         "online": run_page(online),
@@ -163,6 +165,14 @@ TOUCHING = """
 """
 
 
+CUT_LEGENDS = """
+[...document.querySelectorAll(".role-legend-entry text")].filter((text) => {
+  const [inner, outer] = [text, text.closest("svg")].map((one) => one.getBoundingClientRect());
+  return inner.top < outer.top || inner.right > outer.right;
+}).map((text) => text.textContent)
+"""
+
+
 @pytest.mark.browser
 @pytest.mark.parametrize("name", OF_RUNS)
 def test_labels_of_a_chart_do_not_touch_and_no_page_of_runs_is_wider_than_its_screen(
@@ -175,7 +185,22 @@ def test_labels_of_a_chart_do_not_touch_and_no_page_of_runs_is_wider_than_its_sc
             page.wait_for_selector(DRAWN[name], state="attached")
             assert page.locator(".role-axis-label text").count() > 5
             assert page.evaluate(TOUCHING) == []
+            assert page.evaluate(CUT_LEGENDS) == []
             assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+BEYOND = """
+[...document.querySelectorAll("td, td a, td button")].filter((one) => one.checkVisibility()
+  && one.getBoundingClientRect().right > window.innerWidth).map((one) => one.textContent)
+"""
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("name", [*OF_RUNS, "runs"])
+def test_on_a_phone_no_cell_of_a_table_is_beyond_the_screen(opened, name: str) -> None:
+    with opened(name) as page:
+        assert page.locator("td[data-name]:visible").count() > 5
+        assert page.evaluate(BEYOND) == []
 
 
 @pytest.mark.browser
@@ -239,7 +264,10 @@ def an_opened_page(tmp_path_factory: pytest.TempPathFactory, started: Any):
     folder = tmp_path_factory.mktemp("studio")
     write_run(begun(folder / "runs" / "done"), slow_s=[0.0] * 4)
     metrics = folder / "runs" / "done" / "metrics.jsonl"
-    rows = [row | {"loss": 9.0 / row["step"]} for row in read_rows(metrics)]
+    rows = [
+        row | {"loss": 9.0 / row["step"], "tokens_per_s": 1000.1 * row["step"]}
+        for row in read_rows(metrics)
+    ]
     metrics.write_text("".join(map(line_of, rows)))
     write_answers(folder / "runs" / "done", "before", "<b>worse</b>")
     write_answers(folder / "runs" / "done", "after", "better")
@@ -289,6 +317,43 @@ def test_a_slider_moves_and_the_page_shows_the_plan_of_the_command(
     page.wait_for_selector("#ways table")
     assert page.locator("#gantt rect").count() > 2 * 28  # each layer forward and backward
     assert page.locator("#ways tr").count() > 10
+    assert not problems
+
+
+@pytest.mark.browser
+def test_images_are_asked_of_models_that_see_alone(room) -> None:
+    page, _, problems = room
+    answered(page)
+    assert page.is_hidden("#images")
+    page.select_option("[name=model]", "qwen3-vl-8b")
+    page.select_option("[name=card]", "rtx4090")
+    page.fill("[name=num_images]", "10000")
+    page.fill("[name=image_tokens]", "512")
+    page.wait_for_selector("[data-key=pass_s]")
+    answered(page)
+    assert shown(page, "feature_bytes") == 10_000 * 512 * 4096 * 2 * 4  # width, bytes, deepstack
+    assert 100 < shown(page, "pass_s") < 1000
+    assert page.inner_text("#command").endswith("--images 10000")
+    assert "max_tokens: 512" in page.text_content("#recipe")
+    page.fill("[name=image_tokens]", "")
+    page.wait_for_selector("#rows p:text('Images are assumed to have at most 1,024 tokens')")
+    assert "max_tokens: 1024" in page.text_content("#recipe")
+    page.fill("[name=image_tokens]", "512")
+    page.wait_for_selector("#rows p", state="detached")
+    page.select_option("[name=model]", "qwen3-0.6b")
+    answered(page)
+    assert page.is_hidden("#images")
+    assert "images" not in page.inner_text("#answer")
+    page.select_option("[name=model]", "other")
+    page.fill("[name=config]", json.dumps(load_shape("qwen3-vl-8b")))
+    page.locator("[name=config]").blur()
+    page.wait_for_selector("[data-key=pass_s]")
+    assert page.is_visible("#images")
+    page.fill("[name=num_images]", "0")
+    page.fill("[name=config]", "")
+    page.select_option("[name=model]", "qwen3-0.6b")
+    page.select_option("[name=card]", "rtx4090")
+    answered(page)
     assert not problems
 
 
@@ -346,15 +411,23 @@ def test_a_connection_that_is_lost_once_is_made_again_and_a_server_that_is_gone_
 @pytest.mark.browser
 def test_what_does_not_fit_and_what_cannot_be_planned_are_said(room) -> None:
     page, _, problems = room
-    page.select_option("[name=card]", "t4")
+    page.select_option("[name=card]", "this machine")
     answered(page)
-    assert page.inner_text("#headline").startswith("t4 does not compute in bfloat16")
+    assert page.inner_text("#headline").startswith("this machine was not measured")
     assert not page.is_visible("#gantt-part")
     page.select_option("[name=card]", "rtx3060")
     page.select_option("[name=model]", "qwen3-235b-a22b")
     answered(page)
     assert page.inner_text("#headline").startswith("Does not fit: short of ")
     page.wait_for_selector("text=What would fit")
+    page.fill("[name=num_cards]", "0")
+    page.wait_for_selector("#headline:has-text('The field \"cards\": ')")
+    page.fill("[name=num_cards]", "1")
+    page.select_option("[name=model]", "qwen3-0.6b")
+    page.wait_for_selector("#ways td")
+    assert page.locator("#ways td[data-name=VRAM]:visible").count()
+    assert page.evaluate(BEYOND) == []
+    page.wait_for_selector("#curve text:text-is('256k')", state="attached")
     assert not problems
 
 
@@ -386,15 +459,25 @@ def test_the_runs_room_draws_a_run_and_reads_well_without_steps(room) -> None:
     page.click("text=done")
     page.wait_for_selector("body[data-shown=done]")
     page.wait_for_selector("#run-loss svg")
+    attach = page.locator("#attach")  # of a model that sees no images
+    assert attach.evaluate("(one) => getComputedStyle(one).display") == "none"
     cells = page.locator("#samples tbody td").all_inner_texts()
     assert cells == ["p0", "w0", "<b>worse</b>", "better"]
     folder = Path(page.inner_text("#folder").split(" ")[2].rstrip(","))
     rows = read_rows(folder / "done" / "metrics.jsonl")
     curve_is_asked_for(page, [row["loss"] for row in rows])
+    assert "4,000" in page.locator("#run-rate .role-axis-label text").all_text_contents()
+    rate = page.locator("figure", has=page.locator("#run-rate")).locator("figcaption")
+    assert rate.inner_text() == "Tokens per second: 4,000 in step 4."
+    page.locator("#run-rate svg").hover()
+    page.wait_for_selector("#run-rate text:text-matches('step [1-4]: [1-4],000')")
+    heads = page.locator("table:has(#runs) th").all_inner_texts()
+    assert {"loss curve", "time left", "actions"} <= set(heads)
+    assert "tokens per step" in page.inner_text("#settings")
     row = page.locator("#runs tr", has=page.locator("button:text-is('done')"))
     assert row.locator("progress").get_attribute("value") == "4"
     assert len(row.locator("polyline").get_attribute("points").split()) == 4
-    assert row.locator("td").nth(7).inner_text().endswith(" %)")  # predicted against measured
+    assert re.fullmatch(r"[+-]\d+%", row.locator("td").nth(9).inner_text())
     page.click("#runs button:text('dead')")
     page.wait_for_selector("body[data-shown=dead]")
     assert "ended before its first step" in page.inner_text("#settings")

@@ -28,6 +28,9 @@ function sliderValue(slider) {
   return Number(slider.dataset.values.split(" ")[Number(slider.value)]);
 }
 
+// Models that see images: those that are shipped, and others once an answer says so.
+const seeing = new Set(byId("images").dataset.seeing.split(" "));
+const modelOf = () => (fields.model.value === "other" ? fields.config.value.trim() || fields.hub_id.value.trim() : fields.model.value);
 function asked() {
   const optional = (name) => (fields[name].value === "" || fields[name].disabled ? null : Number(fields[name].value));
   const size = fields.micro_batch_size.value, setup = {
@@ -37,6 +40,7 @@ function asked() {
     objective: fields.objective.value, seq_len: sliderValue(fields.seq_len),
     tokens_per_step: sliderValue(fields.tokens_per_step),
     micro_batch_size: size === "auto" ? size : Number(size),
+    ...(seeing.has(modelOf()) ? { num_images: Number(fields.num_images.value), image_tokens: optional("image_tokens") } : {}),
   };
   if (setup.model === "other") {
     const config = fields.config.value.trim();
@@ -44,7 +48,7 @@ function asked() {
   }
   const work = {};
   for (const name of ["data_tokens", "price_per_hour", "power_watts", "price_per_kwh"]) work[name] = Number(fields[name].value);
-  return { setup, work };
+  return { setup, work, run: { rows: fields.rows.value.trim(), name: fields.name.value } };
 }
 
 const REST_MS = 300;
@@ -61,6 +65,7 @@ function changed() {
   if (byId("other")) byId("other").hidden = fields.model.value !== "other";
   const isHere = fields.card.value === "this machine";
   fields.ram_gib.disabled = fields.link_gb_per_s.disabled = isHere;
+  byId("images").hidden = byId("images").disabled = !seeing.has(modelOf());
   fields.rank.disabled = ["all", "ia3"].includes(fields.method.value);
   byId("answer").setAttribute("aria-busy", "true");
   if (!isAsking) answerNewest();
@@ -70,9 +75,10 @@ async function answerNewest() {
   isAsking = true;
   while (document.body.dataset.answered !== String(newest)) {
     const number = newest, since = changedAt, question = asked();
-    const isUnnamed = question.setup.model === "";
-    if (isUnnamed || !form.checkValidity()) {
-      say(isUnnamed ? "Give a hub id, or the text of a config.json." : "A field has no valid value.", true);
+    const isUnnamed = question.setup.model === "", invalid = [...fields].find((one) => one.willValidate && !one.validity.valid);
+    if (isUnnamed || invalid) {
+      const label = () => invalid.labels[0].firstChild.textContent.trim();
+      say(isUnnamed ? "Give a hub id, or the text of a config.json." : `The field "${label()}": ${invalid.validationMessage}`, true);
       byId("answer").removeAttribute("aria-busy");
       document.body.dataset.answered = number;
       break;
@@ -139,7 +145,25 @@ function sayNoMore(words) {
   byId("ways").replaceChildren(element("p", `Not priced: ${words}`, { class: "bad" }));
 }
 
+// A plan that fits starts as a run, where the server can start it; else the page says why not.
+function showStart({ error, fits, obstacle }) {
+  if (isStatic) return;
+  const why = error ? "there is no plan" : fits ? obstacle : "the plan does not fit";
+  byId("start-plan").disabled = why !== null;
+  inform(why === null ? "" : `It is not started here: ${why}`, "soft");
+}
+
+function inform(words, className) {
+  byId("said").className = className;
+  byId("said").textContent = words;
+}
+
 function show(answer, question) {
+  if (answer.sees && !seeing.has(modelOf())) {
+    seeing.add(modelOf());
+    changed(); // the same, with its images
+  }
+  showStart(answer);
   byId("recipe").textContent = answer.recipe ?? "";
   byId("command").textContent = answer.command ?? "";
   const parts = ["gantt-part", "curve-part", "ways-part"];
@@ -166,6 +190,7 @@ function show(answer, question) {
     ["a step", time(predicted.step_s), "step_s", predicted.step_s],
     ["tokens per step", whole(schedule.tokens_per_step), "tokens_per_step", schedule.tokens_per_step],
     ...memoryTiles(answer),
+    ...imageTiles(answer),
     ["my data", time(work.hours * 3600), "hours", work.hours],
     ["steps", whole(work.steps), "steps", work.steps],
     ["energy", work.kwh ? `${work.kwh.toFixed(2)} kWh` : "power not known", "kwh", work.kwh],
@@ -176,11 +201,21 @@ function show(answer, question) {
     tile.append(element("dt", name), element("dd", shown, { "data-key": key, "data-value": value }));
     byId("figures").append(tile);
   }
-  byId("rows").replaceChildren(table(["", ""], answer.rows)); // as `sluice plan` shows them
+  const notes = answer.notes.map((note) => element("p", note, { class: "soft" }));
+  byId("rows").replaceChildren(table(["", ""], answer.rows), ...notes); // as `sluice plan` shows them
   byId("gantt").innerHTML = answer.gantt;
   byId("zoom").value = 1;
   byId("curve-note").textContent = answer.curve.description;
   byId("curve").replaceChildren();
+}
+
+// What images take before step 1, once their number is known.
+function imageTiles({ figures: { images } }) {
+  if (!images?.num_images) return [];
+  return [
+    ["images on disk", gib(images.feature_bytes), "feature_bytes", images.feature_bytes],
+    ["before step 1", time(images.pass_s), "pass_s", images.pass_s],
+  ];
 }
 
 // On a CPU there is one memory.
@@ -219,6 +254,8 @@ function showMemory(place) {
   byId("memory").append(box);
 }
 
+const SAME = 0.005; // of a figure: a smaller change is none
+
 function showWays(found, answer) {
   const place = byId("ways");
   if (!answer.fits) {
@@ -228,19 +265,22 @@ function showWays(found, answer) {
   } else {
     const now = found.other_ways.plan;
     const change = (then, before, words) => ({
-      shown: then === undefined ? "-" : then === before ? "=" : `${then > before ? "+" : "-"}${words(Math.abs(then - before))}`,
+      shown: Math.abs(then - before) < SAME * before ? "=" : `${then > before ? "+" : "-"}${words(Math.abs(then - before))}`,
     });
-    const rows = found.other_ways.options.map((option) => {
-      const then = option.figures ?? {};
-      return [
-        option.name + (option.figures && !option.fits ? " (does not fit)" : ""), option.standing,
-        change(then.step_s, now.step_s, time), change(then.vram_bytes, now.vram_bytes, gib),
-        change(then.ram_bytes, now.ram_bytes, gib), option.how.replaceAll("`", ""),
-      ];
+    const sections = { "a setting": "With a setting", "in the plan": "Without what the plan does" };
+    const shown = Object.entries(sections).flatMap(([standing, heading]) => {
+      const rows = found.other_ways.options.filter((one) => one.standing === standing).map(({ name, how, fits, figures }) => [
+        name + (fits ? "" : " (does not fit)"), change(figures.step_s, now.step_s, time),
+        change(figures.vram_bytes, now.vram_bytes, gib), change(figures.ram_bytes, now.ram_bytes, gib), how.replaceAll("`", ""),
+      ]);
+      const heads = [heading, "a step", "VRAM", "RAM", "by"];
+      if (!rows.length) return [];
+      const made = table(heads, rows); // on a phone each cell has its column's name
+      for (const row of made.tBodies[0].rows) heads.forEach((name, i) => { row.cells[i].dataset.name = name; });
+      return [made];
     });
-    const shown = table(["way", "is", "a step", "VRAM", "RAM", "by"], rows);
-    const note = "Changes to this plan, all else as it is. Of a way that is in the plan: the change without it.";
-    place.replaceChildren(shown, element("p", note, { class: "soft" }));
+    const note = "Changes to this plan, all else as it is, the number of slots too; = is less than 0.5 %.";
+    place.replaceChildren(...shown, element("p", note, { class: "soft" }));
   }
 }
 
@@ -252,15 +292,30 @@ byId("zoom").addEventListener("change", async () => {
 });
 byId("copy").addEventListener("click", async () => {
   await navigator.clipboard.writeText(byId("recipe").textContent);
-  byId("copied").textContent = "copied";
+  inform("Copied.", "");
+});
+byId("start-plan")?.addEventListener("click", async () => {
+  const button = byId("start-plan"), question = asked();
+  if (!form.reportValidity()) return;
+  button.disabled = true;
+  inform("Starting ...", "");
+  try {
+    const answer = await fetch("start-plan", { method: "POST", body: JSON.stringify(question) });
+    const { problem } = await answer.json();
+    if (problem !== null) throw new Error(problem);
+    location.assign(`runs#${new URLSearchParams({ run: question.run.name })}`);
+  } catch (error) {
+    inform(error.message, "bad");
+    button.disabled = false;
+  }
 });
 byId("config-file")?.addEventListener("change", async ({ target }) => {
   if (target.files.length) fields.config.value = await target.files[0].text();
   changed();
 });
 // A text is asked about when it is complete, not at each letter.
-const isText = (field) => ["hub_id", "config"].includes(field.name);
-form.addEventListener("input", ({ target }) => isText(target) || changed());
-form.addEventListener("change", ({ target }) => isText(target) && changed());
+const isText = (field) => ["hub_id", "config", "rows", "name"].includes(field.name);
+document.addEventListener("input", ({ target }) => target.form === form && !isText(target) && changed());
+document.addEventListener("change", ({ target }) => target.form === form && isText(target) && changed());
 form.addEventListener("submit", (event) => event.preventDefault());
 changed();

@@ -9,6 +9,12 @@ export function element(tag, text = "", attributes = {}) {
   return made;
 }
 
+export function pictures(addresses) {
+  const made = element("span", "", { class: "images" });
+  made.append(...addresses.map((src, i) => element("img", "", { src, alt: `image ${i + 1}` })));
+  return made;
+}
+
 export function table(heads, rows) {
   const made = element("table"), head = element("tr"), body = element("tbody");
   const isFigure = heads.map((_, i) => i > 0 && rows.every((row) => typeof row[i] === "object"));
@@ -25,6 +31,7 @@ export function table(heads, rows) {
 }
 
 export const whole = (number) => Math.round(number).toLocaleString("en");
+export const figure = (value) => Math.abs(value) >= 1000 ? whole(value) : value.toPrecision(5);
 export const gib = (bytes) => `${(bytes / 2 ** 30).toFixed(2)} GiB`;
 
 export function time(seconds) {

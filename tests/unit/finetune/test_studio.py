@@ -13,13 +13,18 @@ import threading
 import time
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from starlette.testclient import TestClient
 
 from finetune import app
 from finetune.errors import CheckpointError, ConfigError, StudioError
 from finetune.files.atomic import write_atomically
+from finetune.loopback import listening
+from finetune.report.explain import explain
+from finetune.report.images import ImageFigures, write_images
 from finetune.report.pages import NUM_SAMPLES
 from finetune.report.prediction import read_predictions
 from finetune.run.run_files import line_of, read_rows
@@ -28,7 +33,12 @@ from finetune.studio import browser
 from finetune.studio.answer import HERE, Json, Kind, Planner, Question
 from finetune.studio.guard import inside, new_token, refusal
 from finetune.studio.runs import Runs, report_of, run_names
-from finetune.studio.server import MAX_QUESTION_BYTES, NICENESS, Background, listening
+from finetune.studio.server import (
+    MAX_MESSAGE_BYTES,
+    MAX_QUESTION_BYTES,
+    NICENESS,
+    Background,
+)
 from offload.plan.machine.machine import Machine, named_machine
 from tests.studios import SETUP, question, question_values, served, studio_of
 from tests.tools.site import write_archive
@@ -66,6 +76,7 @@ def planned(words: list[str], capsys) -> dict[str, object]:
                 {"model": "llama-3.1-8b", "ram_gib": 48.5, "link_gb_per_s": 11.5},
                 {"micro_batch_size": "auto", "tokens_per_step": 65536, "card": "h100"},
                 {"num_cards": 3, "codec": "nf4"},
+                {"card": "t4"},
                 {"num_cards": 4, "method": "all", "card": "h100", "ram_gib": 512.0},
             )
         ),
@@ -84,8 +95,41 @@ def test_the_recipe_of_a_question_plans_to_the_same_figures(
     for field in FIELDS:
         assert answer["figures"][field] == figures[field], field
     # a setting that is asked for is in what is planned
-    machine = named_machine(str(changes.get("card", SETUP["card"])))
-    assert figures["machine"] == machine.name
+    assert figures["machine"] == changes.get("card", SETUP["card"])
+
+
+@pytest.mark.parametrize("image_tokens", [512, None])
+def test_images_of_a_question_cost_what_the_command_says(
+    image_tokens: int | None, planner: Planner, tmp_path: Path, capsys, monkeypatch
+) -> None:
+    seeing = {"model": "qwen3-vl-8b", "card": "rtx4090", "codec": "nf4"}
+    answer = planner.answer(
+        "plan", question(**seeing, num_images=10_000, image_tokens=image_tokens)
+    )
+    assert answer["sees"]
+    monkeypatch.chdir(tmp_path)
+    Path("from-studio.yaml").write_text(answer["recipe"])
+    words = answer["command"].split()[2:]
+    assert words[-2:] == ["--images", "10000"]
+    figures = planned(words, capsys)
+    for field in (*FIELDS, "images"):
+        assert answer["figures"][field] == figures[field], field
+    assert answer["figures"]["images"]["num_tokens"] == 10_000 * (image_tokens or 1024)
+    assert yaml.safe_load(answer["recipe"])["image"] == {"max_tokens": image_tokens or 1024}
+    is_said = any("assumed to have at most 1,024 tokens" in note for note in answer["notes"])
+    assert is_said == (image_tokens is None)
+    (line,) = [text for label, text in answer["rows"] if label == "images"]
+    assert "GiB on disk, " in line
+    assert " s before step 1" in line
+    without = planner.answer("plan", question(**seeing))
+    assert without["sees"]
+    assert "images" not in without["figures"]
+
+
+def test_images_for_a_model_that_sees_none_are_refused(planner: Planner) -> None:
+    assert planner.answer("plan", question())["sees"] is False
+    error = planner.answer("plan", question(num_images=5))["error"]
+    assert error["limit"] == "only a tower sees images"
 
 
 @pytest.mark.thorough
@@ -132,6 +176,15 @@ def test_what_does_not_fit_says_what_is_short_by_how_much_and_what_would(planner
     assert sums["RAM"] == ram["needed_bytes"]
     assert "more memory" in planner.answer("ways", asked)["hint"]
     assert planner.answer("rate", asked)["tokens_per_s"] is None
+
+
+def test_what_would_fit_begins_with_a_control_of_the_page(planner: Planner) -> None:
+    asked = question(model="qwen3-30b-a3b", ram_gib=32, card="rtx3090")
+    assert planner.answer("plan", asked)["fits"] is False
+    hint = planner.answer("ways", asked)["hint"]
+    assert hint.startswith("layers wait as: nf4; or ")
+    fits = question(model="qwen3-30b-a3b", ram_gib=32, card="rtx3090", codec="nf4")
+    assert planner.answer("plan", fits)["fits"]
 
 
 def test_memory_by_term_adds_up_to_the_peaks_that_are_shown(planner: Planner) -> None:
@@ -207,7 +260,6 @@ def test_this_machine_is_measured_once_and_only_if_it_is_asked_about(tmp_path: P
     [
         ({"card": "abacus"}, "no machine is called 'abacus'"),
         ({"card": HERE}, "this machine was not measured"),
-        ({"card": "t4"}, "t4 does not compute in bfloat16"),
         ({"model": "/etc/passwd"}, "/etc/passwd is no shipped model"),
         ({"model": "recipes/shapes"}, "recipes/shapes is no shipped model"),
         ({"model": "config.json", "config": "{"}, "is not"),
@@ -219,6 +271,16 @@ def test_what_cannot_be_planned_says_why_and_the_fix(changes, words, planner: Pl
     answer = planner.answer("plan", question(**changes))
     assert words in answer["error"]["what"]
     assert answer["error"]["hint"]
+
+
+def test_a_machine_that_was_measured_in_another_type_is_refused(tmp_path: Path) -> None:
+    planner = Planner(here=lambda: named_machine("t4", dtype="float16"), folder=tmp_path)
+    error = planner.answer("plan", question(card=HERE))["error"]
+    assert error["what"].startswith(
+        "this machine was measured in float16, and the page plans it in"
+    )
+    assert "`sluice init --machine here`" in error["hint"]
+    assert planner.answer("plan", question(card="t4"))["fits"]
 
 
 @pytest.mark.parametrize(
@@ -250,7 +312,12 @@ assert not {"torch", "transformers", "numpy", "huggingface_hub"} & set(sys.modul
 
 
 @pytest.mark.thorough
-def test_the_static_page_s_archive_holds_all_that_its_answers_import(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "changes", [{}, {"model": "qwen3-vl-8b", "card": "rtx4090", "num_images": 10}]
+)
+def test_the_static_page_s_archive_holds_all_that_its_answers_import(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
     import pydantic_core
 
     write_archive(tmp_path / "sluice.zip")
@@ -258,7 +325,7 @@ def test_the_static_page_s_archive_holds_all_that_its_answers_import(tmp_path: P
         archive.extractall(tmp_path / "alone")
     core = Path(pydantic_core.__file__).parent  # the browser has a wheel of it
     (tmp_path / "alone" / "pydantic_core").symlink_to(core)
-    text = json.dumps(question_values())
+    text = json.dumps(question_values(**changes))
     found = subprocess.run(
         [sys.executable, "-S", "-c", _ALONE, text],
         cwd=tmp_path / "alone",
@@ -283,7 +350,7 @@ from pathlib import Path
 from finetune.interrupts import raised
 from finetune.studio.server import Background
 signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore it for background jobs
-with suppress(KeyboardInterrupt), raised(), Background(Path(sys.argv[1])):
+with suppress(KeyboardInterrupt), raised(), Background(Path(sys.argv[1]), root=Path()):
     print(multiprocessing.active_children()[0].pid, flush=True)
     for _ in range(600):  # a signal just before a sleep does not end it: Python sees it afterwards
         time.sleep(0.1)
@@ -292,7 +359,7 @@ with suppress(KeyboardInterrupt), raised(), Background(Path(sys.argv[1])):
 
 def test_its_answers_are_those_of_the_first_process_and_its_death_is_said(tmp_path: Path) -> None:
     asked, here = question(), named_machine("rtx4090")
-    with Background(tmp_path) as background:
+    with Background(tmp_path, root=tmp_path) as background:
         (process,) = multiprocessing.active_children()
         assert process.pid is not None
         os.kill(process.pid, signal.SIGINT)  # Ctrl-C reaches it too: it is left to the command
@@ -302,8 +369,8 @@ def test_its_answers_are_those_of_the_first_process_and_its_death_is_said(tmp_pa
         assert os.getpriority(os.PRIO_PROCESS, process.pid) == NICENESS + os.nice(0)
         about_here = question(card=HERE)
         assert background.answer("rate", about_here, here) == planner.answer("rate", about_here)
-        refused = background.answer("rate", question(card="t4"), None)
-        assert refused["error"]["what"].startswith("t4 does not compute in bfloat16")
+        refused = background.answer("rate", question(card="abacus"), None)
+        assert refused["error"]["what"].startswith("no machine is called 'abacus'")
 
         os.kill(process.pid, signal.SIGKILL)
         with pytest.raises(
@@ -480,7 +547,7 @@ def test_answers_are_there_as_soon_as_they_were_given(tmp_path: Path) -> None:
     run = begun(tmp_path / "run")
     assert Runs(tmp_path).one("run")["samples"] == []
     write_answers(run, "before", *"abcdefg")
-    first = {"prompt": "p0", "wanted": "w0", "before": "a", "after": None}
+    first = {"prompt": "p0", "wanted": "w0", "before": "a", "after": None, "images": ()}
     assert Runs(tmp_path).one("run")["samples"][0] == first
     assert len(Runs(tmp_path).one("run")["samples"]) == NUM_SAMPLES
     write_answers(run, "after", *"xyzuvwt")
@@ -586,8 +653,7 @@ def test_a_line_has_the_course_of_the_loss_and_the_predicted_step_by_the_measure
     run = three_steps(tmp_path / "run")
     found = Runs(tmp_path).all()["runs"][0]
     assert found["spark"] == [0.5, 1.0, 1.5]
-    assert found["predicted_s"] == read_predictions(run)[-1].calibrated["predicted"]["step_s"]
-    assert found["measured_s"] == read_rows(run / "metrics.jsonl")[-1]["phases_s"]["step"]
+    assert found["pace"] == explain(run).sections[-1].pace.shown
     (run / "metrics.jsonl").write_text(with_steps(run, *range(1, 641)))
     course = Runs(tmp_path).all()["runs"][0]["spark"]
     assert course == [10 * i + 5.25 for i in range(32)]  # means of twenty steps each
@@ -699,6 +765,46 @@ def test_a_question_is_answered_and_one_from_another_site_is_not(site) -> None:
     stranger = {"origin": "http://evil.example"}
     assert client.post(f"{at}/ask/plan", content=body, headers=stranger).status_code == 403
     assert client.get(f"{at}/ask/plan").status_code == 405
+
+
+def test_an_image_that_cannot_be_shown_to_a_run_is_refused_before_its_model_is_loaded(
+    site, tmp_path: Path
+) -> None:
+    client, at = site
+    begun(tmp_path / "runs" / "own")
+
+    def problem(image: str) -> str:
+        asked = {"name": "own", "said": "what", "image": image}
+        found = client.post(f"{at}/chat", content=json.dumps(asked))
+        assert found.status_code in (409, 413)
+        return str(found.json()["problem"])
+
+    assert "of the type 'image/svg+xml'" in problem("data:image/svg+xml;base64,AAAA")
+    assert "broken base64" in problem("data:image/png;base64,A")
+    assert "broken base64" in problem("/etc/passwd")  # no path is read
+    assert f"at most {MAX_MESSAGE_BYTES:,} are read" in problem("A" * MAX_MESSAGE_BYTES)
+
+
+def test_the_runs_room_offers_an_image_where_rows_had_some(tmp_path: Path) -> None:
+    write_run(begun(tmp_path / "seen"), slow_s=[0.0])
+    write_run(begun(tmp_path / "text"), slow_s=[0.0])
+    figures = ImageFigures(
+        num_images=6,
+        num_tokens=60,
+        feature_bytes=2**20,
+        predicted_bytes=2**20,
+        num_encoded=6,
+        pass_s=2.0,
+        predicted_pass_s=1.0,
+    )
+    write_images(tmp_path / "seen", figures)
+    seen, text = (Runs(tmp_path).one(name) for name in ("seen", "text"))
+    planned = read_predictions(tmp_path / "text")[-1].calibrated["schedule"]["tokens_per_step"]
+    assert dict(text["settings"])["tokens per step"] == f"{planned:,}"
+    assert seen["sees"]
+    assert ["images", figures.line] in seen["settings"]
+    assert not text["sees"]
+    assert "images" not in dict(text["settings"])
 
 
 def test_only_runs_of_the_folder_are_shown(site, tmp_path: Path) -> None:

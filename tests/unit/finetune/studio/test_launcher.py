@@ -17,9 +17,10 @@ from finetune.errors import StudioError
 from finetune.run.run_dir import RUN_LOG
 from finetune.run.run_lock import locked
 from finetune.studio import launcher
-from finetune.studio.answer import Planner
+from finetune.studio.answer import HERE, Planner
 from finetune.studio.launcher import LOCK, Launcher, at_work, started
-from tests.studios import studio_of
+from offload.plan.machine.machine import Machine, named_machine
+from tests.studios import question_values, studio_of
 from tests.unit.finetune.studio.runs_made import begun
 
 # In place of the command: it goes on until a signal, and says that it got one.
@@ -66,9 +67,21 @@ def log_of(folder: Path, name: str) -> str:
     return (folder / name / RUN_LOG).read_text()
 
 
-def posted(folder: Path, path: str, values: Any, **headers: str) -> tuple[int, str]:
+def planner_of(folder: Path, *, other: str | None = None) -> Planner:
+    """Return a planner whose machine is a card that no test has."""
+
+    def here() -> Machine:
+        return named_machine("rtx4090")
+
+    configs = folder.parent / "configs"
+    return Planner(here=here, folder=configs, root=folder.parent, other=other)
+
+
+def posted(
+    folder: Path, path: str, values: Any, *, other: str | None = None, **headers: str
+) -> tuple[int, str]:
     """Return the status of a request with the right token, and what it says."""
-    made = studio_of(folder, Planner(here=None, folder=folder), root=folder.parent)
+    made = studio_of(folder, planner_of(folder, other=other), root=folder.parent)
     client = TestClient(made.studio.app, base_url="http://127.0.0.1:8765")
     body = values if isinstance(values, bytes) else json.dumps(values)
     found = client.post(path.format(at=f"/{made.token}"), content=body, headers=headers)
@@ -84,6 +97,7 @@ def test_only_recipes_of_the_folder_are_listed(folder: Path) -> None:
     assert launcher_of(folder).recipes() == ["recipe.yaml", "deep/more.yml"]
 
 
+TAKEN = "hint: choose another name; a run that has stopped is resumed in the table"
 START = {"recipe": "recipe.yaml", "name": "one"}
 
 
@@ -102,7 +116,7 @@ START = {"recipe": "recipe.yaml", "name": "one"}
         ("{at}/start", b"", {}, 409, "the request: Invalid JSON"),
         ("{at}/start", START | {"recipe": "\ud800"}, {}, 409, "the request: Invalid JSON"),
         ("{at}/start", START | {"more": 1}, {}, 409, "more: Extra inputs"),
-        ("{at}/start", b" " * (2**21 + 1), {}, 413, "too long"),
+        ("{at}/start", b" " * (2**21 + 1), {}, 413, "at most 2,097,152"),
         ("{at}/stop", {"name": 1}, {}, 409, "name: Input should be a valid string"),
         *(
             ("{at}/start", START | {"recipe": recipe}, {}, 409, "is no recipe in")
@@ -117,7 +131,7 @@ START = {"recipe": "recipe.yaml", "name": "one"}
         ),
         ("{at}/start", START | {"name": "linked"}, {}, 409, "is a link"),
         ("{at}/start", START | {"name": "there"}, {}, 409, "is there and holds no run"),
-        ("{at}/start", START | {"name": "run"}, {}, 409, "holds a run already"),
+        ("{at}/start", START | {"name": "run"}, {}, 409, TAKEN),
         *(
             (f"{{at}}/{what}", {"name": name}, {}, 409, "is no run of")
             for what in ("stop", "resume")
@@ -127,7 +141,7 @@ START = {"recipe": "recipe.yaml", "name": "one"}
         ("{at}/chat", {"name": "run", "said": "x"}, {"origin": "null"}, 403, "another site"),
         ("{at}/chat", {"name": "../runs", "said": "x"}, {}, 409, "is no run of"),
         ("{at}/chat", {"name": "run", "said": ""}, {}, 409, "said: String should have"),
-        ("{at}/chat", {"name": "run", "said": " /image /etc/passwd"}, {}, 409, "shows no image"),
+        ("{at}/chat", {"name": "run", "said": " /image /etc/passwd"}, {}, 409, "reads no files"),
         ("{at}/resume", {"name": "sweep/a"}, {}, 409, "sweep/a is a run of a sweep"),
     ],
 )
@@ -146,6 +160,126 @@ def test_what_may_not_be_started_stopped_or_resumed_is_refused(
     assert started(folder) is None
     made = set(folder.parent.rglob("*")) - set(before)
     assert made <= {folder / LOCK}
+
+
+def of_plan(*, rows: str = "rows.jsonl", name: str = "one", **setup: Any) -> dict[str, Any]:
+    """Return what the plan room sends to start a run on this machine."""
+    return question_values(**{"card": HERE} | setup) | {"run": {"rows": rows, "name": name}}
+
+
+PLAN = "{at}/start-plan"
+
+
+@pytest.mark.usefixtures("waiting")
+@pytest.mark.parametrize(
+    ("path", "values", "headers", "status", "words"),
+    [
+        ("/wrong/start-plan", of_plan(), {}, 403, "the token in the address is wrong"),
+        (PLAN, of_plan(), {"origin": "https://evil.example"}, 403, "another site"),
+        (PLAN, of_plan(), {"origin": "null"}, 403, "another site"),
+        (PLAN, of_plan(), {"sec-fetch-site": "cross-site"}, 403, "another site"),
+        (PLAN, of_plan(), {"host": "evil.example:8765"}, 403, "the Host header"),
+        (PLAN, b"", {}, 409, "the request: Invalid JSON"),
+        (PLAN, b" " * (2**21 + 1), {}, 413, "at most 2,097,152"),
+        (PLAN, of_plan() | {"recipe": "recipe.yaml"}, {}, 409, "recipe: Extra inputs"),
+        (PLAN, of_plan(extra="x"), {}, 409, "setup.extra: Extra inputs"),
+        *(
+            (PLAN, of_plan(name=name), {}, 409, "run.name: String should match")
+            for name in ("", ".", "..", "../out", "/tmp/out", "a/b", "-x", "a\n", "a b", "a\0")
+        ),
+        (PLAN, of_plan(name="a" * 101), {}, 409, "run.name: String should match"),
+        (PLAN, of_plan(rows=""), {}, 409, "name one in the field `file of rows`"),
+        *(
+            (PLAN, of_plan(rows=rows), {}, 409, "is no file in")
+            for rows in (
+                *(".", "/etc/passwd", "../outside.yaml", "link.yaml", "none.jsonl", "runs"),
+                *("rows.jsonl\0", "runs/../../outside.yaml", "x" * 300),
+            )
+        ),
+        *(
+            (PLAN, of_plan(model=model), {}, 409, "is no shipped model")
+            for model in ("..", "/etc", "../elsewhere", "linked-model", "none", "x" * 300)
+        ),
+        (PLAN, of_plan(card="rtx4090"), {}, 409, "the plan is for rtx4090"),
+        (PLAN, of_plan(num_cards=2), {}, 409, "2 cards share a step"),
+        (PLAN, of_plan(model="config.json", config="{}"), {}, 409, "config.json has no weights"),
+        (PLAN, of_plan(model="qwen3-235b-a22b"), {}, 409, "the plan does not fit"),
+        (PLAN, of_plan(name="recipe"), {}, 409, "recipe.yaml is there and is not this recipe"),
+        (PLAN, of_plan(name="link"), {}, 409, "link.yaml is there and is not this recipe"),
+        (PLAN, of_plan(name="linked"), {}, 409, "is a link"),
+        (PLAN, of_plan(name="there"), {}, 409, "is there and holds no run"),
+        (PLAN, of_plan(name="run"), {}, 409, TAKEN),
+    ],
+)
+def test_a_plan_that_may_not_be_started_is_refused_and_writes_nothing(
+    folder: Path, path: str, values: Any, headers: dict[str, str], status: int, words: str
+) -> None:
+    root = folder.parent
+    (root / "rows.jsonl").write_text("{}\n")
+    (root.parent / "elsewhere").mkdir(exist_ok=True)
+    (root.parent / "elsewhere" / "config.json").write_text("{}")
+    (root / "linked-model").symlink_to(root.parent / "elsewhere")
+    (folder / "there").mkdir(parents=True)
+    (folder / "there" / "letter.txt").write_text("mine")
+    (folder / "linked").symlink_to(root.parent / "elsewhere")
+    (begun(folder / "run") / "metrics.jsonl").touch()
+    before = {file: file.read_bytes() for file in root.rglob("*") if file.is_file()}
+    found, text = posted(folder, path, values, **headers)
+    assert (found, words in text) == (status, True), text
+    assert started(folder) is None
+    after = {file: file.read_bytes() for file in root.rglob("*") if file.is_file()}
+    made = {
+        file: after.get(file)
+        for file in after.keys() | before
+        if after.get(file) != before.get(file)
+    }
+    assert made.keys() <= {folder / LOCK}
+
+
+def test_a_studio_that_plans_for_another_machine_starts_no_plan(folder: Path) -> None:
+    (folder.parent / "rows.jsonl").write_text("{}\n")
+    status, text = posted(folder, PLAN, of_plan(), other="rtx4090")
+    assert (status, "the plan is for rtx4090" in text) == (409, True), text
+    answer = planner_of(folder, other="rtx4090").answered("plan", json.dumps(of_plan()))
+    assert "without `--machine NAME`" in json.loads(answer)["obstacle"]
+
+
+@pytest.mark.usefixtures("waiting")
+def test_of_many_pages_that_start_one_plan_one_does_and_its_recipe_is_what_it_showed(
+    folder: Path,
+) -> None:
+    (folder.parent / "rows.jsonl").write_text("{}\n")
+    ranks = [4, 8, 16, 32] * 3
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        said = list(pool.map(lambda rank: posted(folder, PLAN, of_plan(rank=rank)), ranks))
+    assert [status for status, _ in said].count(200) == 1
+    assert {text.split(";")[0] for status, text in said if status != 200} == {
+        '{"problem":"one is at work'
+    }
+    (rank,) = [rank for rank, (status, _) in zip(ranks, said, strict=True) if status == 200]
+    answer = planner_of(folder).answered("plan", json.dumps(of_plan(rank=rank)))
+    assert (folder.parent / "one.yaml").read_text() == json.loads(answer)["recipe"]
+    assert json.loads(answer)["obstacle"] is None
+    assert launcher_of(folder).recipes() == ["one.yaml", "recipe.yaml"]
+
+
+def test_a_plan_whose_run_fails_at_once_is_listed_and_starts_again_unchanged_or_is_named_anew(
+    folder: Path,
+) -> None:
+    (folder.parent / "rows.jsonl").write_text("no JSON\n")
+    for _ in range(2):
+        status, text = posted(folder, PLAN, of_plan(objective="orpo"))
+        assert status == 200, text
+        wait_until(lambda: started(folder) is None)
+    assert log_of(folder, "one").count("$ sluice finetune ") == 2
+    assert log_of(folder, "one").count("\nhint: ") == 2, log_of(folder, "one")
+    status, text = posted(folder, PLAN, of_plan(rank=4))
+    assert (status, "one.yaml is there and is not this recipe" in text) == (409, True), text
+    made = studio_of(folder, planner_of(folder), root=folder.parent)
+    client = TestClient(made.studio.app, base_url="http://127.0.0.1:8765")
+    (line,) = client.get(f"/{made.token}/runs.json").json()["runs"]
+    assert (line["name"], line["state"], line["can"]) == ("one", "died before step 1", None)
 
 
 @pytest.mark.usefixtures("waiting")
