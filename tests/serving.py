@@ -9,37 +9,48 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import tinker
 import torch
 from tinker import types
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from finetune.serve.server import KEY_FILE
 from tests.doubles import tiny_tokenizer
 
 NAME = "tiny/qwen3"
 START_S = 120.0
+_TOOL = Path(sys.executable).with_name("tinker")
 
 
-def save_base(folder: Path) -> Path:
-    """Write a tiny dense model with random weights, and its tokenizer; return the folder."""
+def save_base(folder: Path, *, kind: Literal["dense", "tied", "mixture"] = "dense") -> Path:
+    """Write a tiny model with random weights, and its tokenizer; return the folder."""
     tokenizer = tiny_tokenizer()
     torch.manual_seed(0)
-    config = Qwen3Config(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        vocab_size=len(tokenizer),
-        max_position_embeddings=256,
-        tie_word_embeddings=False,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+    shape: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "vocab_size": len(tokenizer),
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": kind == "tied",
+        "eos_token_id": tokenizer.eos_token_id,
+    }
+    model: Qwen3ForCausalLM | Qwen3MoeForCausalLM
+    if kind == "mixture":
+        experts: dict[str, Any] = {
+            "moe_intermediate_size": 16,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+        }
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **experts))
+    else:
+        model = Qwen3ForCausalLM(Qwen3Config(**shape))
+    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
@@ -60,7 +71,7 @@ class Served:
     def tool(self, *words: str) -> str:
         """Run Tinker's own command, and return what it prints."""
         settings = (f"TINKER_BASE_URL={self.address}", f"TINKER_API_KEY={self.key}")
-        command = ["env", *settings, "TINKER_TELEMETRY=0", "tinker", *words]
+        command = ["env", *settings, "TINKER_TELEMETRY=0", str(_TOOL), *words]
         done = subprocess.run(command, check=False, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         return done.stdout

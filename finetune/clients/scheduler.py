@@ -213,7 +213,7 @@ class Scheduler:
         """Add a client whose adapter computes nothing yet; it may be asked at once.
 
         Args:
-            client: Its name, and that of its adapter.
+            client: Name of the client, and of its adapter.
             settings: The settings of its adapter.
             seed: The seed of its initial values.
 
@@ -229,7 +229,7 @@ class Scheduler:
         """Add a client that only scores and samples; it may be asked at once.
 
         Args:
-            client: Its name, and that of its adapter.
+            client: Name of the client, and of its adapter.
             settings: The settings of its adapter.
             values: The values of its adapter, as `ClientState` has them.
 

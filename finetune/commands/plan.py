@@ -566,7 +566,7 @@ def probed(dtype: str | None, *, note: Callable[[str], None]) -> Machine:
     """Measure this machine; this loads torch.
 
     Args:
-        dtype: What layers compute in; None takes the 16-bit type of the GPU.
+        dtype: Type that layers compute in; None takes the 16-bit type of the GPU.
         note: Reports what takes time.
     """
     note("Measuring this machine ...")

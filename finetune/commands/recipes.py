@@ -81,8 +81,8 @@ def target_of(asked: Asked, *, dtype: Dtype | None) -> tuple[Target, list[str]]:
     """Return the machine to plan for, and notes on what was assumed of it.
 
     Args:
-        asked: Of the machine.
-        dtype: What layers compute in; None takes the 16-bit type of the card.
+        asked: Settings of the machine.
+        dtype: Type that layers compute in; None takes the 16-bit type of the card.
 
     Raises:
         ConfigError: Neither a card nor its memory is given, or the card has less than that.

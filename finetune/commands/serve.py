@@ -36,7 +36,7 @@ def planned(
     Args:
         model: A recipe or a model.
         overrides: Settings over the recipe's.
-        capacity: What is served at most.
+        capacity: The most that is served.
         machine: A card by name, or a file of a machine that was measured; None measures this one.
         ram_gib: Host memory of a card by name.
         note: Reports what takes time.
@@ -72,9 +72,9 @@ def serve_planned(
 
     Args:
         plan: For this machine.
-        names: What clients call the base; without any, by its name here.
-        port: Where to listen.
-        folder: Where the key and the checkpoints are.
+        names: Names that clients call the base by; without any, its name here.
+        port: Port to listen at.
+        folder: Folder of the key and the checkpoints.
         note: Reports the address, and what becomes of clients.
 
     Raises:

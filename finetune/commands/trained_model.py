@@ -137,7 +137,7 @@ class Prepared:
         """Return an image for prompts, once the tower has looked at it.
 
         Args:
-            image: Its file, or the image.
+            image: An image, or its file.
 
         Raises:
             ConfigError: There is no such file.

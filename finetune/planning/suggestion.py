@@ -91,9 +91,9 @@ def first_settings(model: WantedModel, *, name: str, dtype: str) -> Settings:
     """Return the settings that a suggested recipe begins with: LoRA on all linear layers.
 
     Args:
-        model: What is trained.
-        name: Of the run.
-        dtype: Of the machine's rates; a machine in float16 is one without bfloat16.
+        model: Model that is trained.
+        name: Name of the run.
+        dtype: Type of the machine's rates; a machine in float16 is one without bfloat16.
     """
     half = {"dtype": dtype} if dtype == "float16" else {}
     return {
@@ -122,7 +122,7 @@ def suggest(
     """Plan a recipe in each form of its layers, and choose one by the goal.
 
     Args:
-        model: What is trained.
+        model: Model that is trained.
         target: The machine.
         goal: How to choose.
         settings: The recipe's, as of `first_settings`.

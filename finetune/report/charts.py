@@ -211,7 +211,7 @@ def _legend(names: Iterable[str], *, labels_px: int) -> dict[str, Any]:
     """Return a legend above a chart, in as many columns as fit.
 
     Args:
-        names: What it explains.
+        names: Names that the legend explains.
         labels_px: Width of the labels on the left.
     """
     columns = f"max(1, floor((containerSize()[0] - {labels_px}) / {40 + 7 * max(map(len, names))}))"

@@ -73,7 +73,7 @@ def images_html(images: Sequence[str]) -> str:
     """Return small images as HTML, numbered; nothing for none.
 
     Args:
-        images: Their `data:` URIs.
+        images: `data:` URIs of images.
     """
     shown = "".join(
         f'<img src="{escape(uri)}" alt="image {number}">'

@@ -97,7 +97,7 @@ class Drawn(str):
     """A text that pages draw with more than its letters.
 
     Attributes:
-        html: What they draw.
+        html: HTML that is drawn.
     """
 
     html: str

@@ -127,8 +127,8 @@ def opened(plan: ServePlan, *, names: Sequence[str]) -> Iterator[Base]:
     """Load the base as planned, and put it on an engine in this context.
 
     Args:
-        plan: What is served.
-        names: What clients call the base, at least one.
+        plan: Plan of the server.
+        names: Names that clients call the base by, at least one.
 
     Raises:
         ModelError: Weights are missing or damaged.

@@ -171,8 +171,8 @@ class Checkpoints:
         """Write a checkpoint; one of the same path is replaced once it is whole.
 
         Args:
-            record: What is known of it.
-            state: Its values; moments of AdamW are written if there are any.
+            record: Record of the checkpoint.
+            state: Values of the adapter; moments of AdamW are written if there are any.
 
         Raises:
             CheckpointError: It cannot be written.
@@ -218,7 +218,7 @@ class Checkpoints:
         """Read a checkpoint; all of its files are compared with what was written.
 
         Args:
-            path: Its path.
+            path: Path of a checkpoint.
             has_moments: Whether AdamW's states are read.
 
         Raises:

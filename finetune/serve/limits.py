@@ -38,7 +38,7 @@ class Limits:
         """Check the rank of an adapter.
 
         Args:
-            what: What has it.
+            what: Name of what has the chunk.
             rank: The rank.
 
         Raises:

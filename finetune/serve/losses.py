@@ -128,8 +128,8 @@ class TokenSum:
 
         Args:
             name: A loss.
-            given: Its inputs (N,), those of all rows one after another.
-            settings: Its settings by name.
+            given: Inputs of the loss (N,), those of all rows one after another.
+            settings: Settings of the loss by name.
 
         Raises:
             ConfigError: There is no such loss, or a setting is missing, unknown or no number.

@@ -192,8 +192,8 @@ def plan_serving(subject: Subject, machine: Machine, capacity: Capacity) -> Serv
 
     Args:
         subject: The base; of its recipe what concerns the model and where its layers wait counts.
-        machine: Where it is served.
-        capacity: What is served at most.
+        machine: Machine that serves.
+        capacity: The most that is served.
 
     Raises:
         ConfigError: The capacity is not possible, whatever the machine.

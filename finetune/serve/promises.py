@@ -104,7 +104,7 @@ class Promises:
 
         Args:
             session: The client's.
-            most: How many answers it may be promised and not have fetched.
+            most: Number of answers that it may be promised and not have fetched.
 
         Raises:
             BusyError: It has asked for too much, or all clients have.
@@ -136,7 +136,7 @@ class Promises:
         Args:
             name: The answer's name, which `has` does not know.
             owner: Who asks.
-            request: What is asked.
+            request: A request as it was sent.
             answer: Computes it; what it raises is the answer, too.
             takes_slot: Whether it may take a slot.
         """

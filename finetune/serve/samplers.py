@@ -144,7 +144,7 @@ class Samplers:
         """Return what answers a prompt.
 
         Args:
-            sampler: What is asked.
+            sampler: Sampler that is asked.
             request: The prompt, which `wire.require_sampled` has checked.
             number: The request's, which seeds it without a seed of its own.
 

@@ -489,10 +489,10 @@ def serve(
     """Serve until Ctrl-C; then all models are saved.
 
     Args:
-        sessions: What is served.
-        key: What clients need.
-        port: Where to listen; 0 takes any that is free.
-        folder: Where `STATUS_FILE` is written, for the runs room.
+        sessions: Sessions of all clients.
+        key: Key of all clients.
+        port: Port to listen at; 0 takes any that is free.
+        folder: Folder that `STATUS_FILE` is written to, for the runs room.
         announce: Gets the address, once clients may come.
 
     Raises:

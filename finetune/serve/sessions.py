@@ -75,8 +75,8 @@ class Sessions:
 
         Args:
             base: The model that all adapters are of.
-            checkpoints: What was saved before.
-            limits: What clients may ask for.
+            checkpoints: Checkpoints that were saved before.
+            limits: Limits of what clients may ask for.
             note: Reports what the user of this machine should know.
         """
         self.base, self.checkpoints, self.limits = base, checkpoints, limits
@@ -216,7 +216,7 @@ class Sessions:
         Args:
             session_id: The session's.
             number: The model's.
-            request: What was sent.
+            request: A request as it was sent.
             begin: Checks it, and returns what begins the session's model of an id.
         """
         session = self.hear(session_id)
@@ -292,7 +292,7 @@ class Sessions:
         Args:
             model: The model.
             seed: The seed of its first values.
-            state: What it goes on from instead.
+            state: State that the model goes on from; None for new values.
         """
         promise = self.promises.find(f"{model.id}:0")
         promise.is_waiting = True
@@ -371,8 +371,8 @@ class Sessions:
 
         Args:
             model_id: The model's.
-            number: Its sequence number.
-            request: What was sent.
+            number: Sequence number of the request.
+            request: A request as it was sent.
             begin: Submits it to the scheduler, and returns what waits for the result. If it
                 raises, the request fails in its turn.
             adds: Whether it is part of a step, which fails if this does.

@@ -15,16 +15,16 @@ class Slots:
     """The slots of one kind; who waits first gets the first. For one event loop.
 
     Attributes:
-        num_taken: Those that hold an adapter, or are about to.
+        num_taken: Number of slots that hold an adapter, or are about to.
     """
 
     def __init__(self, scheduler: Scheduler, num: int, *, kind: str) -> None:
         """Begin with empty slots.
 
         Args:
-            scheduler: It has room for these slots.
-            num: How many they are.
-            kind: What they are for: the beginning of the names of their adapters.
+            scheduler: Scheduler that has room for these slots.
+            num: Number of slots.
+            kind: Purpose of the slots: the beginning of the names of their adapters.
         """
         self._scheduler, self._num, self._kind = scheduler, num, kind
         self.num_taken, self._num_names = 0, 0

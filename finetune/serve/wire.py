@@ -135,7 +135,7 @@ def parts_of(
     rows are cut follows from the request and these numbers alone.
 
     Args:
-        request: Of any number of rows.
+        request: A request of any number of rows.
         max_tokens: The most tokens of a row.
         pass_tokens: The most tokens of a pass, if it has more than one row.
 

@@ -235,7 +235,7 @@ def obstacle(setup: Setup, *, other: str | None) -> StudioError | None:
     """Return why the page starts no run of a setup, whether it fits or not; None if it does.
 
     Args:
-        setup: What is planned.
+        setup: Settings of the plan.
         other: The card that "this machine" is planned as; None if it is measured.
     """
     if not setup.is_here or other is not None:
@@ -263,7 +263,7 @@ def subject(setup: Setup, *, folder: Path, root: Path | None) -> Subject:
     """Return the recipe and the model's facts.
 
     Args:
-        setup: What is planned.
+        setup: Settings of the plan.
         folder: Where a pasted config is written, by its hash.
         root: A folder that models may be in; None if there is none.
 
@@ -279,7 +279,7 @@ def machine(setup: Setup, *, here: Machine | None) -> Machine:
     """Return the machine of a setup.
 
     Args:
-        setup: What is planned.
+        setup: Settings of the plan.
         here: This machine, as it was measured; None where it cannot be.
 
     Raises:

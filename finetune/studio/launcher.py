@@ -118,7 +118,7 @@ class Launcher:
 
         Args:
             text: The recipe, with paths relative to the root.
-            name: Of the run, as in the recipe.
+            name: Name of the run, as in the recipe.
 
         Raises:
             StudioError: The name is none, another run is at work, or there is another recipe of

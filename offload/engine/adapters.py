@@ -166,7 +166,7 @@ class Adapters:
 
         Args:
             name: One that no other has.
-            settings: Its rank, scale and linears.
+            settings: Rank, scale and linears of the adapter.
             seed: The seed of its initial values, which depend on nothing else.
 
         Raises:
@@ -208,7 +208,7 @@ class Adapters:
 
         Args:
             name: One that no other has.
-            settings: Its rank, scale and linears.
+            settings: Rank, scale and linears of the adapter.
             values: Values in the form of `Adapters.values`.
 
         Raises:

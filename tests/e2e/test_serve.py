@@ -1,5 +1,6 @@
 """Clients of the Tinker SDK on a server of a tiny model: alone, together, and after a kill."""
 
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -23,6 +24,11 @@ ADAM = types.AdamParams(learning_rate=0.01, weight_decay=0.1, grad_clip_norm=0.5
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_base(tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture(scope="module", params=["tied", "mixture"])
+def other_base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_base(tmp_path_factory.mktemp(request.param), kind=request.param)
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +122,7 @@ def story(own: tinker.ServiceClient, seed: int, *, chunk: int) -> dict[str, Any]
     return got
 
 
-def told(address: str, key: str, seed: int, chunk: int) -> dict[str, Any]:
+def story_by(address: str, key: str, seed: int, chunk: int) -> dict[str, Any]:
     with service(address, key) as own:
         return story(own, seed, chunk=chunk)
 
@@ -149,8 +155,8 @@ def test_clients_at_once_get_what_each_gets_alone(
     server: Served, processes: ProcessPoolExecutor
 ) -> None:
     where = server.address, server.key
-    alone = [processes.submit(told, *where, seed, 1024).result() for seed in (1, 2)]
-    both = [processes.submit(told, *where, seed, 1024) for seed in (1, 2)]
+    alone = [processes.submit(story_by, *where, seed, 1024).result() for seed in (1, 2)]
+    both = [processes.submit(story_by, *where, seed, 1024) for seed in (1, 2)]
     for one, future in zip(alone, both, strict=True):
         other = future.result()
         assert is_same(saved(server, one.pop("path")), saved(server, other.pop("path")))
@@ -160,7 +166,7 @@ def test_clients_at_once_get_what_each_gets_alone(
 
 def test_chunks_give_the_same_adapter(server: Served, processes: ProcessPoolExecutor) -> None:
     where = server.address, server.key
-    whole, cut = (processes.submit(told, *where, 3, chunk).result() for chunk in (1024, 2))
+    whole, cut = (processes.submit(story_by, *where, 3, chunk).result() for chunk in (1024, 2))
     assert is_same(saved(server, whole["path"]), saved(server, cut["path"]))
 
 
@@ -183,11 +189,30 @@ def supervise(address: str, key: str) -> tuple[list[str], list[float], list[floa
 def test_plain_torch_and_peft_give_the_same(
     server: Served, base: Path, processes: ProcessPoolExecutor
 ) -> None:
-    paths, losses, norms = processes.submit(supervise, server.address, server.key).result()
+    found = processes.submit(supervise, server.address, server.key).result()
+    _require_plain(server, base, *found)
+
+
+def test_a_tied_head_and_a_mixture_train_as_in_plain_torch_and_peft(
+    other_base: Path, tmp_path: Path, machine_file: Path, processes: ProcessPoolExecutor
+) -> None:
+    with served(other_base, tmp_path, machine_file) as one:
+        found = processes.submit(supervise, one.address, one.key).result()
+    _require_plain(one, other_base, *found)
+
+
+def _require_plain(
+    server: Served, base: Path, paths: list[str], losses: list[float], norms: list[float]
+) -> None:
+    """Do the steps of `supervise` by plain torch and peft, and compare."""
     start, end = (saved(server, path) for path in paths)
-    names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
-    config = LoraConfig(r=4, lora_alpha=32, target_modules=names)
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
+    ends = {name.removesuffix(".lora_A.weight").rpartition(".")[2] for name in start}
+    names = {end for end in ends if end != "weight"}
+    assert {"q_proj", "o_proj", "lm_head"} <= names
+    config = LoraConfig(r=4, lora_alpha=32, target_modules=sorted(names))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of an adapter on a tied head
+        model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
     named = {name.replace(".default", ""): p for name, p in model.named_parameters()}
     own = {name: parameter for name, parameter in named.items() if "lora" in name}
     assert own.keys() <= start.keys()
